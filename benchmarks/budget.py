@@ -1,12 +1,9 @@
-"""Keeps a run within its time: what each comparison is expected to take, in which order, and what is cut where that is
-too much.
+"""Keeps a run within its time: the order of comparisons, and what is cut.
 
-What is needed comes first: of each operation the smallest shapes that have every direction and dtype of it. Then come
-host times and models, then all other shapes and growth, the smallest first. Rounds are cut to a half, no further, or
-noise would hide what they show; then whole shapes from the end, so that every row that is shown has its peers. Where
-not even what is needed has the time, its peers that are compiled are cut, and shapes of it last. Estimates are
-corrected as rows are done, and what to cut is decided anew before each comparison begins: what was to be cut comes back
-where the machine turns out to be faster.
+Order: of each operation the smallest shapes that together have all its directions and dtypes; host times and models;
+then all other shapes and growth, the smallest first. If time is short, rounds are halved, then whole shapes are cut
+from the end, then `torch.compile` of the first shapes, then these. The plan is made anew before each comparison, with
+estimates corrected by what was measured so far.
 """
 
 from __future__ import annotations
@@ -34,11 +31,9 @@ FIRST, NEEDED, LATER, REST = -1, 0, 1, 2
 class Unit:
     """Rows that are compared with each other: all are measured or none.
 
-    shape: what is cut as a whole, in words. kind: estimates of a kind are wrong by the same factor. fixed, rounds,
-    a_row: seconds that do not depend on how many rounds there are, of all rounds, and more for each row. size: what
-    "largest" means. op: the operation, where the row is of one shape of it, and what: its direction and dtype. place:
-    `FIRST`, `NEEDED`, `LATER` or `REST`; what comes first is cut last. waits: seconds of `fixed` in which peers are
-    compiled.
+    shape: what is cut as a whole. kind: estimates of a kind share a correction. fixed, rounds, a_row: seconds before
+    the rounds, of all rounds, and of each row. waits: seconds of `fixed` that compile peers. op, what: the
+    operation, and its direction and dtype.
     """
 
     id: str

@@ -94,10 +94,7 @@ class Contenders:
                         for _ in shared.sets:
                             prepare()()
             except Exception as error:
-                reason = unavailable(error, ours=name in OURS)
-                if reason is None:
-                    raise
-                self.why_not[name] = reason
+                self.why_not[name] = unavailable(error, ours=name in OURS)
             else:
                 self.prepare[name] = prepare
 
@@ -136,15 +133,17 @@ def _seconds(prepare: Prepare) -> float:
     return min(found)
 
 
-def unavailable(error: Exception, ours: bool) -> str | None:
-    """Returns the reason, in a line, why a call could not be made here; None where that is an error: our own kernels
+def unavailable(error: Exception, ours: bool) -> str:
+    """Returns the reason, in a line, why a call could not be made here; raises it where it is a bug: our own kernels
     may lack memory or a device, no more."""
     text = str(error).strip().splitlines()
     first = f"{type(error).__name__}: {text[0] if text else ''}"[:200]
     lacking = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
     if lacking:
         return f"too little memory ({first})"
-    return first if not ours or isinstance(error, fk.BackendUnavailable) else None
+    if ours and not isinstance(error, fk.BackendUnavailable):
+        raise error
+    return first
 
 
 def _limit(group: Group, name: str) -> Prepare:

@@ -7,7 +7,6 @@ those of this tree, so that both are measured alike; a row that only one side ha
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import shutil
@@ -15,9 +14,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from benchmarks.isa import SWITCHES, force
@@ -35,8 +33,6 @@ sys.path.insert(0, tree)
 import foundry_kernels
 assert foundry_kernels.__file__.startswith(tree), foundry_kernels.__file__
 sys.path[0] = root
-from benchmarks.compare import alias_old_modules
-alias_old_modules(tree)
 from benchmarks.compare import serve
 serve(*sys.argv[3:])
 """
@@ -65,18 +61,6 @@ def main(argv: list[str]) -> int:
             side.close()
     print(f"\nThe other tree is kept for the next run; to remove it: git worktree remove --force {other}")
     return int(options.fail_above is not None and worst > options.fail_above)
-
-
-#: Where modules that benchmarks import were in commits without `foundry_kernels/core`.
-_OLD_MODULES = {"core.registry": "registry", "core.contract": "op_modules", "core.extension": "_native"}
-
-
-def alias_old_modules(tree: str) -> None:
-    """Lets the benchmarks of this tree run on the package of a commit whose modules all lay at its top."""
-    if not (Path(tree) / "foundry_kernels" / "core").is_dir():
-        sys.modules["foundry_kernels.core"] = ModuleType("foundry_kernels.core")
-        for new, old in _OLD_MODULES.items():
-            sys.modules[f"foundry_kernels.{new}"] = importlib.import_module(f"foundry_kernels.{old}")
 
 
 def prepare(commit: str) -> Path:
@@ -222,21 +206,6 @@ def serve(forced: str | None = None) -> None:
             force(forced)
         except ValueError as error:
             raise SystemExit(f"error: {error}") from None
-    measure = _measurer()
-    for line in sys.stdin:
-        request = json.loads(line)
-        found = list(_groups(request["full"])) if request.get("list") else measure(**request)
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
-
-
-def _groups(full: bool) -> Iterator[str]:
-    from benchmarks.suite import groups
-
-    return (group.id for group in groups(full) if group.ours != ("reference",))
-
-
-def _measurer() -> Callable[..., dict[str, Any]]:
     from benchmarks.calls import Contenders
     from benchmarks.measure import interleaved, reused_memory
     from benchmarks.suite import groups
@@ -254,4 +223,8 @@ def _measurer() -> Callable[..., dict[str, Any]]:
             times = interleaved(ours.prepare, seconds, 25, warm_ups) if ours.prepare else {}
         return {"times": {n: statistics.median(t) for n, t in times.items()}, "why_not": ours.why_not}
 
-    return measure
+    for line in sys.stdin:
+        request = json.loads(line)
+        listed = [g.id for g in groups(request["full"]) if g.ours != ("reference",)] if "list" in request else None
+        answers.write(json.dumps(measure(**request) if listed is None else listed) + "\n")
+        answers.flush()

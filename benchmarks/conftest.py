@@ -6,7 +6,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def append(path: Path | None, row: dict[str, Any]) -> None:
-    """Adds a row to the file of `--rows`, at once: a run that is stopped keeps those that it had."""
-    if path is not None:
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-
 def _minutes(text: str) -> float:
     value = float(text)
     if not 0 <= value < math.inf:
@@ -61,7 +54,7 @@ _minutes.__name__ = "minutes"  # as argparse calls it where it refuses a value
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A line of verdict a minute, and with -v one for each row as it is done and a table of the rounds."""
+    """A line a minute, and with -v one for each row as it is done and a table of the rounds."""
     if (name := config.getoption("isa", None)) is not None:
         try:
             isa.force(name)
@@ -126,7 +119,7 @@ def _write(config: pytest.Config, lines: list[str]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Counts the time of a row; the first that ends after another minute says what is known by then."""
+    """Counts the time of a row; the first that ends after another minute says how far the run is."""
     budget, name = item.config.stash.get(_BUDGET, None), item.stash.get(_UNIT, "")
     if budget is None or not name:
         return (yield)
@@ -137,11 +130,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     finally:
         budget.spend(name, time.monotonic() - start)
         if item.config.stash[_SAID] < (passed := int(budget.gone // 60)):
-            from benchmarks import verdict
-
             item.config.stash[_SAID] = passed
-            rows = item.config.stash[_ROWS]
-            _write(item.config, ["; ".join([budget.progress(), *verdict.so_far(rows)])])
+            _write(item.config, [budget.progress()])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -156,7 +146,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_report_teststatus(report: object, config: pytest.Config) -> tuple[str, str, str] | None:
-    """The figures in place of PASSED, and no dots between the lines of verdict."""
+    """The figures in place of PASSED, and no dots between the lines of progress."""
     if not isinstance(report, pytest.TestReport) or report.failed:
         return None
     quiet = config.option.verbose < 0 and _BUDGET in config.stash
@@ -178,20 +168,30 @@ class Record:
         #: Whether the peers that are compiled have no time.
         self.plain = budget is not None and request.node.stash.get(_UNIT, "") in budget.plain
 
-    def __call__(self, benchmark: Any, row: dict[str, Any]) -> None:
-        row |= isa.current.row()
-        benchmark.extra_info.update(row)
-        self._config.stash[_ROWS].append(row)
-        append(self._config.getoption("rows", None), row)
-        self._show(_FIGURES, in_a_line(row))
+    def __call__(self, benchmark: Any, row: dict[str, Any], group: str, times: Sequence[float]) -> None:
+        """Keep a row of `group`, whose rounds took `times`; it fails where its result is wrong."""
+        from benchmarks.measure import replay
 
-    def absent(self, row: dict[str, Any]) -> bool:
-        """Keep and skip a row that says why it could not be measured; False for others."""
-        if "why_not" not in row:
-            return False
-        self._config.stash[_ABSENT].append(row)
-        append(self._config.getoption("rows", None), row)
-        pytest.skip(row["why_not"])
+        benchmark.group = group
+        replay.give(benchmark, times)
+        benchmark.extra_info.update(row)
+        self._append(_ROWS, row)
+        self._show(_FIGURES, in_a_line(row))
+        if "wrong" in row:
+            pytest.fail(f"no ratio is reported: {row['wrong']}")
+
+    def absent(self, row: dict[str, Any]) -> None:
+        """Keep and skip a row that says why it could not be measured."""
+        if "why_not" in row:
+            self._append(_ABSENT, row)
+            pytest.skip(row["why_not"])
+
+    def _append(self, key: pytest.StashKey[list[dict[str, Any]]], row: dict[str, Any]) -> None:
+        """Also to the file of `--rows`, at once: a run that is stopped keeps those that it had."""
+        self._config.stash[key].append(row)
+        if (path := self._config.getoption("rows", None)) is not None:
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 @pytest.fixture
@@ -205,8 +205,10 @@ def in_a_line(row: dict[str, Any]) -> str:
     if "of_limit" in row:
         parts.append(f"{row['of_limit']:.0%} of {row['limit']}")
     over = row.get("speedup_over", {})
-    if row.get("row") in ("triton", "native", "ours"):
+    if row.get("row") in ("triton", "native", "ours", "patched by ours"):
         parts += [f"{ratio:.2f} x {name}" for name, ratio in over.items()]
+    if row.get("kind") == "model" and "peak_bytes" in row:
+        parts.append(f"peak {(row.get('held_bytes', 0) + row['peak_bytes']) / 1e9:.1f} GB")
     parts += [f"{key} {row[key]}" for key in ("tokens/s", "host_us", "time_exponent") if row.get(key) is not None]
     return ", ".join(parts)
 

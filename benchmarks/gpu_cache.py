@@ -1,13 +1,11 @@
 """`make gpu-cache`: the Triton kernels of parity cases and benchmarks, compiled here for a GPU that is elsewhere.
 
     make gpu-cache STACK=2.11 PYTHON=python3.12 VENV=.venv-3.12    # for Triton 3.6 in Python 3.12; needs no GPU
-    make gpu-check                                  # there, with build/gpu-cache.tar.xz brought along: it is used
+    make gpu-check                                  # there; it uses build/gpu-cache.tar.xz
 
-Each kernel is bound and specialised by Triton's own launch, on the stub of a GPU (stub_gpu.py), and so gets the key by
-which the launch on the GPU looks for it: the contents of Triton's files (thus its release, and Python's: its library is
-compiled for one), the kernel's source, signature and options, and the architecture. No path is part of it. Triton's
-index of its cache has absolute paths: the archive has none, `unpack` writes them. It holds what a launch needs, the
-code and its description: what the compiler passes through in between is left out.
+Triton's own launch, on a stub of the GPU (stub_gpu.py), gives each kernel its key: a hash of Triton's files, the
+kernel's source, signature and options, and the architecture, but no path. Triton's index of its cache has absolute
+paths, so `unpack` writes it. The archive has the code and its description, no intermediate results.
 """
 
 from __future__ import annotations
@@ -233,24 +231,6 @@ def why_it_would_miss(about: dict[str, Any], arch: int) -> str | None:
         if about.get(name) != here[name]:
             return f"it was made for {name} {about.get(name)}, and here is {here[name]}"
     return None if about.get("key") == here["key"] else "it was made with another build of the same release of Triton"
-
-
-@contextmanager
-def only_from(folder: Path) -> Iterator[None]:
-    """While it lasts, Triton's cache is `folder`, and a kernel that is not in it is an error instead of compiled."""
-    from triton import knobs
-    from triton.compiler import ASTSource
-
-    def refuse(src: Any, *args: Any, **kwargs: Any) -> Any:
-        raise LookupError(f"{src.fn.__name__} is not in {folder}")
-
-    own = ASTSource.make_ir
-    with knobs.cache.scope():
-        knobs.cache.dir, ASTSource.make_ir = str(folder), refuse
-        try:
-            yield
-        finally:
-            ASTSource.make_ir = own
 
 
 def main(argv: list[str]) -> int:

@@ -36,6 +36,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,36 +74,15 @@ def run(name: str, command: list[str], limit: float) -> dict[str, Any]:
     process.wait()
     timed_out = time.monotonic() - start >= limit
     timer.cancel()
-    lines = [line for line in log.read_text().splitlines() if line.strip()]
-    summary = lines[-1] if lines else ""
-    ok = process.returncode == 0 and not timed_out
+    summary = next((line for line in reversed(log.read_text().splitlines()) if line.strip()), "")
     if timed_out:
         summary = f"stopped after {limit:.0f} s; last line: {summary}"
-    return {"ok": ok, "seconds": round(time.monotonic() - start, 1), "summary": summary, "log": log.name}
-
-
-def build() -> dict[str, Any]:
-    return run("build", [sys.executable, "setup.py", "build_ext", "--inplace"], LIMITS["build"])
-
-
-def units() -> dict[str, Any]:
-    return tests("units", ["tests/proof/test_hopper_units.py"])
-
-
-def parity() -> dict[str, Any]:
-    return tests("parity", ["tests/proof/test_parity.py", "-k", f"flash_attention and (native-cuda or ({NEW}))"])
-
-
-def everything() -> dict[str, Any]:
-    # The CPU's kernels are proved without a GPU, on every commit.
-    return tests("all", ["tests/proof/test_parity.py", "-k", "not cuda_on_cpu and not native-cpu"])
-
-
-def suite() -> dict[str, Any]:
-    # So are the ahead-of-time compilations and the checker of CUDA kernels.
-    proofs = ("parity", "checker", "fuzz", "sanitize")
-    left_out = ("tools/test_aot.py", *(f"proof/test_{name}.py" for name in proofs))
-    return tests("suite", ["tests", *(f"--ignore=tests/{name}" for name in left_out), "-k", "not cuda_on_cpu"])
+    return {
+        "ok": process.returncode == 0 and not timed_out,
+        "seconds": round(time.monotonic() - start, 1),
+        "summary": summary,
+        "log": log.name,
+    }
 
 
 def tests(name: str, arguments: list[str]) -> dict[str, Any]:
@@ -160,16 +140,6 @@ def sanitize() -> dict[str, Any]:
     return result
 
 
-def bench() -> dict[str, Any]:
-    # Operations and host time; growth takes minutes more: pytest benchmarks --benchmark-only.
-    budget = f"--budget={(LIMITS['bench'] - 20) / 60:.2f}"
-    return rows_of("bench", ["benchmarks/test_ops.py", "benchmarks/test_overhead.py", budget])
-
-
-def model() -> dict[str, Any]:
-    return rows_of("model", ["benchmarks/test_model.py", "-k", "training", "--budget=0"])
-
-
 def rows_of(name: str, arguments: list[str]) -> dict[str, Any]:
     """Runs benchmarks; each row is in a file as soon as it is measured."""
     target = OUT / f"{name}-rows.jsonl"
@@ -187,6 +157,27 @@ def tune() -> dict[str, Any]:
     if target.exists():
         result["tuned"] = target.name
     return result
+
+
+#: The tests of a part. The CPU's kernels, the ahead-of-time compilations and the checker of CUDA kernels are proved
+#: without a GPU, on every commit.
+_PARITY = "tests/proof/test_parity.py"
+_PROOFS = ("tools/test_aot.py", *(f"proof/test_{name}.py" for name in ("parity", "checker", "fuzz", "sanitize")))
+_TESTS = {
+    "units": ["tests/proof/test_hopper_units.py"],
+    "parity": [_PARITY, "-k", f"flash_attention and (native-cuda or ({NEW}))"],
+    "all": [_PARITY, "-k", "not cuda_on_cpu and not native-cpu"],
+    "suite": ["tests", *(f"--ignore=tests/{name}" for name in _PROOFS), "-k", "not cuda_on_cpu"],
+}
+_SUITES = [f"benchmarks/test_{name}.py" for name in ("ops", "overhead")]  # growth takes minutes more
+STEPS: dict[str, Callable[[], dict[str, Any]]] = {
+    "build": lambda: run("build", [sys.executable, "setup.py", "build_ext", "--inplace"], LIMITS["build"]),
+    **{name: partial(tests, name, arguments) for name, arguments in _TESTS.items()},
+    "sanitize": sanitize,
+    "bench": lambda: rows_of("bench", [*_SUITES, f"--budget={(LIMITS['bench'] - 20) / 60:.2f}"]),
+    "model": lambda: rows_of("model", ["benchmarks/test_model.py", "-k", "training", "--budget=0"]),
+    "tune": tune,
+}
 
 
 def environment() -> dict[str, str]:
@@ -266,14 +257,11 @@ def main(argv: Sequence[str] = ()) -> int:
 
 
 def check(gpu: str, chosen: str) -> int:
-    steps: dict[str, Callable[[], dict[str, Any]]] = dict(
-        zip((*PARTS, *MORE), (build, units, parity, sanitize, bench, model, tune, everything, suite), strict=True)
-    )
     report, wanted = begin(gpu, chosen)
     target = OUT / file_name(gpu)
     for name in wanted:
         try:
-            report[name] = steps[name]()
+            report[name] = STEPS[name]()
         except Exception as error:
             report[name] = {"ok": False, "summary": f"{type(error).__name__}: {error}"}
         report["date"] = datetime.now(UTC).isoformat(timespec="seconds")
@@ -286,9 +274,8 @@ def check(gpu: str, chosen: str) -> int:
     for name in (*PARTS, *MORE):
         if name in report:
             part = report[name]
-            print(
-                f"{name:<9} {'ok  ' if part['ok'] else 'FAIL'} {part.get('seconds', 0):>6} s  {part['summary'][:150]}"
-            )
+            state = "ok  " if part["ok"] else "FAIL"
+            print(f"{name:<9} {state} {part.get('seconds', 0):>6} s  {part['summary'][:150]}")
     print_rows([row for name in ("bench", "model") for row in report.get(name, {}).get("rows", [])])
     left = [name for name in PARTS if not report.get(name, {}).get("ok")]
     if left:
@@ -297,14 +284,11 @@ def check(gpu: str, chosen: str) -> int:
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
+    from benchmarks.conftest import in_a_line
+
     for row in rows:
-        if row["row"] in ("triton", "native") and "speedup_over" in row:
-            over = ", ".join(f"{n} {r:.2f}x" for n, r in row["speedup_over"].items())
-            name = f"{row['op']:<13} {row['direction']:<8} {row['case']:<24} {row['row']:<7}"
-            print(f"{name} {row['GB/s']:>8.0f} GB/s  {over}")
-        elif row.get("kind") == "model" and "median_us" in row:
-            peak = (row.get("held_bytes", 0) + row["peak_bytes"]) / 1e9
-            print(f"{row['op']} {row['direction']} {row['row']:<26} {row['median_us'] / 1e3:>8.1f} ms  {peak:>5.1f} GB")
+        if row.get("kind") == "model" or (row["row"] in ("triton", "native") and "speedup_over" in row):
+            print(f"{row['op']:<13} {row['direction']:<8} {row['case']:<24} {row['row']:<7} {in_a_line(row)}")
 
 
 if __name__ == "__main__":

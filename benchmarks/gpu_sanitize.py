@@ -9,17 +9,17 @@ import torch
 import foundry_kernels as fk
 from foundry_kernels.testing import Case, make_cotangents, run
 
-#: Cases of each kernel, of those that are small: `--all` takes them all, which takes minutes.
+#: Cases of each kernel, of those that are small: all would take minutes.
 FEW = 2
 
 
-def main(everything: bool = False) -> None:
+def main() -> None:
     for op in fk.OPS.values():
         for backend in op.backends("cuda"):
             if backend == "reference":
                 continue
             small = [case for case in op.cases.CASES[op.name] if 0 < elements(case) < 20_000]
-            for case in small if everything else small[:: max(1, len(small) // FEW)]:
+            for case in small[:: max(1, len(small) // FEW)]:
                 args = case.make(torch.bfloat16, "cuda")
                 outputs = run(op, args, case.options, backend=backend).outputs
                 run(op, args, case.options, make_cotangents(outputs, case.cotangent), backend=backend)
@@ -31,6 +31,5 @@ def elements(case: Case) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_sanitize", description=__doc__)
-    parser.add_argument("--all", action="store_true", help="all small cases, not a few of each kernel")
-    main(parser.parse_args().all)
+    argparse.ArgumentParser(prog="python -m benchmarks.gpu_sanitize", description=__doc__).parse_args()
+    main()

@@ -14,14 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 #: By name of an instruction set of ours, the environment that holds the others to it.
+_NAMES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "TORCHINDUCTOR_CPP_MARCH")
 SWITCHES = {
-    name: dict(
-        zip(
-            ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "TORCHINDUCTOR_CPP_MARCH"),
-            values,
-            strict=True,
-        )
-    )
+    name: dict(zip(_NAMES, values, strict=True))
     for name, values in {
         "baseline": ("default", "SSE41", "SSE4_2", "x86-64"),
         "avx2": ("avx2", "AVX2", "AVX2", "x86-64-v3"),
@@ -30,10 +25,8 @@ SWITCHES = {
         "amx_bf16": ("avx512", "AVX512_CORE_AMX", "AVX512", "x86-64-v4"),
     }.items()
 }
-#: What torch calls its own set where it obeys.
-_TORCH = {"baseline": ("DEFAULT", "NO AVX"), "avx2": ("AVX2",)} | dict.fromkeys(
-    ("avx512", "avx512_bf16", "amx_bf16"), ("AVX512",)
-)
+#: What torch calls its own set where it obeys; all others are AVX512 to it.
+_TORCH = {"baseline": ("DEFAULT", "NO AVX"), "avx2": ("AVX2",)}
 
 
 @dataclass(frozen=True)
@@ -47,14 +40,8 @@ class Isa:
     #: Whether oneDNN multiplies matrices of 16-bit numbers.
     products16: bool = True
 
-    def row(self) -> dict[str, Any]:
-        """Returns what each row of a forced run says of it."""
-        if self.forced is None:
-            return {}
-        return {"isa": self.forced, "torch_isa": self.torch, "torch_obeyed": self.obeyed}
-
     def kept(self) -> dict[str, Any]:
-        """Returns the same of the whole run, forced or not."""
+        """Returns what a run says of it."""
         found: dict[str, Any] = {"ours": self.ours, "torch": self.torch, "forced": self.forced}
         return found if self.forced is None else found | {"obeyed": self.obeyed, "switches": SWITCHES[self.forced]}
 
@@ -100,7 +87,7 @@ def force(name: str) -> Isa:
         raise ValueError(f"our kernels have no {name!r} here; they have {', '.join(usable)}")
     extension._C.force_instruction_set(name)
     reports = torch.backends.cpu.get_cpu_capability()
-    obeyed = early and reports in _TORCH[name]
+    obeyed = early and reports in _TORCH.get(name, ("AVX512",))
     return _remember(Isa(name, reports, name, obeyed, _products16()))
 
 

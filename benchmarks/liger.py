@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 NAME = "Liger"
+_FUNCTIONAL = "liger_kernel.transformers.functional"
 
 
 def why_not(device: str) -> str | None:
@@ -20,7 +21,7 @@ def why_not(device: str) -> str | None:
     if device != "cuda":
         return "Liger-Kernel's kernels are Triton's, for a GPU"
     try:
-        importlib.import_module("liger_kernel.transformers.functional")
+        importlib.import_module(_FUNCTIONAL)
     except ImportError as error:
         return f"Liger-Kernel does not import ({error}); pip install liger-kernel"
     return None
@@ -34,20 +35,9 @@ def peers(op: str, device: str) -> dict[str, Callable[..., Any] | str]:
     return {NAME: _FORMS[op] if reason is None else reason}
 
 
-def _functional() -> Any:
-    return importlib.import_module("liger_kernel.transformers.functional")
-
-
-def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return _functional().liger_rms_norm(x, weight, 1e-6)
-
-
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
-    return _functional().liger_fused_add_rms_norm(x, residual, weight, 1e-6)
-
-
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return _functional().liger_layer_norm(x, weight, bias, 1e-5)
+def _calls(name: str, *more: float) -> Callable[..., Any]:
+    """Returns a function of the operation's arguments, in the order in which they are named, and `more`."""
+    return lambda **args: getattr(importlib.import_module(_FUNCTIONAL), name)(*args.values(), *more)
 
 
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,23 +50,15 @@ def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
 
 def _swiglu(gate: Tensor, up: Tensor | None) -> Tensor:
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-    return _functional().liger_swiglu(gate, up)
-
-
-def _geglu(gate: Tensor, up: Tensor) -> Tensor:
-    return _functional().liger_geglu(gate, up)
-
-
-def _cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-    return _functional().liger_cross_entropy(logits, target, weight)
+    return _calls("liger_swiglu")(gate=gate, up=up)
 
 
 _FORMS: dict[str, Callable[..., Any]] = {
-    "rms_norm": _rms_norm,
-    "add_rms_norm": _add_rms_norm,
-    "layer_norm": _layer_norm,
+    "rms_norm": _calls("liger_rms_norm", 1e-6),
+    "add_rms_norm": _calls("liger_fused_add_rms_norm", 1e-6),
+    "layer_norm": _calls("liger_layer_norm", 1e-5),
     "rope": _rope,
     "swiglu": _swiglu,
-    "geglu": _geglu,
-    "cross_entropy": _cross_entropy,
+    "geglu": _calls("liger_geglu"),
+    "cross_entropy": _calls("liger_cross_entropy"),
 }

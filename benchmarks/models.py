@@ -20,20 +20,14 @@ from benchmarks.suite import DEVICE, SEARCH, needs_too_much
 from foundry_kernels.core.registry import short_dtype
 from foundry_kernels.models import Generator, ModelConfig, PagedKVCache, Transformer, generate
 
+_OWN = ("reference", "reference, compiled", "reference, max-autotune", "ours", "ours, compiled")
+_PATCHED = ("patched by ours", "patched by ours, compiled", "patched by Liger")
+#: The rows of each family; all are compared with the first.
 FAMILIES = {
-    "transformer": ("reference", "reference, compiled", "reference, max-autotune", "ours", "ours, compiled"),
-    "hugging-face": (
-        *("Hugging Face", "Hugging Face, compiled"),
-        *("patched by ours", "patched by ours, compiled", "patched by Liger"),
-    ),
-    "training": (
-        *("Hugging Face", "patched by ours", "patched by Liger"),
-        *("Hugging Face, compiled", "patched by ours, compiled"),
-    ),
-    "generation": (
-        *("reference", "reference, compiled", "reference, max-autotune", "ours", "ours, compiled"),
-        *("Hugging Face, static cache", "Hugging Face, static cache, compiled"),
-    ),
+    "transformer": _OWN,
+    "hugging-face": ("Hugging Face", "Hugging Face, compiled", *_PATCHED),
+    "training": ("Hugging Face", _PATCHED[0], _PATCHED[2], "Hugging Face, compiled", _PATCHED[1]),
+    "generation": (*_OWN, "Hugging Face, static cache", "Hugging Face, static cache, compiled"),
     "serving": ("one after the other", "continuous batching"),
 }
 #: What takes too long to compile for the quick set, but for training.
@@ -48,14 +42,6 @@ TASKS = {
     "training": ("step",),
     "generation": ("decode",),
     "serving": ("requests",),
-}
-#: The row that others of the family are compared with.
-BASE = {
-    "transformer": "reference",
-    "hugging-face": "Hugging Face",
-    "training": "Hugging Face",
-    "generation": "reference",
-    "serving": "one after the other",
 }
 
 #: By device and name; the first is the quick one. "1b" has the shape of Llama-3.2-1B, its vocabulary cut.
@@ -106,11 +92,8 @@ class ModelGroup:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(
-            n
-            for n in FAMILIES[self.family]
-            if (self.compiled or "compiled" not in n) and (self.full or self.alone or n not in _FULL)
-        )
+        left_out = () if self.full or self.alone else _FULL
+        return tuple(n for n in FAMILIES[self.family] if n not in left_out and (self.compiled or "compiled" not in n))
 
     @property
     def config(self) -> ModelConfig:
@@ -192,18 +175,16 @@ class ModelContenders:
                 prepare = _prepare(group, name, model, batch)
                 # Without gradients it would be compiled once more.
                 loss = None if group.generates or group.alone else _loss_without_gradient(model, batch)
-                made = prepare()()
+                made: Any = prepare()()
                 loss = float(made) if isinstance(made, Tensor) and group.alone else loss
             except Exception as error:
-                reason = unavailable(error, ours=name == "ours")
-                if reason is None:
-                    raise
-                self.why_not[name] = reason
+                self.why_not[name] = unavailable(error, ours=name == "ours")
                 continue
             self.prepare[name] = prepare
             if group.generates and group.dtype == torch.float32:
-                tokens = _tokens(made) if tokens is None else tokens
-                if not torch.equal(_tokens(made), tokens):
+                generated = torch.cat(list(made))  # of our `generate` or Hugging Face's
+                tokens = generated if tokens is None else tokens
+                if not torch.equal(generated, tokens):
                     self.wrong[name] = "its tokens are not those of the first"
             if loss is None:
                 continue
@@ -215,9 +196,8 @@ class ModelContenders:
 
 def other_loss(group: ModelGroup, loss: float, expected: float) -> str | None:
     """Returns what is wrong with a loss, where the first model's is as expected, or None."""
-    if abs(loss - expected) <= _SAME_LOSS[group.dtype] * abs(expected):
-        return None
-    return f"its loss is {loss:.5f}, that of the first {expected:.5f}"
+    same = abs(loss - expected) <= _SAME_LOSS[group.dtype] * abs(expected)
+    return None if same else f"its loss is {loss:.5f}, that of the first {expected:.5f}"
 
 
 def _too_large(group: ModelGroup, name: str) -> str | None:
@@ -276,34 +256,22 @@ def _hugging_face(group: ModelGroup, name: str) -> nn.Module | str:
         eos_token_id=None,
     )
     with torch.device(DEVICE):
-        model = transformers.LlamaForCausalLM(config).to(dtype=group.dtype)
+        model: nn.Module = transformers.LlamaForCausalLM(config).to(dtype=group.dtype)
     if name.startswith("patched by ours"):
         fk.patch(model)
     elif name == "patched by Liger":
         _patch_by_liger(model)
-    assert isinstance(model, nn.Module)
     return model if group.generates else _compile(model, name)
 
 
 #: Our names of weights (Meta's), and those of Hugging Face's Llama, whose values are the same with `rope_interleaved`
 #: False.
-_HUGGING_FACE = {
-    "tok_embeddings": "model.embed_tokens",
-    "output": "lm_head",
-    "layers": "model.layers",
-    "norm": "model.norm",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attention": "self_attn",
-    "feed_forward": "mlp",
-    "wq": "q_proj",
-    "wk": "k_proj",
-    "wv": "v_proj",
-    "wo": "o_proj",
-    "w1": "gate_proj",
-    "w2": "down_proj",
-    "w3": "up_proj",
-}
+_NAMES = (
+    "tok_embeddings:model.embed_tokens output:lm_head layers:model.layers norm:model.norm attention:self_attn "
+    "attention_norm:input_layernorm ffn_norm:post_attention_layernorm wq:q_proj wk:k_proj wv:v_proj wo:o_proj "
+    "feed_forward:mlp w1:gate_proj w2:down_proj w3:up_proj"
+)
+_HUGGING_FACE = dict(pair.split(":") for pair in _NAMES.split())
 
 
 def _for(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -311,11 +279,6 @@ def _for(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     if weights.keys() == model.state_dict().keys():
         return weights
     return {".".join(_HUGGING_FACE.get(part, part) for part in name.split(".")): w for name, w in weights.items()}
-
-
-def _tokens(generated: Any) -> Tensor:
-    """Returns the rows one behind the other, of our `generate` or Hugging Face's."""
-    return torch.cat(list(generated))
 
 
 def _patch_by_liger(model: nn.Module) -> None:
@@ -346,9 +309,9 @@ def _loss(model: nn.Module, batch: Tensor) -> Tensor:
     return model(input_ids=batch, labels=batch).loss
 
 
+@torch.no_grad()
 def _loss_without_gradient(model: nn.Module, batch: Tensor) -> float:
-    with torch.no_grad():
-        return float(_loss(model, batch))
+    return float(_loss(model, batch))
 
 
 def _serve(group: ModelGroup, name: str, model: Transformer) -> Prepare:
@@ -373,9 +336,6 @@ def _serve(group: ModelGroup, name: str, model: Transformer) -> Prepare:
 
 
 def _prepare(group: ModelGroup, name: str, model: Any, batch: Tensor) -> Prepare:
-    def no_gradients() -> None:
-        model.zero_grad(set_to_none=True)
-
     if group.task == "requests":
         return _serve(group, name, model)
     if group.task == "decode":
@@ -390,33 +350,23 @@ def _prepare(group: ModelGroup, name: str, model: Any, batch: Tensor) -> Prepare
         how: Any = {"mode": SEARCH} if "max-autotune" in name else "compiled" in name
         return lambda: lambda: generate(model, prompt, _NEW, compile=how)
     if group.task == "forward":
-
-        def forward() -> object:
-            with torch.no_grad():
-                return _loss(model, batch)
-
-        return lambda: forward
+        return lambda: torch.no_grad()(lambda: _loss(model, batch))
 
     def both() -> Tensor:
         loss = _loss(model, batch)
         loss.backward()
         return loss.detach()
 
-    optimizer = None
-    if group.task == "step":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True) if group.task == "step" else None
 
-    def step() -> Tensor:
+    def run() -> Tensor:
         loss = both()
-        assert optimizer is not None
-        optimizer.step()
+        if optimizer is not None:
+            optimizer.step()
         return loss
 
-    def prepared(run: Callable[[], object]) -> Prepare:
-        def prepare() -> Callable[[], object]:
-            no_gradients()
-            return run
+    def prepare() -> Callable[[], object]:
+        model.zero_grad(set_to_none=True)
+        return run
 
-        return prepare
-
-    return prepared(both if optimizer is None else step)
+    return prepare

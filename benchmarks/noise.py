@@ -1,10 +1,8 @@
-"""How much a ratio can be trusted: what the same rounds say of the peer against itself, and where the median of the
-ratio lies. A ratio that is no further from 1 than that is not called.
+"""How far a ratio can be trusted. A ratio that is no further from 1 than its noise is too noisy to call.
 
-Two statistics, both of logarithms. `against_itself`: the peer's rounds take turns with the peer's, so the true ratio is
-1; what they say instead is noise. It is the larger of the ratio of odd to even rounds, as it was measured, and of the
-distance within which 95 of 100 such ratios of all rounds lie. `interval`: where the median of the ratio lies, with
-95 %, by ranks: it supposes nothing of how times are distributed.
+Two statistics of the same rounds. `against_itself`: the peer's odd rounds over its even ones, whose true ratio is 1;
+or, if that is larger, the distance within which 95 % of such ratios lie. `interval`: the 95 % interval of the ratio's
+median, by ranks.
 """
 
 from __future__ import annotations

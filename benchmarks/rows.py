@@ -8,19 +8,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import noise
+from benchmarks import measure, noise
 from benchmarks.calls import MATMUL, Contenders
 from benchmarks.checks import Check
-from benchmarks.measure import (
-    device_times,
-    graph_time,
-    interleaved,
-    median_ratio,
-    peak_bytes,
-    reused_memory,
-    saved_bytes,
-    settle,
-)
 from benchmarks.noise import LEAST, LEAST_GPU
 from benchmarks.suite import DEVICE, LIMITS, Group
 from foundry_kernels.core.registry import short_dtype
@@ -57,10 +47,10 @@ class Measured:
             self.untimed = contenders.untimed
             if DEVICE == "cpu":
                 with self.untimed():
-                    settle(self.prepare, 24 if group.memory == "cold" and group.limit == "memcpy" else 1)
+                    measure.settle(self.prepare, 24 if group.memory == "cold" and group.limit == "memcpy" else 1)
             again = 0 if group.memory == "fresh" or DEVICE == "cuda" else 3
             self.times = (
-                interleaved(self.prepare, seconds, rounds, warm_ups, least, first=0, again=again)
+                measure.interleaved(self.prepare, seconds, rounds, warm_ups, least, first=0, again=again)
                 if self.prepare
                 else {}
             )
@@ -70,11 +60,11 @@ class Measured:
             found = {name: check.wrong(name) for name in self.prepare}
             self.wrong = {name: problem for name, problem in found.items() if problem is not None}
         short = {n: p for n, p in self.prepare.items() if statistics.median(self.times[n]) <= LONG}
-        self.device_times = device_times(short) if DEVICE == "cuda" and short else {}
+        self.device_times = measure.device_times(short) if DEVICE == "cuda" and short else {}
 
     def memory(self) -> contextlib.AbstractContextManager[None]:
         """Sets what the process does with freed memory while the group runs."""
-        return contextlib.nullcontext() if self.group.memory == "fresh" else reused_memory()
+        return contextlib.nullcontext() if self.group.memory == "fresh" else measure.reused_memory()
 
     def row(self, name: str) -> dict[str, Any]:
         """Returns what is known of a contender, as it stands in the results."""
@@ -93,7 +83,7 @@ class Measured:
             return row | {"why_not": self.why_not[name]}
         mine = self.times[name]
         with self.untimed():
-            peak = peak_bytes(self.prepare[name], DEVICE)
+            peak = measure.peak_bytes(self.prepare[name], DEVICE)
         middle = statistics.median(mine)
         quartiles = statistics.quantiles(mine, n=4)
         row |= {
@@ -113,22 +103,22 @@ class Measured:
             return row
         row |= {"limit": group.limit}
         if "memcpy" in self.times:
-            row["time_over_memcpy"] = round(median_ratio(mine, self.times["memcpy"]), 3)
+            row["time_over_memcpy"] = round(measure.median_ratio(mine, self.times["memcpy"]), 3)
         if name in self.wrong:
             return row | {"wrong": self.wrong[name]}
         if group.limit in self.times:
             row["of_limit"] = round(self._of_limit(name), 4)
         others = {n: t for n, t in self.times.items() if n not in (*LIMITS, name) and n not in self.wrong}
-        row["speedup_over"] = {n: round(median_ratio(t, mine), 3) for n, t in others.items()}
+        row["speedup_over"] = {n: round(measure.median_ratio(t, mine), 3) for n, t in others.items()}
         row["noise"] = {n: noise.of_peer(t, mine) for n, t in others.items()}
         if group.direction != "forward":
             args = group.case.make(group.dtype, DEVICE, drawn_on=DEVICE)
-            row["saved_bytes"] = saved_bytes(lambda: group.function(name)(**args))
+            row["saved_bytes"] = measure.saved_bytes(lambda: group.function(name)(**args))
         return row
 
     def _of_limit(self, name: str) -> float:
         """Returns the row's rate over that of its limit, medians of rounds: bytes a second, or operations a second."""
-        faster = median_ratio(self.times[self.group.limit], self.times[name])
+        faster = measure.median_ratio(self.times[self.group.limit], self.times[name])
         if self.group.limit == "memcpy":
             return faster
         assert self.group.flops is not None
@@ -145,7 +135,7 @@ class Measured:
         few = round(_GRAPH / max(statistics.median(self.device_times[name]), 1e-9))
         runs = [self.prepare[name]() for _ in range(max(1, min(len(self.times[name]), 8, few)))]
         try:
-            return found | {"graph_us": round(graph_time(runs) * 1e6, 1)}
+            return found | {"graph_us": round(measure.graph_time(runs) * 1e6, 1)}
         except Exception as error:  # a peer that waits for the GPU, or allocates differently
             torch.cuda.synchronize()
             return found | {"graph_why_not": str(error).strip().splitlines()[0][:200]}

@@ -18,8 +18,9 @@ Row = dict[str, Any]
 
 
 def header(kept: dict[str, Any], source: str) -> str:
+    versions = ", ".join(f"{n} {kept['environment'][n]}" for n in ("torch", "triton") if n in kept["environment"])
     text = (
-        f"Measured {kept['date']} on {kept['device']} ({_versions(kept)}), {of_commit(kept)}, from "
+        f"Measured {kept['date']} on {kept['device']} ({versions}), {of_commit(kept)}, from "
         f"[{source}]({source}). Times are "
         "medians over rounds in which all contenders took turns. `× peer` is the peer's time over ours: above 1, ours "
         "is faster. `% of memcpy` is our rate over that of a memcpy of as many bytes into memory that exists, "
@@ -81,18 +82,9 @@ def cuts(budget: dict[str, Any], most: int | None = None) -> list[str]:
     return found
 
 
-def paragraph(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
-
-
-def wrapped(item: str) -> str:
-    """Returns an item of a list."""
-    return textwrap.fill(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
-def _versions(kept: dict[str, Any]) -> str:
-    environment = kept["environment"]
-    return ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton") if name in environment)
+def paragraph(text: str, indent: str = "") -> str:
+    """Returns the text in lines, of which those behind the first are indented."""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def of_kind(kept: dict[str, Any], kind: str) -> list[Row]:
@@ -150,11 +142,6 @@ def _of_limit(row: Row, limit: str) -> str:
     return f"{1 / row['time_over_memcpy']:.0%}" if limit == "memcpy" and row.get("time_over_memcpy") else "–"
 
 
-def _limits(rows: list[Row]) -> list[str]:
-    """Returns the limits of the rows, as the columns `% of ...` name them."""
-    return [limit for limit in ("memcpy", "GEMM") if any(r.get("limit") == limit for r in rows)]
-
-
 def _rate(row: Row) -> str:
     if "tokens/s" in row:
         return f"{row['tokens/s']:,.0f} tokens/s"
@@ -175,15 +162,10 @@ def operations(kept: dict[str, Any]) -> str:
     for rows in _halves(kept):
         ours, peers = _ours(rows)
         gpu = any("device_us" in r for r in ours)
-        limits = _limits(ours)
+        limits = [limit for limit in ("memcpy", "GEMM") if any(r.get("limit") == limit for r in rows)]
         heads = ["operation", "direction", "dtype", "shape", "memory", "backend", "µs", *(f"× {p}" for p in peers)]
-        heads += [
-            *(f"% of {limit}" for limit in limits),
-            "rate",
-            "peak MB",
-            "saved MB",
-            *(["GPU µs", "in a graph µs"] if gpu else []),
-        ]
+        heads += [*(f"% of {limit}" for limit in limits), "rate", "peak MB", "saved MB"]
+        heads += ["GPU µs", "in a graph µs"] if gpu else []
         lines = []
         for r in ours:
             cells = [f"`{r['op']}`", r["direction"], r["dtype"], shape_of(r), r["memory"], r["row"], _time(r)]
@@ -253,18 +235,6 @@ def rival(row: Row) -> str:
 OUR_MODELS = ("ours", "ours, compiled", "patched by ours", "patched by ours, compiled", "continuous batching")
 
 
-def steps(kept: dict[str, Any]) -> str:
-    """Returns a training step of each model, how many times faster than those that are not ours, and its peak
-    memory."""
-    rows = [r for r in of_kind(kept, "model") if r["direction"] == "step"]
-    others = [n for n in dict.fromkeys(r["row"] for r in rows) if n not in OUR_MODELS]
-    lines = []
-    for r in rows:
-        ratios = ["1.00" if n == r["row"] and "wrong" not in r else _ratio(r, n) for n in others]
-        lines.append([f"{r['op']} {r['case']}, {r['dtype']}", r["row"], *ratios, _mega(r, "peak_bytes")])
-    return markdown(["training step of", "", *(f"× {n}" for n in others), "peak MB"], lines)
-
-
 def models(kept: dict[str, Any]) -> str:
     """Whole models, each compared with the first of its family."""
     lines = []
@@ -293,53 +263,31 @@ def overhead(kept: dict[str, Any]) -> str:
 def scaling(kept: dict[str, Any]) -> str:
     """Exponents of time and memory beside those that theory allows; ours in bold where they pass these."""
     rows = of_kind(kept, "scaling")
-    known = any("theory" in r for r in rows)
     lines = []
     for r in rows:
         for name, line in r["lines"].items():
             if "time_exponent" not in line:
                 continue
-            cells = [f"`{r['op']}`", r["direction"], r["dtype"], _sizes(r), name]
+            over = f"{r['axis']} = {r['sizes'][0]} .. {r['sizes'][-1]}"
+            cells = [f"`{r['op']}`", r["direction"], r["dtype"], over, name]
             for kind in ("time", "memory"):
                 for key in (f"{kind}_exponent", f"last_{kind}_exponent"):
                     text = f"{line[key]:.2f}" if key in line else "–"
-                    past = key in line and line[key] > allowed(r, kind, line) + SLACK
+                    past = key in line and line[key] > _allowed(r, kind) + SLACK
                     cells.append(f"**{text}**" if name in OURS and past else text)
-                if known:
-                    cells.append(f"{r['theory'][kind]:.2f}" if kind in r.get("theory", {}) else "–")
+                cells.append(f"{r['theory'][kind]:.2f}" if kind in r["theory"] else "–")
             lines.append(cells)
-    theory = ["theory"] if known else []
-    heads = ["operation", "direction", "dtype", "over", "", "time", "largest", *theory, "memory", "largest", *theory]
-    return markdown(heads, lines)
+    of_each = [head for kind in ("time", "memory") for head in (kind, "largest", "theory")]
+    return markdown(["operation", "direction", "dtype", "over", "", *of_each], lines)
 
 
 #: By how much an exponent may pass that of theory: caches that are outgrown, and noise.
 SLACK = 0.25
 
 
-def allowed(row: Row, kind: str, line: Row) -> float:
-    """Returns the exponent that theory has; of rows that were kept without it a line's, and of attention over its
-    tokens a square's in time."""
-    if "theory" in row:
-        return float(row["theory"].get(kind, 1.0)) if row["axis"] != "threads" else 1.0
-    return 2.0 if kind == "time" and row["axis"] == "T" and any(line.get("TFLOP/s", ())) else 1.0
-
-
-def schedules(kept: dict[str, Any]) -> str:
-    """Returns how evenly work is divided among threads, by operation."""
-    rows = [r for r in of_kind(kept, "scaling") if r.get("schedule")]
-    counts = list(dict.fromkeys(n for r in rows for n in r["schedule"]))
-    caption = (
-        "The forward pass's work, as the kernel divides it on the quick set's largest shape: how many times longer so "
-        "many threads take than if it were split evenly and nobody waited. Computed, not measured."
-    )
-    lines = [[f"`{r['op']}`", *(f"{r['schedule'][n]:.2f}" for n in counts)] for r in rows]
-    table = markdown(["operation", *(f"{n} threads" for n in counts)], lines)
-    return f"{paragraph(caption)}\n\n{table}" if rows else ""
-
-
-def _sizes(row: Row) -> str:
-    return f"{row['axis']} = {row['sizes'][0]} .. {row['sizes'][-1]}"
+def _allowed(row: Row, kind: str) -> float:
+    """Returns the exponent of theory; of time over threads one that no measurement passes."""
+    return float(row["theory"].get(kind, 1.0)) if row["axis"] != "threads" else 1.0
 
 
 def absent(kept: dict[str, Any]) -> str:

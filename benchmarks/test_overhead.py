@@ -43,9 +43,14 @@ def unit(params: Mapping[str, Any], machine: Machine) -> Unit:
     return estimates.overhead(op, kind)
 
 
-def _figures(times: list[float]) -> dict[str, Any]:
+def _measure(benchmark: Any, call: Callable[[], object], row: dict[str, Any], group: str, record: Record) -> None:
+    if benchmark.disabled:
+        benchmark.pedantic(call)
+        return
+    times = host_times(call, batches=max(round(15 * record.fraction), LEAST))
     middle = round(statistics.median(times) * 1e6, 2)
-    return {"median_us": middle, "host_us": middle, "itself": round(against_itself(times) or 0.0, 4)}
+    row |= {"median_us": middle, "host_us": middle, "itself": round(against_itself(times) or 0.0, 4)}
+    record(benchmark, row, group, times)
 
 
 @pytest.mark.benchmark(timer=replay)
@@ -62,17 +67,8 @@ def test_overhead(benchmark: Any, group: Group, name: str, record: Record) -> No
         try:
             function(**args)
         except Exception as error:
-            reason = unavailable(error, ours=found is None)
-            if reason is None:
-                raise
-            record.absent(row | {"why_not": reason})
-        if benchmark.disabled:
-            benchmark.pedantic(function, kwargs=args)
-            return
-        times = host_times(lambda: function(**args), batches=max(round(15 * record.fraction), LEAST))
-    benchmark.group = f"{group.op.name}-overhead"
-    replay.give(benchmark, times)
-    record(benchmark, row | _figures(times))
+            record.absent(row | {"why_not": unavailable(error, ours=found is None)})
+        _measure(benchmark, lambda: function(**args), row, f"{group.op.name}-overhead", record)
 
 
 # --- the launch stubbed -----------------------------------------------------------------------------------------------
@@ -122,13 +118,7 @@ def test_stubbed_overhead(benchmark: Any, op: OpSpec, name: str, direction: str,
         function = lambda **args: op.public(**args, **case.options, backend="triton")  # noqa: E731
     with stub_gpu.stub_gpu(stub_gpu.StubDriver()):
         call = _forward(function, case) if direction == "forward" else _both(function, case)
-        if benchmark.disabled:
-            benchmark.pedantic(call)
-            return
-        times = host_times(call, batches=max(round(15 * record.fraction), LEAST))
-    benchmark.group = f"{op.name}-stubbed-overhead-{direction}"
-    replay.give(benchmark, times)
-    record(benchmark, row | _figures(times))
+        _measure(benchmark, call, row, f"{op.name}-stubbed-overhead-{direction}", record)
 
 
 def _forward(function: Callable[..., Any], case: Case) -> Callable[[], object]:

@@ -1,6 +1,6 @@
 """How time and memory grow with the shape and with threads, and the fitted exponents beside those that theory has: this
 shows what should be linear and is quadratic. A row is one operation along one axis; its figures hold a line for each
-contender. Of threads it holds also how evenly the kernel's work is divided among as many as no machine here has."""
+contender."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ from foundry_kernels.testing import Case
 _QUICK, _FULL = (0.2, 7), (1.0, 15)
 #: What a call of the quick set moves and computes at most on a CPU, but for the first three points.
 _QUICK_BYTES, _QUICK_FLOPS = 3e8, 1e10
-#: Numbers of threads for which the division of work is computed.
-_COMPUTED = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -78,24 +76,20 @@ def _quick(op: OpSpec, points: tuple[tuple[int, Case], ...]) -> tuple[tuple[int,
 
 
 def _threads(op: OpSpec) -> dict[str, tuple[tuple[int, Case], ...]]:
-    cases = _largest_first(op)
+    """Of the quick set's shapes that which computes most, or holds most where that is no product: without masks and
+    dropout, and of one token last."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not cases or cores < 2:
-        return {}
-    counts = [2**i for i in range(cores.bit_length()) if 2**i < cores] + [cores]
-    return {"threads": tuple((n, cases[0]) for n in counts)}
-
-
-def _largest_first(op: OpSpec) -> list[Case]:
-    """Returns the shapes of the quick set by what they compute, or hold where that is no product, those of one token
-    last; and first of all those of which the division of work is known."""
     of = [group for case in timed_cases(op) if (group := Group(op, case, DTYPES[0], "forward")).quick]
+    if not of or cores < 2:
+        return {}
 
     def size(group: Group) -> tuple[bool, bool, int]:
-        known = op.bench is not None and op.bench.slowdown(op.name, group.case, 1) is not None
-        return known, "decode" not in group.case.id, group.flops or case_bytes(group.case, torch.float32)
+        case = group.case
+        plain = not case.options.get("dropout_p") and "attn_mask" not in case.args
+        return plain, "decode" not in case.id, group.flops or case_bytes(case, torch.float32)
 
-    return [group.case for group in sorted(of, key=size, reverse=True)]
+    counts = [2**i for i in range(cores.bit_length()) if 2**i < cores] + [cores]
+    return {"threads": tuple((n, max(of, key=size).case) for n in counts)}
 
 
 @contextmanager
@@ -134,7 +128,7 @@ def _measure(scaling: Scaling, effort: tuple[float, int], fraction: float) -> di
         release()
     sizes = [size for size, _ in scaling.points]
     fitted = {name: {**line, **fit(sizes, line)} for name, line in lines.items()}
-    return {"axis": scaling.axis, "sizes": sizes, "lines": fitted, **theory(scaling), **schedule(scaling)}
+    return {"axis": scaling.axis, "sizes": sizes, "lines": fitted, **theory(scaling)}
 
 
 def theory(scaling: Scaling) -> dict[str, dict[str, float]]:
@@ -151,25 +145,13 @@ def theory(scaling: Scaling) -> dict[str, dict[str, float]]:
     return {"theory": {"time": round(max(moved, computed), 2), "memory": round(made, 2)}}
 
 
-def schedule(scaling: Scaling) -> dict[str, dict[str, float]]:
-    """Returns by number of threads how many times longer they take than if the work were split evenly: computed, so
-    that the machine need not have as many. Of our kernel's forward pass of the largest shape that it is known of."""
-    op, bench = scaling.op, scaling.op.bench
-    if scaling.axis != "threads" or bench is None:
-        return {}
-    of = {str(n): bench.slowdown(op.name, case, n) for case in _largest_first(op)[:1] for n in _COMPUTED}
-    return {"schedule": {n: round(value, 3) for n, value in of.items() if value is not None}}
-
-
 def fit(sizes: Sequence[float], line: dict[str, list[Any]]) -> dict[str, float]:
     """Exponents of time and memory over the sizes that were measured; `last_`: over the upper half of them."""
     found = {}
     for name, key in (("time", "median_us"), ("memory", "peak_bytes")):
-        known = [(x, y) for x, y in zip(sizes, line.get(key, ()), strict=False) if y]
-        xs, ys = [x for x, _ in known], [y for _, y in known]
+        known = {x: y for x, y in zip(sizes, line.get(key, ()), strict=False) if y}
         for prefix, function in (("", exponent), ("last_", last_exponent)):
-            value = function(xs, ys)
-            if value is not None:
+            if (value := function([*known], [*known.values()])) is not None:
                 found[f"{prefix}{name}_exponent"] = round(value, 2)
     return found
 
@@ -207,6 +189,4 @@ def test_scaling(benchmark: Any, scaling: Scaling, record: Record) -> None:
     measured = [us for us in line["median_us"] if us]
     row["median_us"] = statistics.median(measured)
     row |= {key: line[key] for key in ("time_exponent", "memory_exponent", "last_time_exponent") if key in line}
-    benchmark.group = scaling.id
-    replay.give(benchmark, [us / 1e6 for us in measured])
-    record(benchmark, row)
+    record(benchmark, row, scaling.id, [us / 1e6 for us in measured])

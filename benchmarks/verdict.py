@@ -1,5 +1,5 @@
 """Says where our kernels pay on this machine, where they do not and where it is too noisy to tell, from the rows of a
-run: in a screen, in a line while it lasts, and what is slower than a peer one and all."""
+run: in a screen, and what is slower than a peer one and all."""
 
 from __future__ import annotations
 
@@ -40,25 +40,15 @@ def lines(rows: Sequence[Row], left_out: Sequence[str] = ()) -> list[str]:
         of = [text for each, text in found if each == called]
         parts += [title, *(f"  {text}" for text in of)] if of else []
     about_noise = [text] if (text := noise.in_short(rows, (*OURS, *OUR_MODELS))) else []
-    of = [*_costs(rows), *growth(rows), *_wrong(rows), *left_out, *about_noise]
-    return [*parts, *of, *_noisy_rows(rows), *_behind(rows)]
-
-
-def so_far(rows: Sequence[Row]) -> list[str]:
-    """Returns what is known while a run lasts: how ours compare in the median, how many are behind, and the worst."""
-    mine = _ours(rows)
-    if not mine:
-        return []
-    peers = [p for p in ("torch.compile", "eager") if any(p in _over(row) for row in mine)]
-    of = {p: statistics.median(over[p] for row in mine if p in (over := _over(row))) for p in peers}
-    parts = [f"median {', '.join(f'{ratio:.1f}x {p}' for p, ratio in of.items())}"] if of else []
-    behind, noisy = _called(mine, "slower"), _called(mine, "noisy")
-    worst = ""
-    if behind:
-        row, (peer, ratio) = behind[0], _least(behind[0])
-        worst = f" ({row['op']} {row['direction']} {ratio:.2f}x {peer})"
-    parts.append(f"behind so far: {len(behind)}{worst}")
-    return [*parts, f"too noisy to call: {len(noisy)}"] if noisy else parts
+    wrong = dict.fromkeys(f"{r['op']} {r['direction']} {r['row']}" for r in rows if "wrong" in r)
+    of_wrong = [f"Wrong results, so without ratios: {', '.join(wrong)}."] if wrong else []
+    parts += [*_costs(rows), *growth(rows), *of_wrong, *left_out, *about_noise]
+    mine = _models_too(rows)
+    if noisy := _called(mine, "noisy"):
+        parts += [f"Too noisy to call, {len(noisy)} of {len(mine)} rows:", *_named(noisy)]
+    if behind := _called(mine, "slower"):
+        return [*parts, f"{TITLE}, {len(behind)} of {len(mine)} rows:", *_named(behind)]
+    return [*parts, f"{TITLE}: none of {len(mine)} rows."] if mine else parts
 
 
 def _operations(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -160,9 +150,9 @@ def _named(rows: Sequence[Row]) -> list[str]:
 
 def growth(rows: Sequence[Row]) -> list[str]:
     """Returns the exponents of ours over the upper half of the sizes beside those that theory has, those that pass it
-    furthest first, and how evenly work is divided among more threads than there are."""
+    furthest first."""
     found = []
-    for row in (r for r in rows if r.get("kind") == "scaling" and "theory" in r and r["axis"] != "threads"):
+    for row in (r for r in rows if r.get("kind") == "scaling" and r.get("axis", "threads") != "threads"):
         line, parts, past = row["lines"][row["row"]], [], -1.0
         for kind, theory in row["theory"].items():
             if (exponent := line.get(f"last_{kind}_exponent")) is not None:
@@ -172,32 +162,7 @@ def growth(rows: Sequence[Row]) -> list[str]:
             found.append((past, f"  {row['op']} {row['direction']} over {row['axis']}: {', '.join(parts)}"))
     found.sort(reverse=True)
     title = f"Exponents (and theory's): {sum(past > SLACK for past, _ in found)} of {len(found)} grow faster:"
-    shown = [title, *(text for _, text in found[:_MOST])] if found else []
-    divided = [(r["schedule"], r["op"]) for r in rows if r.get("schedule")]
-    if divided:
-        most = max((int(n) for of, _ in divided for n in of), default=1)
-        worst_of, op = max((of.get(str(most), 1.0), op) for of, op in divided)
-        shown.append(f"Divided among {most} threads (computed): at most {worst_of:.2f} times an even share ({op}).")
-    return shown
-
-
-def _noisy_rows(rows: Sequence[Row]) -> list[str]:
-    mine = _models_too(rows)
-    noisy = _called(mine, "noisy")
-    return [f"Too noisy to call, {len(noisy)} of {len(mine)} rows:", *_named(noisy)] if noisy else []
-
-
-def _behind(rows: Sequence[Row]) -> list[str]:
-    mine = _models_too(rows)
-    behind = _called(mine, "slower")
-    if not behind:
-        return [f"{TITLE}: none of {len(mine)} rows."] if mine else []
-    return [f"{TITLE}, {len(behind)} of {len(mine)} rows:", *_named(behind)]
-
-
-def _wrong(rows: Sequence[Row]) -> list[str]:
-    wrong = [f"{r['op']} {r['direction']} {r['row']}" for r in rows if "wrong" in r]
-    return [f"Wrong results, so without ratios: {', '.join(dict.fromkeys(wrong))}."] if wrong else []
+    return [title, *(text for _, text in found[:_MOST])] if found else []
 
 
 # --- what is slower than a peer, one and all --------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""How evenly the kernels of the CPU divide a call among threads, of which there may be more than the machine has: by
-the lists of tasks that the kernels make, or by their rule."""
+"""How evenly attention on the CPU divides a call among threads, of which there may be more than the machine has, by the
+lists of tasks that the kernel makes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-#: Of csrc/torch/cpu_common.h: elements that are worth waking a thread for, and those that take an exponential.
-GRAIN = 1 << 15
-EXP_GRAIN = GRAIN // 2
-#: Of csrc/cpu/tiles.h: columns of a row that gated activations take at a time.
-TILE = 8192
-#: Of csrc/torch/products_cpu.cpp and csrc/cpu/matmul.h: multiplications of a product that are worth waking a thread
-#: for, the most rows and columns of a tile, and what both are multiples of.
-PRODUCT_GRAIN = 1 << 19
-MOST_ROWS = MOST_COLUMNS = 512
-ROWS_TOGETHER, COLUMNS_TOGETHER = 16, 64
-#: Of csrc/torch/decode_linear_cpu.cpp: the same of a product of few rows in one pass over its matrix, the rows of that
-#: which a task has, and the most rows of a group that goes so where it need not.
-PASS_GRAIN = 1 << 17
-BLOCK = 64
-FEW_ROWS = 32
 _NONE = -1
 
 
@@ -46,56 +31,6 @@ class Task(NamedTuple):
     def next(self) -> list[int]:
         """The tasks that wait for it: one twice that does so for its rows and its keys."""
         return [n for n in (self.next_of_rows, self.next_of_keys) if n != _NONE]
-
-
-def of_rows(count: int, grain: int, threads: int) -> float:
-    """Returns how many times longer `threads` take for `count` rows than if these were split evenly, as
-    at::parallel_for splits them: among no more threads than there are grains, in ranges of as many rows."""
-    if count == 0:
-        return 1.0
-    used = min(threads, _parts(count, max(grain, 1)))
-    return _parts(count, used) * threads / count
-
-
-def of_tiles(rows: int, width: int, threads: int) -> float:
-    """Returns the same of an activation's rows, cut into tiles."""
-    return of_rows(rows * _parts(width, TILE), EXP_GRAIN // min(width, TILE), threads)
-
-
-def of_one_pass(products: Sequence[tuple[int, int]], width: int, threads: int) -> float:
-    """Returns the same of products of few rows with matrices of so many rows of `width` numbers, all together. Rows
-    count in eights, as the kernel takes them; the tasks are told apart by nothing else."""
-    work = [_parts(rows, 8) for rows, n in products for _ in range(_parts(n, BLOCK))]
-    return _of_shares(work, PASS_GRAIN // max(1, sum(work) * BLOCK * width // len(work)), threads)
-
-
-def of_product(rows: int, columns: int, depth: int, threads: int) -> float:
-    """Returns the same of a product in float32 whose left factor lies by rows, cut into tiles."""
-
-    def size(n: int, most: int, tiles: int, together: int) -> int:
-        tiles = min(_parts(_parts(n, most), tiles) * tiles, _parts(n, together))
-        return _parts(_parts(n, tiles), together) * together
-
-    used = min(threads, _parts(rows * columns * depth, PRODUCT_GRAIN))
-    wide = size(columns, MOST_COLUMNS, used, COLUMNS_TOGETHER)
-    tall = size(rows, MOST_ROWS, _parts(used, _parts(columns, wide)), ROWS_TOGETHER)
-    work = [
-        min(tall, rows - row) * min(wide, columns - column)
-        for column in range(0, columns, wide)
-        for row in range(0, rows, tall)
-    ]
-    return _of_shares(work, _parts(len(work), used), threads)
-
-
-def _parts(n: int, size: int) -> int:
-    return -(-n // size)
-
-
-def _of_shares(work: Sequence[int], grain: int, threads: int) -> float:
-    """Returns the same of tasks that at::parallel_for divides by their number."""
-    used = min(threads, _parts(len(work), max(grain, 1)))
-    share = _parts(len(work), used)
-    return max(sum(work[i : i + share]) for i in range(0, len(work), share)) * threads / sum(work)
 
 
 def of_tasks(tasks: Sequence[Task], threads: int) -> float:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import multiprocessing
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +27,24 @@ CASE = OP.cases.CASES["swiglu"][0]
 
 def launch(dtype: torch.dtype = torch.bfloat16) -> None:
     gpu_cache.launch_case(OP, CASE, CASE.make(dtype))
+
+
+@contextmanager
+def only_from(folder: Path) -> Iterator[None]:
+    """While it lasts, Triton's cache is `folder`, and a kernel that is not in it is an error instead of compiled."""
+    from triton import knobs
+    from triton.compiler import ASTSource
+
+    def refuse(src: Any, *args: Any, **kwargs: Any) -> Any:
+        raise LookupError(f"{src.fn.__name__} is not in {folder}")
+
+    own = ASTSource.make_ir
+    with knobs.cache.scope():
+        knobs.cache.dir, ASTSource.make_ir = str(folder), refuse
+        try:
+            yield
+        finally:
+            ASTSource.make_ir = own
 
 
 def make(folder: Path) -> None:
@@ -46,7 +67,7 @@ def find(folder: Path) -> None:
     driver = StubDriver()
     launches: list[object] = []
     driver.launch = lambda *args: launches.append(args)  # type: ignore[method-assign]
-    with stub_gpu(driver), gpu_cache.only_from(folder / "elsewhere"):
+    with stub_gpu(driver), only_from(folder / "elsewhere"):
         launch()
         assert len(launches) >= 3, "forward twice, and backward"
         assert about["kernels"] == len(list((folder / "elsewhere").glob("*/*.cubin")))

@@ -117,7 +117,6 @@ def test_the_verdict_refuses_what_is_too_noisy_and_ends_with_what_is_slower() ->
     assert found[-2] == "Slower than a peer, 1 of 4 rows:"
     assert found[-1].startswith("  swiglu forward float32 2x4, cold: 0.")
     assert "eager ±" in found[-1]
-    assert verdict.so_far([QUIET, NOISY])[1:] == ["behind so far: 0", "too noisy to call: 1"]
 
 
 def kept(*of: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +159,6 @@ def test_the_headline_calls_no_step_that_is_too_noisy(tmp_path: Path) -> None:
     base = step | {"row": "reference", "speedup_over": {}}
     text = readme._headline(tmp_path, kept(step, base), tmp_path / "a.json").replace("\n", " ")
     assert "runs too noisily to call it faster or slower (1.10x) in **1.00x** the memory" in text
-    assert "≈ 1.10" in tables.steps(kept(step, base))
 
 
 def test_host_times_add_the_noise_of_both() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks import compare, gpu_check, report, sources, tables
+from benchmarks import kept as kept_format
 
 ROOT = Path(__file__).parents[2]
 
@@ -182,6 +183,7 @@ def test_tables() -> None:
     }
     line = {"median_us": [1.0, 2.0], "time_exponent": 1.0, "memory_exponent": 2.0, "last_memory_exponent": 2.0}
     growth = {**ROW, "kind": "scaling", "axis": "N", "sizes": [1, 2], "lines": {"native": line}}
+    growth["theory"] = {"time": 1.0, "memory": 1.0}
     model = {**ROW, "kind": "model", "op": "transformer", "row": "ours", "base": "reference", "tokens/s": 1234.5}
     model["speedup_over"] = {"reference": 1.5}
     absent = [ROW | {"row": "Liger", "why_not": "not here"}] * 2
@@ -284,10 +286,39 @@ def test_a_malformed_run_is_refused_by_name(tmp_path: Path, content: str, messag
     assert not (tmp_path / "kept.json").exists()
 
 
-def test_the_pages_of_the_kept_results_can_be_made() -> None:
-    for path in report.RESULTS.glob("*.json"):
-        if "gpu" not in json.loads(path.read_text()):
-            assert tables.operations(report.load(path))
+@pytest.mark.parametrize("path", report.all_kept(), ids=lambda path: path.stem)
+def test_kept_results_are_a_row_a_line_with_what_pages_read(path: Path) -> None:
+    """And come back from their format as they were: what is kept again is the same file."""
+    text = path.read_text(encoding="utf-8")
+    found = report.load(path)
+    assert kept_format.dumps(found) == text
+    assert len(text.splitlines()) > len(found["rows"]) + len(found["absent"])
+    assert tables.operations(found)
+
+
+def test_kept_results_are_small() -> None:
+    assert sum(path.stat().st_size for path in report.RESULTS.glob("*.json")) <= 1_000_000
+
+
+def test_what_is_kept_of_rows_comes_back() -> None:
+    line = {"median_us": [1.0, None], "GB/s": [3.0, None], "time_exponent": 1.0, "last_memory_exponent": 2.0}
+    noise = {"low": 3.5, "high": 4.5, "itself": 0.01}
+    rows = [
+        ROW | {"kind": "op", "noise": {"eager": noise}, "quick": True, "time_over_memcpy": 2.0},
+        ROW | {"kind": "op", "noise": {"eager": {"low": 3.5, "high": 4.5}}, "device_us": 2.5},
+        ROW | {"kind": "op", "row": "eager", "noise": {}, "speedup_over": {"native": 0.25}},
+        ROW | {"kind": "scaling", "axis": "N", "sizes": [1, 2], "lines": {"native": line | {"of_limit": [0.5, None]}}},
+    ]
+    absent = [{**ROW, "row": "Liger", "kind": "op", "why_not": "not here: ≥ 1"}]
+    before = {**KEPT, "rows": rows, "absent": absent, "full": True}
+    after = kept_format.loads(kept_format.dumps(before))
+    assert after == kept_format.slim(before)
+    assert after["rows"][0]["noise"] == {"eager": noise}
+    assert after["rows"][1]["device_us"] == 2.5
+    assert not {"quick", "time_over_memcpy"} & after["rows"][0].keys()
+    assert not {"speedup_over", "limit", "peak_bytes", "GB/s"} & after["rows"][2].keys()
+    assert after["rows"][3]["lines"] == {"native": line}
+    assert after["absent"][0]["why_not"] == "not here: ≥ 1"
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import inspect
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 import foundry_kernels as fk
 from benchmarks import __main__ as command
 from benchmarks import readme, report, sources, tables, verdict
-from foundry_kernels.core.registry import override
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -130,54 +128,10 @@ def kept(*rows: dict[str, Any], date: str = "2026-01-02", **changes: Any) -> dic
 BOTH = (row(), row(direction="backward"))
 
 
-@pytest.mark.parametrize(
-    ("op", "results", "state"),
-    [
-        ("rms_norm", [kept()], "not measured"),
-        ("rms_norm", [kept(row(row="eager"))], "not measured"),
-        ("rms_norm", [kept(row(wrong="max error 1"))], "not measured"),
-        ("rms_norm", [kept(row(), sources={"rms_norm": "1"})], "measured, but for backward"),
-        ("rms_norm", [kept(*BOTH, sources={"rms_norm": "1"})], "measured"),
-        ("rms_norm", [kept(*BOTH)], "measured †"),
-        ("rms_norm", [kept(sources={"rms_norm": "2"}), kept(*BOTH, sources={"rms_norm": "1"})], "measured †"),
-        ("rms_norm", [kept(sources={"rms_norm": "1"}), kept(*BOTH, sources={"rms_norm": "1"})], "measured"),
-        ("rms_norm", [kept(*BOTH, sources={"rms_norm": "2"}), kept(*BOTH, sources={"rms_norm": "1"})], "measured"),
-        ("rms_norm", [kept(row()), kept(*BOTH)], "measured †"),
-        ("add_rms_norm", [kept(row("add_rms_norm"))], "measured, but for backward and dropout †"),
-        (
-            "add_rms_norm",
-            [kept(*(row("add_rms_norm", d, c) for d in ("forward", "backward") for c in ("1", "1-dropout")))],
-            "measured †",
-        ),
-        ("linear_cross_entropy", [kept(*(row("linear_cross_entropy", d) for d in ("forward", "both")))], "measured †"),
-    ],
-)
-def test_what_measured_means(op: str, results: list[dict[str, Any]], state: str | None) -> None:
-    assert readme.measured(op, {Path(str(i)): of for i, of in enumerate(results)}) == state
-
-
-@pytest.fixture
-def without_kernels() -> Iterator[str]:
-    """The name of an operation that has none for the CPU, as all have some now."""
-    spec = fk.OPS["grouped_mm"]
-    with override(spec, "native", sources=("cuda",)):
-        yield spec.name
-
-
-def test_cells_of_several_operations_and_of_none(without_kernels: str) -> None:
-    assert readme.measured(without_kernels, {Path("a"): kept(row(without_kernels))}) is None
-    before = (
-        "| operation | `native`, CPU | other |\n|---|---|---|\n| `rms_norm`, `rope` (notes) | OLD | stays |\n"
-        "| `grouped_mm` | PyTorch's | stays |\n\n| `rms_norm` | in another table | x |"
-    )
-    after = readme._support(before, {Path("a"): kept(*BOTH, sources={"rms_norm": "1"})}, set())
-    assert after.splitlines()[2] == "| `rms_norm`, `rope` (notes) | `rms_norm` measured; `rope` not measured | stays |"
-    assert after.splitlines()[3:] == before.splitlines()[3:]
-
-
 def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="has no <!-- measured --> followed by <!-- end of measured -->"):
-        readme.with_results("no markers", tmp_path, {tmp_path / "a.json": kept(*BOTH)})
+    (tmp_path / "page.md").write_text("<!-- end of slower --> <!-- slower -->")
+    with pytest.raises(SystemExit, match=r"page.md has no <!-- slower --> followed by <!-- end of slower -->"):
+        readme.insert(tmp_path / "page.md", "slower", "")
 
 
 def test_what_is_slower_than_a_peer() -> None:
@@ -203,18 +157,6 @@ def test_what_is_slower_than_a_peer() -> None:
     assert verdict.counted(found, held) == "4 of 5 rows of ours are slower than a peer."
     assert verdict.worst(found).count("`rms_norm`") == 1
     assert verdict.counted([], 3) == "None of 3 rows of ours is slower than a peer."
-
-
-def test_a_training_step_is_held_against_each_that_is_not_ours() -> None:
-    def model(name: str, **over: float) -> dict[str, Any]:
-        changes = {"direction": "step", "case": "small", "peak_bytes": 2_000_000, "speedup_over": over}
-        return row("transformer", kind="model", row=name, **changes)
-
-    rows = [model("reference"), model("reference, compiled", reference=1.2), model("ours", reference=1.5)]
-    rows[-1]["speedup_over"]["reference, compiled"] = 1.25
-    table = tables.steps(kept(*rows)).splitlines()
-    assert table[0] == "| training step of |  | × reference | × reference, compiled | peak MB |"
-    assert table[-1] == "| transformer small, float32 | ours | 1.50 | 1.25 | 2.0 |"
 
 
 # --- of which kernels -------------------------------------------------------------------------------------------------

@@ -299,7 +299,8 @@ def test_too_little_memory_and_missing_peers_are_reasons(monkeypatch: pytest.Mon
     assert "are free" in measured.row("eager")["why_not"]
     assert calls.unavailable(torch.OutOfMemoryError("CUDA out of memory"), ours=True) is not None
     assert calls.unavailable(fk.BackendUnavailable("no kernel"), ours=True) == "BackendUnavailable: no kernel"
-    assert calls.unavailable(RuntimeError("a bug"), ours=True) is None
+    with pytest.raises(RuntimeError, match="a bug"):
+        calls.unavailable(RuntimeError("a bug"), ours=True)
     assert calls.unavailable(RuntimeError("refused\nand more"), ours=False) == "RuntimeError: refused"
     if suite.DEVICE == "cpu":
         assert isinstance(liger.peers("rms_norm", "cpu")["Liger"], str)

@@ -134,7 +134,7 @@ class Steps:
         monkeypatch.setattr(gpu_check, "OUT", folder)
         monkeypatch.setattr(gpu_check, "FROM", folder)
         for part in (*gpu_check.PARTS, *gpu_check.MORE):
-            monkeypatch.setattr(gpu_check, {"all": "everything"}.get(part, part), self.step(part))
+            monkeypatch.setitem(gpu_check.STEPS, part, self.step(part))
 
     def step(self, part: str) -> Callable[[], dict[str, Any]]:
         def run() -> dict[str, Any]:
@@ -216,10 +216,11 @@ def test_the_parts_fit_into_ten_minutes() -> None:
 
 
 BENCH = """
-import time
+import pytest, time
+from benchmarks.measure import replay
+@pytest.mark.benchmark(timer=replay)
 def test_row(benchmark, record):
-    record(benchmark, {"row": "first"})
-    benchmark(lambda: None)
+    record(benchmark, {"row": "first"}, "group", [1.0, 2.0])
 def test_absent(benchmark, record):
     record.absent({"row": "second", "why_not": "too large"})
 def test_that_takes_too_long(benchmark):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.testing import Arg, Case
-from foundry_kernels.testing.schedules import of_tiles
 
 #: Shapes to time, by device: rows, width of the feed-forward layer, name.
 _BENCH_SHAPES = {
@@ -42,14 +41,6 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
         "N": tuple((2**i, _bench(op, rows, 2**i, "width")) for i in range(7, top + 1, 2)),
         "T": tuple((2**i, _bench(op, 2**i, 2048, "rows")) for i in range(6, 15, 2)),
     }
-
-
-def slowdown(op: str, case: Case, threads: int) -> float:
-    """Of tiles, as the forward pass divides them."""
-    x = case.args["x"]
-    assert x is not None
-    rows, width = x.shape
-    return of_tiles(rows, width, threads)
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:

@@ -11,7 +11,6 @@ from torch import Tensor
 from foundry_kernels.core.contract import Sample, sample_rows
 from foundry_kernels.ops.combine_experts.cases import slots
 from foundry_kernels.testing import Arg, Case
-from foundry_kernels.testing.schedules import GRAIN, of_rows
 
 #: Shapes to time, by device: tokens, experts of each, width, name.
 _BENCH_SHAPES = {
@@ -62,15 +61,6 @@ def parity_case(case: Case) -> Case:
 def sample(case: Case) -> Sample | None:
     """Tokens; x has a row for each expert of one, and is taken whole."""
     return sample_rows(case, {"weights": 0, "slots": 0})
-
-
-def slowdown(op: str, case: Case, threads: int) -> float:
-    """Of tokens, as the forward pass divides them."""
-    x, chosen = case.args["x"], case.args["slots"]
-    assert x is not None
-    assert chosen is not None
-    n_tokens, k = chosen.shape
-    return of_rows(n_tokens, GRAIN // (x.shape[1] * k), threads)
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor
 from foundry_kernels.core.contract import Sample, sample_rows
 from foundry_kernels.ops.cross_entropy.cases import targets
 from foundry_kernels.testing import Arg, Case
-from foundry_kernels.testing.schedules import EXP_GRAIN, of_rows
 
 #: Shapes to time, by device: tokens, vocabulary, name.
 _BENCH_SHAPES = {
@@ -54,14 +53,6 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
         "V": tuple((2**i, _bench_case(tokens, 2**i, "vocabulary")) for i in range(9, top + 1, 2)),
         "T": tuple((2**i, _bench_case(2**i, 8192, "tokens")) for i in range(6, 15, 2)),
     }
-
-
-def slowdown(op: str, case: Case, threads: int) -> float:
-    """Of rows, as the forward pass divides them."""
-    logits = case.args["logits"]
-    assert logits is not None
-    rows, n_classes = logits.shape
-    return of_rows(rows, EXP_GRAIN // n_classes, threads)
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:

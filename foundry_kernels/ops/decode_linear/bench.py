@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch.nn.functional import linear
 
 from foundry_kernels.ops.decode_linear.cases import WEIGHTS, make_case
 from foundry_kernels.testing import Case
-from foundry_kernels.testing.schedules import of_one_pass
 
 #: Shapes to time: rows, K, N of each weight, name. The projections of a token in Llama 3.2 1B.
 _BENCH_SHAPES = (
@@ -44,13 +42,6 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
 def parity_case(case: Case) -> Case:
     """`case`: its rows are few."""
     return case
-
-
-def slowdown(op: str, case: Case, threads: int) -> float:
-    """Of blocks of the weights' rows."""
-    x, weights = case.args["x"], [w for n in WEIGHTS if (w := case.args.get(n)) is not None]
-    assert x is not None
-    return of_one_pass([(math.prod(x.shape[:-1]), w.shape[0]) for w in weights], x.shape[-1], threads)
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:

@@ -13,11 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foundry_kernels.core import extension
 from foundry_kernels.core.contract import SAMPLED, Sample
 from foundry_kernels.ops.flash_attention import bench_encoder, bench_masked, bench_paged
 from foundry_kernels.testing import Arg, Case
-from foundry_kernels.testing.schedules import Task, of_tasks
 
 #: (B, H, Hk, T, D), by device. On a GPU 16384 tokens each, the heads of Llama-3-8B.
 _SHAPES: dict[str, tuple[tuple[int, int, int, int, int], ...]] = {
@@ -102,23 +100,6 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
         "D": tuple((2**i, bench_case(b, h, hk, some, 2**i, True)) for i in range(5, 9)),
         "S": tuple((keys, decode_case(1, keys)) for keys in _DECODE_KEYS),
     }
-
-
-def slowdown(op: str, case: Case, threads: int) -> float | None:
-    """Of the forward pass's list of tasks, as the kernel makes it."""
-    q, k = case.args["q"], case.args["k"]
-    if extension.MISSING is not None or q is None or k is None or bench_masked.is_masked(case):
-        return None
-    if _packed(q):
-        if bench_paged.is_decoding(case):
-            return None
-        q_lens = k_lens = list(_PACKED)
-    else:
-        q_lens, k_lens = [q.shape[2]] * q.shape[0], [k.shape[2]] * q.shape[0]
-    hk = k.shape[1]
-    window = (None, 0 if case.options["causal"] else None)
-    tasks = extension._C.attention_tasks(q_lens, k_lens, hk, q.shape[1] // hk, *window, True, threads)
-    return of_tasks([Task(*task) for task in tasks["forward"]], threads)
 
 
 def parity_case(case: Case) -> Case:

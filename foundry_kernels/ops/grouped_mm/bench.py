@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from foundry_kernels.testing import Arg, Case, normal
-from foundry_kernels.testing.schedules import FEW_ROWS, of_one_pass, of_product
 
 #: Shapes to time, by device: rows (tokens times experts of each), matrices, K, N, name. The first layers of experts.
 _BENCH_SHAPES = {
@@ -67,22 +66,6 @@ def parity_case(case: Case) -> Case:
     rows = min(x.shape[0], 4096)
     fewer = {"x": replace(x, shape=(rows, x.shape[1])), "offs": replace(offs, values=_Uneven(rows))}
     return replace(case, args=dict(case.args) | fewer)
-
-
-def slowdown(op: str, case: Case, threads: int) -> float:
-    """Of the extension's own products in float32: groups of few rows together, the others one after the other."""
-    x, weight, offs = (case.args[name] for name in ("x", "weight", "offs"))
-    assert x is not None
-    assert weight is not None
-    assert offs is not None
-    ends = offs.values(torch.Generator().manual_seed(0), offs.shape).int().tolist()
-    sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-    k, n = weight.shape[1:]
-    together = [(size, n) for size in sizes if 0 < size <= FEW_ROWS]
-    few = sum(size for size, _ in together)
-    whole = few * of_one_pass(together, k, threads) if few else 0.0
-    whole += sum(size * of_product(size, n, k, threads) for size in sizes if size > FEW_ROWS)
-    return whole / sum(sizes)
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:

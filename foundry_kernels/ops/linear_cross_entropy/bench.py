@@ -13,9 +13,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from foundry_kernels.core.contract import Sample, sample_rows
 from foundry_kernels.ops.cross_entropy.cases import targets
-from foundry_kernels.ops.linear_cross_entropy.chunks import default_size
 from foundry_kernels.testing import Arg, Case, normal
-from foundry_kernels.testing.schedules import of_product
 
 #: Shapes to time, by device: tokens, width, vocabulary, name.
 _BENCH_SHAPES = {
@@ -65,17 +63,6 @@ def parity_case(case: Case) -> Case:
 def sample(case: Case) -> Sample | None:
     """Targets outside of it are ignored ones."""
     return sample_rows(case, {"hidden": 0, "target": 0}, {"target": -100})
-
-
-def slowdown(op: str, case: Case, threads: int) -> float:
-    """Of the extension's own products of chunks in float32, which take nearly all the time."""
-    hidden, weight = case.args["hidden"], case.args["weight"]
-    assert hidden is not None
-    assert weight is not None
-    (n_tokens, width), n_classes = hidden.shape, weight.shape[0]
-    size = default_size(n_tokens, 4, cpu=True)
-    parts = [min(size, n_tokens - i) for i in range(0, n_tokens, size)]
-    return sum(n * of_product(n, n_classes, width, threads) for n in parts) / n_tokens
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.testing import Arg, Case
-from foundry_kernels.testing.schedules import GRAIN, of_rows
 
 
 def _bench(op: str, rows: int, width: int, name: str) -> Case:
@@ -63,14 +62,6 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
         "N": tuple((2**i, _bench(op, rows, 2**i, "width")) for i in range(7, top + 1, 2)),
         "T": tuple((2**i, _bench(op, 2**i, width, "rows")) for i in range(6, top + 2, 2)),
     }
-
-
-def slowdown(op: str, case: Case, threads: int) -> float:
-    """Of rows, as the forward pass divides them."""
-    x = case.args["x"]
-    assert x is not None
-    rows, width = x.shape
-    return of_rows(rows, GRAIN // width, threads)
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor
 from foundry_kernels.core.contract import Sample, sample_rows
 from foundry_kernels.ops.rope.cases import _case, _normed
 from foundry_kernels.testing import Case
-from foundry_kernels.testing.schedules import GRAIN, of_rows
 
 #: Shapes to time, by device: batch, heads of q and of k, tokens and width of models' attention; q and k are the
 #: [B, H, T, D] views of [B, T, H, D] memory that their projections give.
@@ -57,15 +56,6 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
 def sample(case: Case) -> Sample | None:
     """Tokens, with their row of the tables."""
     return sample_rows(case, {"q": 2, "k": 2, "cos": 0, "sin": 0})
-
-
-def slowdown(op: str, case: Case, threads: int) -> float:
-    """Of the tokens of all sequences, as the forward pass divides them."""
-    q, k = case.args["q"], case.args["k"]
-    assert q is not None
-    assert k is not None
-    b, heads, t, width = q.shape
-    return of_rows(b * t, GRAIN // ((heads + k.shape[1]) * width), threads)
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
