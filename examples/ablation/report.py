@@ -1,4 +1,4 @@
-"""Tables and a picture of what the phases have left in a folder."""
+"""Tables and pictures of the results in a folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from examples.ablation.settings import Settings, UsageError, load, save
 from examples.ablation.training import load_run
 from examples.ablation.variants import title
 
-#: What tutorials claim for attention without its matrix and for RMSNorm, mostly without shapes, machine or what exactly
-#: was compared: so all of it stands beside either table.
+#: The claims of tutorials for attention without its matrix and for RMSNorm. Most give no shapes, machine or baseline.
+#: All of them stand next to either table.
 TUTORIALS = "Tutorials claim 1.9x and 1.8x, or 3.6x, 3.4x and 3.9x, mostly without shapes or machine."
 
 
@@ -45,7 +45,7 @@ def write(folder: Path, settings: Settings, names: Sequence[str], seeds: Sequenc
 
 
 def collect(folder: Path, settings: Settings, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """All that was found, as it is kept beside the page."""
+    """All results, as saved beside the page."""
     runs = {n: {str(s): r for s in seeds if (r := load_run(folder, n, s)) is not None} for n in names}
     runs = {name: found for name, found in runs.items() if found}
     if not runs:
@@ -71,7 +71,7 @@ def pictures(results: dict[str, Any], target: Path) -> None:
 
 
 def variants(results: dict[str, Any]) -> str:
-    """One row a variant, compared with the first."""
+    """One row per variant, compared with the first."""
     speed, settings = results["speed"], results["settings"]
     first = next(iter(results["runs"]))
     base = losses(results, first)
@@ -138,7 +138,7 @@ def heads(tables: dict[str, Any]) -> str:
 
 
 def attention(tables: dict[str, Any]) -> str:
-    """Times and memory over those of the matrix, beside what tutorials claim."""
+    """Times and memory relative to the explicit form, and the claims of tutorials."""
     if "attention" not in tables:
         return "Not measured yet: --only tables."
     sizes, rows = tables["sizes"], []
@@ -160,7 +160,7 @@ def attention(tables: dict[str, Any]) -> str:
 
 
 def norms(tables: dict[str, Any]) -> str:
-    """LayerNorm's time over RMSNorm's, beside what tutorials claim."""
+    """LayerNorm's time over RMSNorm's, and the claims of tutorials."""
     if "norms" not in tables:
         return "Not measured yet: --only tables."
     sizes, rows = tables["sizes"], []

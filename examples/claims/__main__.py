@@ -1,9 +1,9 @@
-"""What tutorials on transformers claim in numbers, beside what is measured here: docs/claims.md and its results.
+"""Numbers that tutorials on transformers claim, and measured ones: docs/claims.md and its results.
 
     python -m examples.claims --text tinyshakespeare.txt    # everything
-    python -m examples.claims --only train memory           # what a busy machine does not change
+    python -m examples.claims --only train memory           # unaffected by a busy machine
     python -m examples.claims --only timings page           # later, on a quiet one
-    python -m examples.claims --only page                   # the page again, from the results that are kept beside it
+    python -m examples.claims --only page                   # the page again, from the saved results
 
 Without --text it is trained on the standard library's source, as `make demo` is; nothing is downloaded. A phase goes on
 where it was; parts of the page that this folder has nothing for keep their last results.
