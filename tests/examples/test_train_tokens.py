@@ -164,7 +164,7 @@ def change(**fields: object) -> Callable[[Path], None]:
         (lambda folder: (folder / "text.bin").unlink(), "cannot read the tokens"),
         (lambda folder: (folder / "text.json").unlink(), "text.bin is not a token file: prepare_tokens.py makes"),
         (lambda folder: (folder / "text.json").write_text("{"), "cannot read"),
-        (lambda folder: (folder / "text.json").write_text('["tokens"]'), "text.json was not written by prepare_tokens.py"),
+        (lambda d: (d / "text.json").write_text('["tokens"]'), "text.json was not written by prepare_tokens.py"),
         (change(format="other"), "text.json was not written by prepare_tokens.py"),
         (change(version=2), "text.json has version 2; this program reads 1"),
         (change(dtype="float32"), "text.json is damaged: it has no dtype"),
