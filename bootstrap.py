@@ -1,8 +1,8 @@
-"""What `make` does first: a virtual environment with some packages, or one line about what this machine lacks for it.
+"""The first step of `make`: creates a virtual environment with some packages, or prints what this machine lacks.
 
     python3 bootstrap.py .venv torch numpy ...
 
-Older Pythons must be able to read this file: they are told that they are too old.
+Older Pythons must be able to parse this file, so that it can tell them that they are too old.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 OLDEST = (3, 11)
 #: Seconds between two lines of progress.
 EVERY = 5.0
-#: Lines of pip that say what it is at.
+#: Lines of pip's output that show its progress.
 STAGE = re.compile(r"\s*(Collecting|Downloading|Installing collected packages|Building|Using cached)\b.*")
-#: What pip says where there is no network, or none to the package index.
+#: pip's messages without a network, or without access to the package index.
 OFFLINE = re.compile(
     r"NewConnectionError|ConnectTimeout|Temporary failure in name resolution|Connection (refused|broken)|Read timed out"
     r"|Network is unreachable|Could not fetch URL|ProxyError|No matching distribution"
@@ -30,7 +30,7 @@ OFFLINE = re.compile(
 
 
 def missing() -> str | None:
-    """What this machine lacks, and how to get it on Debian and Ubuntu."""
+    """What this machine lacks, and how to install it on Debian and Ubuntu."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < OLDEST:
         wanted = ".".join(map(str, OLDEST))
@@ -43,7 +43,7 @@ def missing() -> str | None:
     if shutil.which(compiler) is None:
         return f"there is no C++ compiler, {compiler}: apt-get install g++, or set CXX"
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        return f"{sys.executable} has no headers to compile an extension with: apt-get install python3-dev"
+        return f"{sys.executable} has no headers (Python.h), which an extension needs: apt-get install python3-dev"
     return None
 
 
@@ -58,8 +58,8 @@ def make_environment(folder: Path) -> str | None:
 
 
 def install(folder: Path, packages: list[str]) -> str | None:
-    """Installs packages by the versions of constraints.txt, and says every few seconds how far pip is."""
-    # Without --no-compile pip translates every module of torch, most of which nothing here imports.
+    """Installs packages in the versions of constraints.txt, and prints pip's progress every few seconds."""
+    # Without --no-compile pip compiles every module of torch to bytecode; most of them are never imported here.
     options = [
         "--disable-pip-version-check",
         "--no-compile",
@@ -69,7 +69,7 @@ def install(folder: Path, packages: list[str]) -> str | None:
         "constraints.txt",
     ]
     if not set(packages) <= pinned(Path("constraints.txt").read_text()):
-        options.append("--upgrade")  # what may be any version is to be the newest, also where an older one is installed
+        options.append("--upgrade")  # unpinned packages should be the newest, even if an older one is installed
     command = [str(folder / "bin" / "python"), "-m", "pip", "install", *options, *packages]
     began = shown = time.monotonic()
     print(f"installing {', '.join(packages)}", flush=True)
@@ -86,7 +86,7 @@ def install(folder: Path, packages: list[str]) -> str | None:
     if code == 0:
         return None
     if OFFLINE.search(said):
-        return f"packages cannot be downloaded; is there a network? pip: {last_line(said)}"
+        return f"cannot download packages; is there a network? pip: {last_line(said)}"
     print(said[-3000:], file=sys.stderr)
     return f"pip failed ({code}): {last_line(said)}"
 
@@ -98,7 +98,7 @@ def pinned(constraints: str) -> set[str]:
 def last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")]
-    return (errors or lines or ["it said nothing"])[-1][:300]
+    return (errors or lines or ["no output"])[-1][:300]
 
 
 def main(argv: list[str]) -> int:

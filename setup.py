@@ -1,13 +1,15 @@
-"""Builds the extension `foundry_kernels._C` where a compiler is found; the package works without it, and says so.
+"""Builds the extension `foundry_kernels._C` if there is a compiler. The package also works without it, and says so.
 
-csrc/cpu is compiled once per instruction set: all of them for a wheel, and where the extension stays on this machine
-(`pip install -e .`, `build_ext --inplace`) the best that its processor has, which takes half the time.
-`--instruction-sets` or FOUNDRY_KERNELS_INSTRUCTION_SETS say otherwise: `all`, `native`, or names with commas between
-them. csrc/torch and the Python module (what knows torch) are compiled once, several files as one, csrc/cuda by nvcc
-where torch is a CUDA build and CUDA_HOME has one; csrc/cuda/hopper for compute capability 9.0 alone, if it is among
-those that TORCH_CUDA_ARCH_LIST names. MAX_JOBS at a time (default: as many as there are processors), and only those
-again that something changed for. `build_ext --sanitize` builds an extension that reports invalid memory accesses and
-undefined behaviour, in a folder of its own (see tests/support/sanitize.py).
+- csrc/cpu is compiled once per instruction set. A wheel has all sets. A build that stays on this machine (`pip install
+  -e .`, `build_ext --inplace`) has only the best one that the processor supports, which halves the build time.
+  `--instruction-sets` or FOUNDRY_KERNELS_INSTRUCTION_SETS override this: `all`, `native`, or names separated by commas.
+- csrc/torch and the Python module include torch's headers; they are compiled once, several files as one.
+- csrc/cuda is compiled by nvcc if torch is a CUDA build and CUDA_HOME has nvcc. csrc/cuda/hopper is compiled only for
+  compute capability 9.0, and only if TORCH_CUDA_ARCH_LIST names it.
+
+MAX_JOBS files are compiled at a time (default: the number of processors), and only files whose inputs changed.
+`build_ext --sanitize` builds an extension that reports invalid memory accesses and undefined behaviour, in a folder of
+its own (see tests/support/sanitize.py).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import torch
 from setuptools import setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
-if int(setuptools.__version__.split(".")[0]) < 77:  # it would say that project.license is not valid
+if int(setuptools.__version__.split(".")[0]) < 77:  # older ones reject project.license
     found = f"foundry_kernels needs setuptools 77 or newer, not {setuptools.__version__}"
     sys.exit(f"{found}: pip install 'setuptools>=77'")
 
@@ -46,10 +48,10 @@ def compiler_has(flag: str) -> bool:
         return False
 
 
-#: The first is what every processor of the architecture has (csrc/cpu/isa.h).
+#: Every processor of the architecture supports the first one (csrc/cpu/isa.h).
 ISA_FLAGS: dict[str, list[str]] = {}
 if platform.machine().lower() in ("x86_64", "amd64"):
-    ISA_FLAGS["baseline"] = ["-O2"]  # half the time to compile, and no processor of the last ten years runs it
+    ISA_FLAGS["baseline"] = ["-O2"]  # compiles twice as fast; processors of the last ten years do not use it
     ISA_FLAGS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     ISA_FLAGS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
     if compiler_has("-mavx512bf16"):
@@ -63,31 +65,32 @@ elif platform.machine().lower() in ("aarch64", "arm64"):
 else:
     ISA_FLAGS["baseline"] = []
 LOWEST = next(iter(ISA_FLAGS))
-#: AMX's kernels are attention's; for all else it runs those of this set.
+#: Only attention has AMX kernels; all else uses the kernels of this set.
 NEEDS = {"amx_bf16": "avx512_bf16"}
-#: Instruction sets that only some of csrc/cpu is compiled for, by the beginning of their names (see isa.h).
+#: Instruction sets for which only the files of csrc/cpu with this prefix are compiled (see isa.h).
 ISA_SOURCES = {"amx_bf16": "flash_attention"}
-#: No -ffast-math: NaN and infinity are handled, sums keep their order. Contraction to fma is wanted.
+#: No -ffast-math: the kernels handle NaN and infinity, and sums keep their order. Contraction to FMA is intended.
 FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-ffp-contract=fast", "-fno-math-errno"]
-#: Without the first, torch's headers for autograd read the declarations of all its operators; the second is about them.
+#: Without the first, torch's autograd headers include the declarations of all operators. The second silences warnings
+#: in these headers.
 TORCH_FLAGS = ["-DAT_PER_OPERATOR_HEADERS", "-Wno-array-bounds"]
-#: AddressSanitizer and UndefinedBehaviorSanitizer, as a library that must be loaded before all others. Without vptr,
-#: which wants type information that torch hides, and without null and pointer-overflow, which take most of the time to
-#: compile: AddressSanitizer sees an access through such a pointer. The first finding ends the process. Not optimised,
-#: which would remove some invalid accesses, and checked by calls: inline checks take four times as long to compile.
+#: AddressSanitizer and UndefinedBehaviorSanitizer, as a library that must be loaded before all others. A finding
+#: ends the process. vptr is off because it needs type information that torch hides. null and pointer-overflow are off
+#: because they take most of the compile time; AddressSanitizer detects accesses through such pointers anyway. -O0,
+#: because optimisation would remove some invalid accesses. Checks are calls: inline ones compile four times slower.
 SANITIZE = [
     *("-fsanitize=address,undefined", "-fno-sanitize=vptr,null,pointer-overflow", "-fno-sanitize-recover=all"),
     *("-O0", "-g1"),
 ]
 for wanted in ("--param=asan-instrumentation-with-call-threshold=0", "-shared-libasan"):
-    if compiler_has(wanted):  # GCC has the first; Clang the second, which is GCC's only way
+    if compiler_has(wanted):  # GCC has the first, Clang the second, which is GCC's default
         SANITIZE.append(wanted)
 
-#: Compute capabilities of the CUDA half, unless TORCH_CUDA_ARCH_LIST names them: 8.0 serves 8.x, the PTX what is newer.
+#: Compute capabilities of the CUDA kernels unless TORCH_CUDA_ARCH_LIST is set: 8.0 runs on 8.x, PTX on newer GPUs.
 CUDA_ARCHITECTURES = "8.0;9.0+PTX"
-#: That of csrc/cuda/hopper: its instructions are those of 9.0 itself, and code for them runs nowhere else.
+#: For csrc/cuda/hopper: its instructions exist only on 9.0, and code for them runs nowhere else.
 HOPPER_FLAG = "-gencode=arch=compute_90a,code=sm_90a"
-#: CUDA_HOME=none leaves the CUDA half out.
+#: CUDA_HOME=none builds without CUDA kernels.
 WITH_CUDA = torch.version.cuda is not None and shutil.which("nvcc", path=f"{CUDA_HOME}/bin") is not None
 
 
@@ -101,9 +104,9 @@ def extension() -> CppExtension:
         files = [f for f in files if not f.endswith("_cuda.cpp")]
         flags = [*FLAGS, *TORCH_FLAGS, *OPENMP, '-DFK_CUDA_ARCHITECTURES=""']
         if torch.version.cuda is not None:
-            print(f"foundry_kernels: no CUDA kernels: nvcc {torch.version.cuda} is needed, in CUDA_HOME or on the PATH")
+            print(f"foundry_kernels: no CUDA kernels: they need nvcc {torch.version.cuda} in CUDA_HOME or on the PATH")
         return CppExtension("foundry_kernels._C", files, extra_compile_args=flags)
-    # Without a GPU and without this variable torch finds no architecture to compile for and fails.
+    # Without a GPU torch needs this variable; it would find no architecture to compile for and fail.
     named = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
     flags = [*FLAGS, *TORCH_FLAGS, *OPENMP, f'-DFK_CUDA_ARCHITECTURES="{named}"']
     kernels = sources("cuda", ".cu")
@@ -118,22 +121,21 @@ def extension() -> CppExtension:
 
 
 def wants_hopper(named: str) -> bool:
-    """Whether compute capability 9.0 is among the architectures that TORCH_CUDA_ARCH_LIST names, or, where it names
-    none, among the GPUs at hand, as torch takes it."""
+    """Whether TORCH_CUDA_ARCH_LIST names compute capability 9.0 or, if it names none, a GPU of this machine has it."""
     if named in ("", "native"):
         return any(torch.cuda.get_device_capability(i) == (9, 0) for i in range(torch.cuda.device_count()))
     return any(re.fullmatch(r"(9\.0a?|Hopper)(\+PTX)?", each) for each in re.split(r"[ ;]+", named))
 
 
 def for_hopper(command: list[str]) -> list[str]:
-    """The command that compiles a source, for 9.0a alone if it is one of csrc/cuda/hopper."""
+    """The compile command of a source; files of csrc/cuda/hopper are compiled only for 9.0a."""
     if Path(command[command.index("-c") + 1]).parent.name != "hopper":
         return command
     return [*(flag for flag in command if not flag.startswith("-gencode")), HOPPER_FLAG]
 
 
 class Build(BuildExtension):
-    """Compiles csrc/cpu per instruction set beside what BuildExtension does, which has no flags per file."""
+    """Also compiles csrc/cpu per instruction set: BuildExtension does not support flags per file."""
 
     user_options: ClassVar = [
         *BuildExtension.user_options,
@@ -143,7 +145,7 @@ class Build(BuildExtension):
     boolean_options: ClassVar = [*BuildExtension.boolean_options, "sanitize"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs, use_ninja=False)  # `compile` below takes its place
+        super().__init__(*args, **kwargs, use_ninja=False)  # `compile` below replaces it
 
     def initialize_options(self) -> None:
         super().initialize_options()
@@ -159,20 +161,20 @@ class Build(BuildExtension):
             self.defines.append(f"-DFK_LOWEST={self.lowest}")
         if self.sanitize:
             if self.inplace:
-                raise ValueError("--sanitize does not go with --inplace: it would replace the extension in use")
+                raise ValueError("--sanitize does not support --inplace: it would replace the extension in use")
             self.build_lib, self.build_temp = "build/sanitized", "build/sanitized/temp"
         super().finalize_options()
-        self.force = True  # setuptools compares times of sources alone, and not of headers
+        self.force = True  # setuptools compares only the times of sources, not of headers
 
     def build_extensions(self) -> None:
-        if self.editable_mode:  # pip names a new folder each time, in which everything would be compiled again
+        if self.editable_mode:  # pip uses a new folder each time, which would recompile everything
             self.build_temp = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
         must_build = os.environ.get("CI") or self.sanitize
         for ext in self.extensions:
             ext.optional = not must_build
         try:
             super().build_extensions()
-        except Exception as error:  # BuildExtension asks for the compiler's version first
+        except Exception as error:  # BuildExtension first queries the compiler's version
             if must_build:
                 raise
             self.say_that_it_was_not_built(error)
@@ -188,7 +190,7 @@ class Build(BuildExtension):
         compile_sources, spawn = self.compiler.compile, self.compiler.spawn
 
         def compile_all(*args: Any, **kwargs: Any) -> list[str]:
-            """BuildExtension says how each of its sources is compiled; one pool compiles these and the CPU kernels."""
+            """Collects BuildExtension's compile commands; one pool runs them and those of the CPU kernels."""
             commands: list[list[str]] = []
             self.compiler.spawn = commands.append
             try:
@@ -214,7 +216,7 @@ class Build(BuildExtension):
         print("foundry_kernels: the reference and Triton backends work without it.\n", file=sys.stderr)
 
     def cpu_kernels(self) -> list[list[str]]:
-        """The commands that compile csrc/cpu, those of the largest files first: they take longest."""
+        """The compile commands of csrc/cpu, the largest files first: they take longest."""
         folder = Path(self.build_temp, "cpu")
         folder.mkdir(parents=True, exist_ok=True)
         commands = []
@@ -224,7 +226,7 @@ class Build(BuildExtension):
                 if not Path(source).name.startswith(ISA_SOURCES.get(isa, "")):
                     continue
                 target = folder / f"{Path(source).stem}.{isa}.o"
-                # A kernel is declared for its own set alone, so that others do not have it compiled again.
+                # A kernel is declared only for its own set, so that a change of other sets does not recompile it.
                 own = [f"-DFK_HAVE_{each.upper()}" for each in (isa, NEEDS.get(isa)) if each and each != LOWEST]
                 flags = [*FLAGS, *ISA_FLAGS[isa], *own, *(SANITIZE if self.sanitize else [])]
                 if shared:
@@ -234,8 +236,8 @@ class Build(BuildExtension):
         return commands
 
     def compile(self, commands: list[list[str]]) -> None:
-        """Compiles all that are not up to date, side by side, and says how far it is every few seconds. The first that
-        fails stops those that have not begun."""
+        """Runs the commands that are not up to date in parallel and prints progress every few seconds. After a failure
+        no new command starts."""
         wanted = [command for command in commands if not up_to_date(command)]
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         began, shown = time.monotonic(), 0.0
@@ -264,11 +266,11 @@ class Build(BuildExtension):
         began = time.time()
         self.spawn([*command, "-MMD", "-MF", f"{target}.d"])
         done.write_text(str(command))
-        os.utime(done, (began, began))  # a file that changed meanwhile is newer
+        os.utime(done, (began, began))  # a file that changed meanwhile then counts as newer
 
 
 def instruction_sets(asked: str) -> list[str]:
-    """The instruction sets to compile, from the lowest; the extension needs a processor that has at least that."""
+    """The instruction sets to compile, from the lowest, which the processor must support to load the extension."""
     if asked == "native":
         asked = processor_isa() or "all"
     if asked == "all":
@@ -281,8 +283,8 @@ def instruction_sets(asked: str) -> list[str]:
 
 
 def processor_isa() -> str | None:
-    """The best set that this processor has and the compiler knows, as csrc/cpu/isa.cpp finds it at run time; None where
-    that cannot be run."""
+    """The best set that both this processor and the compiler support, as csrc/cpu/isa.cpp finds it at run time. None if
+    that program does not compile or run."""
     program = Path("build", f"processor_isa-{os.getpid()}")
     program.parent.mkdir(exist_ok=True)
     try:
@@ -301,9 +303,9 @@ def processor_isa() -> str | None:
 
 
 def units(files: Iterable[str]) -> list[str]:
-    """Sources that include `files`, all of a kind in one: most of the time to compile them goes into torch's headers.
+    """Sources that include `files`, one for each kind: most of their compile time goes into torch's headers.
 
-    Kinds are schemas, launches on the CPU, launches on CUDA, and the module itself; .cu files stay as they are.
+    Kinds are schemas, CPU launches, CUDA launches, and the module itself. .cu files stay as they are.
     """
     kinds: dict[str, list[str]] = {}
     alone = []
@@ -330,7 +332,7 @@ def target_of(command: list[str]) -> str:
 
 
 def up_to_date(command: list[str]) -> bool:
-    """Whether it was done by the same command, after the last change to any file that it read."""
+    """Whether the target was built by the same command after the last change to any file that it reads."""
     target = target_of(command)
     done, read = Path(f"{target}.command"), Path(f"{target}.d")
     if not (Path(target).exists() and done.exists() and read.exists() and done.read_text() == str(command)):
@@ -338,12 +340,12 @@ def up_to_date(command: list[str]) -> bool:
     files = re.split(r"(?<!\\)\s+", read.read_text().replace("\\\n", " ").partition(": ")[2].strip())
     try:
         return all(os.stat(file.replace("\\ ", " ")).st_mtime < done.stat().st_mtime for file in files)
-    except FileNotFoundError:  # a header that is gone
+    except FileNotFoundError:  # a header was removed
         return False
 
 
-# at::parallel_for is a header: without OpenMP it would run on one thread. Only compiled so, not linked: the symbols
-# must come from the OpenMP runtime that torch has loaded, for a second one would bring a second pool of threads.
+# at::parallel_for is in a header: without OpenMP it would run on one thread. The flag is for compiling only, not for
+# linking: torch's OpenMP runtime must provide the symbols, because a second one would bring a second pool of threads.
 OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
 
 if __name__ == "__main__":

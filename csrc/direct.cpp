@@ -1,12 +1,11 @@
-// Calls of the operators from Python on plain tensors of the CPU or a GPU. torch's binding of operators translates
-// every argument into an IValue by the schema and back, which takes longer than the arithmetic of a small call, and
-// Python's checks of the arguments take as long again. These functions read the arguments of the public functions as
-// they are.
+// Fast calls of the operators from Python, for plain tensors on the CPU or a GPU. torch's binding of operators converts
+// every argument to an IValue by the schema and back, which takes longer than the arithmetic of a small call; argument
+// checks in Python take as long again. These functions read the arguments of the public functions directly.
 //
-// They take what is common and return None for all else, bad input included: the caller then goes the general path,
-// whose checks say what is wrong. Common are dense tensors of one device, of the class Tensor or Parameter, in a thread
-// in which no mode (FakeTensorMode, torch.func, tracing, TorchFunctionMode, ...) wants to see the call. From the
-// operators on, nothing differs: autograd, the profiler and the dispatcher see the same.
+// They handle common calls and return None for everything else, including invalid arguments. The caller then takes the
+// general path, whose checks raise the errors. Common means: dense tensors on one device, of class Tensor or Parameter,
+// in a thread without active modes (FakeTensorMode, torch.func, tracing, TorchFunctionMode, ...). From the operators on
+// nothing differs: autograd, the profiler and the dispatcher see the same call.
 #include "direct.h"
 
 #include <ATen/ops/linear.h>
@@ -37,7 +36,7 @@ PyObject* to_python(const std::tuple<Tensor, Tensor>& pair) {
   return out;
 }
 
-// The result of a call that other Python threads need not wait for.
+// Runs a call without the GIL and wraps its result.
 template <class Call>
 PyObject* result_of(const Call& call) {
   return to_python([&] {
@@ -162,7 +161,7 @@ PyObject* call_gated(const OnAccelerator& served, PyObject* const* arguments, Py
   return result_of([&] { return gated(gate, up, {}); });
 }
 
-// Tables and positions that need no preparation: those with a leading dimension of 1 for many sequences do.
+// Whether tables and positions need no preparation. Those with a leading dimension of 1 for many sequences do.
 bool are_rotations(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                    const OptionalTensor& positions) {
   if (q.dim() != 4 || k.dim() != 4 || k.scalar_type() != q.scalar_type()) return false;
@@ -229,7 +228,7 @@ PyObject* call_grouped_mm(const OnAccelerator& served, PyObject* const* argument
   return result_of([&] { return grouped_mm(x, weight, offs, batch_invariant); });
 }
 
-// Whether there is a target for each token of x [..., N], and the weights of classes are constants.
+// Whether there is one target per token of x [..., N], and the class weights need no gradient.
 bool are_targets(const Tensor& x, const Tensor& target, const OptionalTensor& weight, int64_t n_classes) {
   return x.dim() > 0 && x.size(-1) > 0 && target.sizes() == x.sizes().slice(0, x.dim() - 1) &&
          (!weight || (weight->dim() == 1 && weight->size(0) == n_classes && !weight->requires_grad()));
@@ -246,12 +245,12 @@ PyObject* call_cross_entropy(const OnAccelerator& served, PyObject* const* argum
   return result_of([&] { return std::get<0>(cross_entropy(logits, target, weight, options, false, false)); });
 }
 
-// A single chunk without gradients: the strategies have nothing to spare there, unless a weight of 16 bits is large and
-// wanted in float32. Small products are of float32 copies. The bounds are those of linear_cross_entropy/chunks.py:
-// multiplications of a small product, and tokens of a chunk.
+// A single chunk without gradients: other strategies cannot save memory there, unless a 16-bit weight is large and its
+// gradient is wanted in float32. Small matmuls use float32 copies. The limits are those of
+// linear_cross_entropy/chunks.py: multiplications of a small matmul, and tokens of a chunk.
 PyObject* call_linear_cross_entropy(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
   constexpr int64_t kMultiplications = 1 << 22, kTokens = 256;
-  constexpr int64_t kWorthIt = 1 << 13;  // multiplications from which on another product is worth its call
+  constexpr int64_t kWorthIt = 1 << 13;  // multiplications that justify the call of another matmul
   Arguments in(served, arguments, given, 7 + LossOptions::kArguments);
   const Tensor &hidden = in.tensor(), &weight = in.tensor(), &target = in.indices();
   const OptionalTensor bias = in.optional_tensor(), class_weight = in.optional_tensor();
@@ -292,13 +291,13 @@ bool is_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
          head_dim_v <= kMaxHeadDim && n_kv_heads > 0 && q.size(1) > 0 && q.size(1) % n_kv_heads == 0;
 }
 
-// The GPUs of this process, as far as attention asks.
+// The GPUs of this process, as attention needs to know them.
 struct Gpus {
   bool supported = false;  // by the kernels of csrc/cuda
-  bool hopper = false;     // all of them, and csrc/cuda/hopper is compiled in
+  bool hopper = false;     // all of them are Hopper, and csrc/cuda/hopper is compiled in
 } gpus;
 
-// Whether TMA copies from it as it is: rows begin at multiples of 16 bytes, none in another's place.
+// Whether TMA can copy the tensor without conversion: rows begin at multiples of 16 bytes and do not overlap.
 bool has_map(const Tensor& x) {
   constexpr int64_t kStep = 8;  // elements of 16 bits
   for (int64_t d = 0; d < 3; ++d)
@@ -306,8 +305,8 @@ bool has_map(const Tensor& x) {
   return x.size(3) % kStep == 0 && x.stride(3) == 1 && x.storage_offset() % kStep == 0;
 }
 
-// Whether "auto" gives the call to csrc/cuda/hopper: `takes` of ops/flash_attention/hopper.py for the calls that come
-// here and whose tensors are copied by nobody.
+// Whether "auto" uses csrc/cuda/hopper: `takes` of ops/flash_attention/hopper.py, restricted to the calls that come
+// here and to tensors that need no copy.
 bool is_for_hopper(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options) {
   constexpr int64_t kFewestQueries = 128, kWidest = 256;
   return dtype_bit(q) != 1 && q.numel() > 0 && k.size(2) > 0 && q.size(3) <= kWidest && v.size(3) <= kWidest &&
@@ -336,7 +335,7 @@ PyObject* call_flash_attention(const OnAccelerator& served, PyObject* const* arg
   return result_of([&] { return std::get<0>(flash_attention(q, k, v, options, false, false)); });
 }
 
-// What decode_block takes beside the stream, from a tuple.
+// The arguments of decode_block besides the stream, from a tuple.
 struct Block {
   std::array<Tensor, 7> weights;
   std::array<Tensor, 2> norms;
@@ -353,7 +352,7 @@ struct Block {
   }
 };
 
-// Blocks that follow each other, a tuple each in a list.
+// Consecutive blocks, as a list with one tuple each.
 PyObject* call_decode_blocks(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
   Arguments in(served, arguments, given, 4);
   const OptionalTensor branch = in.optional_tensor();
@@ -372,7 +371,7 @@ PyObject* call_decode_blocks(const OnAccelerator& served, PyObject* const* argum
       return found;
     });
   } catch (const c10::ValueError&) {
-    Py_RETURN_NONE;  // what is in the caches by now will be written again
+    Py_RETURN_NONE;  // the general path writes to the caches again
   } catch (const c10::TypeError&) {
     Py_RETURN_NONE;
   }

@@ -1,4 +1,4 @@
-// Calls of the operators from Python that skip torch's binding of operators; see direct.cpp.
+// Fast calls of the operators from Python, without torch's binding of operators; see direct.cpp.
 #pragma once
 
 #include <Python.h>
@@ -7,14 +7,14 @@
 
 namespace foundry {
 
-// To be added to the extension's module.
+// The methods to add to the extension's module.
 PyMethodDef* direct_calls();
 
-// Which calls of an operation on a GPU its direct call takes: see OnAccelerator in direct_arguments.h.
+// Sets which GPU calls of an operation its direct call handles: see OnAccelerator in direct_arguments.h.
 void serve_on_accelerator(const std::string& operation, int native, int automatic, int unmeasured);
-// Whether csrc/cuda has attention for all GPUs of this process, and csrc/cuda/hopper.
+// Sets whether csrc/cuda, and csrc/cuda/hopper, support attention on all GPUs of this process.
 void attention_gpus(bool supported, bool hopper);
-// For tests: the device type that counts as a GPU's.
+// For tests: sets the device type that counts as a GPU.
 void accelerator(const std::string& type);
 
 }  // namespace foundry

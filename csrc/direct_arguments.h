@@ -1,4 +1,4 @@
-// The arguments of direct calls (direct.cpp), read from Python as they are.
+// Reads the arguments of direct calls (direct.cpp) from Python objects.
 #pragma once
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -22,7 +22,7 @@ inline bool common_thread() {
          !at::impl::torch_function_mode_enabled();
 }
 
-// Dense, on the CPU or the accelerator, and none of conjugate, negated, batched, forward-mode dual, ...
+// Dense, on the CPU or the accelerator, and not conjugate, negated, batched, forward-mode dual, ...
 inline bool common_tensor(const Tensor& t, c10::DeviceType accelerator) {
   constexpr c10::DispatchKeySet kCpu{c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView,
                                      c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutocastCPU};
@@ -35,7 +35,7 @@ inline bool common_tensor(const Tensor& t, c10::DeviceType accelerator) {
   return here && !t._fw_grad(0).defined();
 }
 
-// A bit for each dtype that kernels take, 0 for others.
+// One bit per dtype that kernels support; 0 for other dtypes.
 inline uint8_t dtype_bit(const Tensor& t) {
   switch (t.scalar_type()) {
     case at::kFloat: return 1;
@@ -45,29 +45,29 @@ inline uint8_t dtype_bit(const Tensor& t) {
   }
 }
 
-// Which calls on the accelerator an operation's native kernels take, as bits of dtypes: those that name "native", those
-// for which "auto" is native, and those for which no other order of backends was measured. OpSpec.choose says so.
+// Which calls on the accelerator an operation's native kernels handle, as bits of dtypes: calls that name "native",
+// calls for which "auto" is native, and calls for which no other order of backends was measured. OpSpec.choose decides.
 struct OnAccelerator {
   uint8_t native = 0, automatic = 0, unmeasured = 0;
-  // CUDA. Tests, which may have no GPU, make it Meta, whose tensors go the same way as far as the kernels.
+  // CUDA. Tests without a GPU set it to Meta, whose tensors take the same path up to the kernels.
   inline static c10::DeviceType type = c10::DeviceType::CUDA;
 };
 
-// Whether torch casts what an operation of this device is given.
+// Whether autocast is enabled for the tensor's device.
 inline bool autocasts(const Tensor& t) { return at::autocast::is_autocast_enabled(t.is_cpu() ? at::kCPU : at::kCUDA); }
 
-// The arguments of a call, read in their order. `ok()` tells at the end whether each was as it was read; until then one
-// that was not is a default.
+// Reads the arguments of a call in order. `ok()` tells at the end whether every argument was as expected; one that was
+// not is read as a default.
 class Arguments {
  public:
   Arguments(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given, Py_ssize_t wanted)
       : next_(arguments),
         ok_(given == wanted && common_thread() && is_text(*arguments, "auto", "native")) {
     if (!ok_) return;
-    is_auto_ = PyUnicode_CompareWithASCIIString(*next_++, "auto") == 0;  // the backend
+    is_auto_ = PyUnicode_CompareWithASCIIString(*next_++, "auto") == 0;  // backend
     on_accelerator_ = is_auto_ ? served.automatic : served.native;
   }
-  // Those that a call on the CPU has together in a tuple.
+  // The arguments that a CPU call passes together in a tuple.
   Arguments(PyObject* tuple, Py_ssize_t wanted)
       : next_(nullptr),
         ok_(PyTuple_CheckExact(tuple) && PyTuple_GET_SIZE(tuple) == wanted) {
@@ -78,7 +78,7 @@ class Arguments {
   bool is_auto() const { return is_auto_; }
   void need(bool condition) { ok_ = ok_ && condition; }
 
-  // Of one of the dtypes of kernels. That of a call's first tensor decides who computes it.
+  // A tensor of a dtype that kernels support. The first tensor's dtype decides which kernels run.
   const Tensor& tensor() {
     const bool is_first = first_ == nullptr;
     const Tensor& t = any_tensor();
@@ -95,7 +95,7 @@ class Arguments {
     need(ok_ && PyFloat_CheckExact(*next_));
     return ok_ ? PyFloat_AS_DOUBLE(*next_++) : 0.0;
   }
-  // One of two words: whether it is the first.
+  // One of two words. Returns whether it is the first.
   bool word(const char* first, const char* second) {
     need(ok_ && is_text(*next_, first, second));
     return ok_ && PyUnicode_CompareWithASCIIString(*next_++, first) == 0;
@@ -113,12 +113,12 @@ class Arguments {
     return value;
   }
 
-  // Options, as their lists name these (torch/options.h). Numbers are those that numbers.h allows.
+  // Readers of options, named as in their lists (torch/options.h). Allowed numbers are those of numbers.h.
   template <class T> void not_an_argument(T&) {}
   template <class T> void none(std::optional<T>&) { need(take_none()); }
   void boolean(bool& value) { value = boolean(); }
   void number(double& value) { need(is_number(value = real())); }
-  void optional_positive(double& value) {  // 0 for None
+  void optional_positive(double& value) {  // None is 0
     if (!take_none()) need(is_positive_number(value = real()));
   }
   void optional_positive(std::optional<double>& value) {
@@ -139,17 +139,17 @@ class Arguments {
     need(!value.empty());
     next_ += ok_;
   }
-  void zero(std::optional<double>&) { need(real() == 0.0); }  // None for it
+  void zero(std::optional<double>&) { need(real() == 0.0); }  // 0 or None, read as absent
   void optional_indices(OptionalTensor& value) {
     if (!take_none()) value = indices();
   }
-  // The sides of a window, each a number that is not negative or None; None may stand for the pair.
+  // The two sides of a window, each None or a number >= 0. None may stand for the pair.
   void first_of_pair(OptionalInt& value) {
     const bool is_pair = ok_ && PyTuple_CheckExact(*next_) && PyTuple_GET_SIZE(*next_) == 2;
     need(ok_ && (is_pair || *next_ == Py_None));
     if (ok_ && is_pair) value = count(PyTuple_GET_ITEM(*next_, 0));
   }
-  void second_of_pair(OptionalInt& value) {  // and after it the next argument
+  void second_of_pair(OptionalInt& value) {  // and moves to the next argument
     if (ok_ && *next_ != Py_None) value = count(PyTuple_GET_ITEM(*next_, 1));
     next_ += ok_;
   }
@@ -208,7 +208,7 @@ class Arguments {
   PyObject* const* next_;
   bool ok_, is_auto_ = false;
   uint8_t on_accelerator_ = 0;
-  const Tensor* first_ = nullptr;  // all are on its device
+  const Tensor* first_ = nullptr;  // all tensors must be on its device
 };
 
 }  // namespace foundry

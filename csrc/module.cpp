@@ -1,5 +1,5 @@
-// The Python module foundry_kernels._C: facts about how it was built. Importing it also registers the operators of
-// csrc/torch with PyTorch.
+// The Python module foundry_kernels._C: build information, and hooks for tests. Importing it also registers the
+// operators of csrc/torch with PyTorch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/version.h>
@@ -62,7 +62,7 @@ pybind11::dict build_info() {
   products.clear();
   if (foundry::own_bfloat16_products()) products.push_back("bfloat16");
   if (!foundry::fast_float32_products()) products.push_back("float32");
-  info["own_products"] = products;  // which csrc/cpu/matmul.h has instead
+  info["own_products"] = products;  // whether csrc/cpu/matmul.h replaces them
   info["cuda_architectures"] = FK_CUDA_ARCHITECTURES;
 #if defined(FK_HAVE_HOPPER)
   info["hopper"] = true;  // csrc/cuda/hopper is compiled in
@@ -107,7 +107,7 @@ std::tuple<bool, bool, bool> bfloat16_choice() {
   return {choice.tiles, choice.pairs, choice.products};
 }
 
-// Seconds of the same multiplications on one thread.
+// Seconds of the same bfloat16 matmuls by each method, on one thread.
 pybind11::dict measure_bfloat16() {
   pybind11::dict seconds;
   const foundry::ProductSeconds found = FK_CHOOSE_ISA(product_seconds)();
@@ -119,13 +119,13 @@ pybind11::dict measure_bfloat16() {
 
 using Lengths = std::vector<int64_t>;
 
-// Attention's tasks for sequences of these lengths: rows [1:3], keys [3:5] and work of each as (sequence, kv_head,
-// row_begin, row_end, key_begin, key_end, work, ...), and of the backward pass of 16 bits the tasks that wait for it
-// and where its head's sums and those of its rows are.
+// Attention's tasks for sequences of these lengths. Rows are [1:3], keys [3:5]; each task is (sequence, kv_head,
+// row_begin, row_end, key_begin, key_end, work, ...). For the 16-bit backward pass also the tasks that wait for it, and
+// the offsets of its head's sums and of its rows' sums.
 pybind11::dict attention_tasks(const Lengths& q_lens, const Lengths& k_lens, int64_t n_kv_heads, int64_t group,
                                std::optional<int64_t> window_left, std::optional<int64_t> window_right,
                                bool bottom_right, int64_t threads) {
-  if (q_lens.size() != k_lens.size()) throw std::invalid_argument("as many lengths of queries as of keys");
+  if (q_lens.size() != k_lens.size()) throw std::invalid_argument("q_lens and k_lens must have equal lengths");
   std::vector<foundry::AttentionSequence> sequences;
   for (size_t n = 0; n < q_lens.size(); ++n) sequences.push_back({0, 0, q_lens[n], 0, k_lens[n]});
   foundry::AttentionBackward a{};
@@ -136,7 +136,7 @@ pybind11::dict attention_tasks(const Lengths& q_lens, const Lengths& k_lens, int
   a.bottom_right = bottom_right;
   a.type = foundry::Dtype::bf16;
   a.head_dim = a.head_dim_v = 64;
-  a.dq = a.dk = a.dv = &a;  // wanted
+  a.dq = a.dk = a.dv = &a;  // requested
   const int64_t n_sequences = static_cast<int64_t>(sequences.size());
   std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> forward;
   for (const auto& t : foundry::forward_tasks(a, n_sequences, n_kv_heads).tasks)
@@ -158,22 +158,22 @@ pybind11::dict attention_tasks(const Lengths& q_lens, const Lengths& k_lens, int
 PYBIND11_MODULE(_C, m) {
   if (!foundry::isa_usable(Isa::lowest)) {
     const std::string needed = foundry::isa_name(Isa::lowest), has = foundry::processor_isa();
-    throw pybind11::import_error("it was compiled for processors with " + needed + ", and this one has " + has);
+    throw pybind11::import_error("it was compiled for processors with " + needed + "; this processor has " + has);
   }
-  m.def("build_info", &build_info, "How the extension was built, and what it and oneDNN use of the processor.");
-  m.def("limits", &limits, "The numbers that options and sizes may be.");
+  m.def("build_info", &build_info, "How the extension was built, and which instructions it and oneDNN use.");
+  m.def("limits", &limits, "The allowed values of numeric options and sizes.");
   m.def("processor", &processor, "Which processor this is.");
-  m.def("choose_bfloat16", &choose_bfloat16,
-        "By which instructions products of bfloat16 are made: csrc/cpu/processor.h.");
+  m.def("choose_bfloat16", &choose_bfloat16, "Sets which instructions compute bfloat16 matmuls: csrc/cpu/processor.h.");
   m.def("bfloat16_choice", &bfloat16_choice, "(tiles, pairs, products) as chosen.");
-  m.def("measure_bfloat16", &measure_bfloat16, "Seconds that the same products take in float32 and by instructions.");
+  m.def("measure_bfloat16", &measure_bfloat16,
+        "Seconds of the same matmuls in float32 and with bfloat16 instructions.");
   m.def("force_instruction_set", &force_instruction_set, "For tests: run the CPU kernels of this instruction set.");
-  m.def("attention_tasks", &attention_tasks, "For tests: into which tasks the CPU kernels of attention are divided.");
+  m.def("attention_tasks", &attention_tasks, "For tests: the tasks of the CPU kernels of attention.");
   auto direct = m.def_submodule("direct", "Calls of the operators on plain tensors, without torch's binding.");
   if (PyModule_AddFunctions(direct.ptr(), foundry::direct_calls()) != 0) throw pybind11::error_already_set();
-  m.def("serve_on_accelerator", &foundry::serve_on_accelerator, "Which calls on a GPU the direct call takes.");
-  m.def("attention_gpus", &foundry::attention_gpus, "Whether the CUDA kernels of attention support the GPUs.");
-  m.def("accelerator", &foundry::accelerator, "For tests: the device type that counts as a GPU's.");
-  auto triton = m.def_submodule("triton", "What calls of Triton's kernels ask about their arguments.");
+  m.def("serve_on_accelerator", &foundry::serve_on_accelerator, "Sets which GPU calls the direct call handles.");
+  m.def("attention_gpus", &foundry::attention_gpus, "Sets whether the CUDA kernels of attention support the GPUs.");
+  m.def("accelerator", &foundry::accelerator, "For tests: sets the device type that counts as a GPU.");
+  auto triton = m.def_submodule("triton", "Argument queries of Triton kernel calls.");
   if (PyModule_AddFunctions(triton.ptr(), foundry::triton_calls()) != 0) throw pybind11::error_already_set();
 }

@@ -1,6 +1,5 @@
-// What a call of a Triton kernel asks about its arguments. In Python each of these questions takes 0.1 to 0.3 us a
-// tensor, and a call of attention has twenty. `_triton/operators.py` and `_triton/launch.py` ask the same in Python
-// where there is no extension.
+// Argument queries of Triton kernel calls. In Python each of them takes 0.1 to 0.3 us per tensor, and an attention call
+// has twenty tensors. `_triton/operators.py` and `_triton/launch.py` do the same in Python if there is no extension.
 #include "triton_calls.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -17,14 +16,14 @@ namespace {
 
 using c10::DispatchKey;
 
-// Whether a mode, a profiler or a tracer is active, for which the dispatcher is needed. (A transform is too; torch's
-// header of those needs a library that wheels lack, and Python asks for them.)
+// Whether a mode, profiler or tracer is active, so that the call must go through the dispatcher. (So must transforms,
+// but torch's header for them needs a library that wheels lack; Python checks for them.)
 bool watched() {
   return c10::impl::TorchDispatchModeTLS::stack_len() > 0 || at::impl::PythonTorchFunctionTLS::stack_len() > 0 ||
          torch::autograd::profiler::profilerEnabled() || torch::jit::tracer::isTracing();
 }
 
-// Of the class Tensor or Parameter and just memory on a device: no lazy negation, no wrapper.
+// Whether the object is a Tensor or Parameter that is plain memory on a device: no lazy negation, no wrapper.
 bool plain(PyObject* object) {
   constexpr c10::DispatchKeySet kPlain{
       DispatchKey::CPU,         DispatchKey::CUDA,         DispatchKey::AutogradCPU,    DispatchKey::AutogradCUDA,
@@ -32,7 +31,7 @@ bool plain(PyObject* object) {
   return THPVariable_CheckExact(object) && (THPVariable_Unpack(object).key_set().raw_repr() & ~kPlain.raw_repr()) == 0;
 }
 
-// Whether all tensors among the values are plain, those in tuples too; `first` becomes the first of them.
+// Whether all tensors among the values, including those in tuples, are plain. Sets `first` to the first one.
 bool all_plain(PyObject* values, PyObject*& first) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(values); ++i) {
     PyObject* value = PyTuple_GET_ITEM(values, i);
@@ -47,8 +46,8 @@ bool all_plain(PyObject* values, PyObject*& first) {
   return true;
 }
 
-// usual_device(arguments): the index of the device that the tensors among them are on (-1: the CPU), or None where the
-// dispatcher has to see the call.
+// usual_device(arguments): the device index of the tensors among them (-1: CPU). None if the dispatcher must see the
+// call.
 PyObject* usual_device(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject* first = nullptr;
@@ -64,9 +63,9 @@ uint8_t kind(const at::Tensor& x, bool aligned) {
   return static_cast<uint8_t>(static_cast<int>(x.scalar_type()) << 2 | (aligned ? 2 : 0) | (x.is_cpu() ? 1 : 0));
 }
 
-// pointers(tensors): (a byte of each, what a launch takes in place of each). Of a tensor on a GPU that is its address,
-// which Triton's launcher would ask it for and then look up; one on the CPU stays itself, for the launcher to refuse.
-// None where something is neither a tensor nor None.
+// pointers(tensors): (one byte per tensor, launch arguments in their place). A GPU tensor becomes its address, which
+// Triton's launcher would otherwise ask for and then look up. A CPU tensor stays as it is, so that the launcher rejects
+// it. Returns None if a value is neither a tensor nor None.
 PyObject* pointers(PyObject*, PyObject* tensors) {
   HANDLE_TH_ERRORS
   constexpr Py_ssize_t kMost = 64;
@@ -104,8 +103,9 @@ PyObject* pointers(PyObject*, PyObject* tensors) {
 
 PyMethodDef* triton_calls() {
   static PyMethodDef methods[] = {
-      {"usual_device", usual_device, METH_O, "The device of plain tensors in a thread that nothing watches, or None."},
-      {"pointers", pointers, METH_O, "What a launch is looked up by, and what it takes in place of tensors."},
+      {"usual_device", usual_device, METH_O,
+       "The device of plain tensors, or None if the dispatcher must see the call."},
+      {"pointers", pointers, METH_O, "The cache key of a launch, and its arguments in place of tensors."},
       {nullptr, nullptr, 0, nullptr},
   };
   return methods;

@@ -1,11 +1,11 @@
-// What a call of a Triton kernel asks about its arguments; see triton_calls.cpp.
+// Argument queries of Triton kernel calls; see triton_calls.cpp.
 #pragma once
 
 #include <Python.h>
 
 namespace foundry {
 
-// To be added to the extension's module.
+// The methods to add to the extension's module.
 PyMethodDef* triton_calls();
 
 }  // namespace foundry

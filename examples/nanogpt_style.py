@@ -1,4 +1,4 @@
-"""The operations in your own model: a small GPT in one file, in the style of nanoGPT.
+"""The kernels in your own model: a small GPT in one file, in the style of nanoGPT.
 
 python examples/nanogpt_style.py
 python examples/nanogpt_style.py --steps 200 --compile
@@ -35,7 +35,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, t, c = x.shape
         heads = self.c_attn(x).view(b, t, 3, self.n_head, c // self.n_head)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)  # views [B, H, T, D]: the operations take any strides
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # views [B, H, T, D]: the operations support any strides
         q, k = fk.rope(q, k, cos, sin)
         y = fk.flash_attention(q, k, v, causal=True)
         return self.c_proj(y.transpose(1, 2).reshape(b, t, c))
@@ -45,7 +45,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         width = 8 * config.n_embd // 3
-        self.c_fc = nn.Linear(config.n_embd, 2 * width, bias=False)  # gate and up in one
+        self.c_fc = nn.Linear(config.n_embd, 2 * width, bias=False)  # gate and up in one matmul
         self.c_proj = nn.Linear(width, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, branch: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream is ``branch + x``: summed and normalised in one pass, here and in the next block."""
+        """The residual stream is ``branch + x``: one pass sums and normalises it, here and in the next block."""
         y, x = self.ln_1(branch, x)
         y, x = self.ln_2(self.attn(y, cos, sin), x)
         return self.mlp(y), x

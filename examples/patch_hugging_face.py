@@ -1,4 +1,4 @@
-"""Fine-tune a model of Hugging Face transformers on the kernels here: one line is new.
+"""Fine-tune a model of Hugging Face transformers with these kernels: one line is new.
 
     python examples/patch_hugging_face.py
     python examples/patch_hugging_face.py --family qwen3 --steps 50
@@ -38,7 +38,7 @@ def main() -> None:
     )
     model = AutoModelForCausalLM.from_config(config)
 
-    handle = fk.patch(model)  # this one
+    handle = fk.patch(model)  # the new line
     print(handle.report())
 
     text = torch.tensor(list(Path(__file__).read_bytes()))  # a token is a byte
@@ -60,7 +60,7 @@ def main() -> None:
     tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False)
     print("continues with", bytes(tokens[0, 16:].tolist()))
 
-    handle.undo()  # the model's classes are its own again; the weights stay trained, and its state dict never changed
+    handle.undo()  # restores the model's classes; weights stay trained, and the state dict never changed
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 
 from foundry_kernels.models import ModelConfig, Transformer
 
-ACCUMULATE = 4  # batches a step
+ACCUMULATE = 4  # batches per step
 LENGTH = 64
 
 

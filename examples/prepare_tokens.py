@@ -1,4 +1,4 @@
-"""Make a token file for `train.py --tokens`, which maps it into memory: large texts, and other tokens than bytes.
+"""Create a token file for `train.py --tokens`, which memory-maps it: for large texts and tokens other than bytes.
 
     python examples/prepare_tokens.py --text shakespeare.txt --out shakespeare.bin --vocab 2000
     python examples/train.py --tokens shakespeare.bin
@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-if not __package__:  # run as a file; what is installed goes before what lies beside this folder
+if not __package__:  # run as a file; installed packages take precedence over the checkout
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from examples.training.text import BYTES, TextError
@@ -24,10 +24,10 @@ def run(options: argparse.Namespace) -> None:
     if out.suffix != ".bin":
         raise TextError(f"--out must end in .bin; got {out}")
     if options.vocab is not None and options.vocab <= BYTES.size:
-        raise TextError(f"--vocab must be above {BYTES.size}, that of the bytes; got {options.vocab}")
+        raise TextError(f"--vocab must be above {BYTES.size}, the number of bytes; got {options.vocab}")
     for file in (out, out.with_suffix(".json")):
         if file.exists():
-            raise TextError(f"{file} exists; name another with --out")
+            raise TextError(f"{file} exists; choose another --out")
     vocabulary = BYTES if options.vocab is None else train_byte_pairs(text, options.vocab)
     count = write_tokens(text, out, vocabulary)
     print(f"{out}: {count:,} tokens of {text.stat().st_size / count:.2f} bytes, a vocabulary of {vocabulary.size:,}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from foundry_kernels.diagnostics import encoder_decoder_maps, pictures
 from foundry_kernels.models import EncoderDecoder, ModelConfig
 
-PAD, START, STOP = 26, 27, 28  # behind the letters
+PAD, START, STOP = 26, 27, 28  # after the letters
 LONGEST = 10
 
 
@@ -29,7 +29,7 @@ def words(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def answers(source: Tensor, lengths: Tensor, copy: bool) -> Tensor:
-    """What the decoder is to say ``[count, LONGEST + 1]``: the word, backwards unless `copy`, and STOP; -100 behind."""
+    """The decoder's targets ``[count, LONGEST + 1]``: the word, reversed unless `copy`, then STOP, then -100."""
     place = torch.arange(LONGEST + 1)
     taken = place if copy else lengths[:, None] - 1 - place
     said = source.gather(1, taken.expand(len(source), -1).clamp(0, LONGEST - 1))
@@ -38,7 +38,7 @@ def answers(source: Tensor, lengths: Tensor, copy: bool) -> Tensor:
 
 
 def share_correct(model: EncoderDecoder, copy: bool, generator: torch.Generator) -> float:
-    """The share of new words that are answered without a mistake."""
+    """The share of new words that are answered correctly."""
     source, lengths = words(256, generator)
     found = model.generate(source, LONGEST + 1, source_lengths=lengths, stop_token=STOP)
     wanted = answers(source, lengths, copy)
@@ -50,7 +50,7 @@ def names(tokens: list[int]) -> list[str]:
 
 
 def alignment(model: EncoderDecoder, source: list[int], said: list[int]) -> Any:
-    """Where the last layer looks in the source when it says each token: the mean of its heads."""
+    """Where the last layer attends in the source for each output token, averaged over its heads."""
     layer = model.decoder.config.n_layers - 1
     heads = [(layer, head) for head in range(model.decoder.config.n_heads)]
     read, written = torch.tensor([source]), torch.tensor([[START, *said[:-1]]])
@@ -65,11 +65,11 @@ def alignment(model: EncoderDecoder, source: list[int], said: list[int]) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--copy", action="store_true", help="repeat words as they are")
+    parser.add_argument("--copy", action="store_true", help="copy words instead of reversing them")
     parser.add_argument("--positions", default="sinusoidal", choices=["relative", "learned", "sinusoidal", "rope"])
     parser.add_argument("--norm-placement", default="post", choices=["pre", "post"])
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="where the decoder looks, as a picture")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw where the decoder attends")
     options = parser.parse_args()
     if options.plot:
         import matplotlib  # noqa: F401  (before the training, if it is missing)
@@ -87,7 +87,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=max(options.steps, 2))
     for step in range(options.steps):
         source, lengths = words(64, generator)
-        # The decoder reads its targets moved by one, behind `start_token`.
+        # The decoder reads its targets shifted by one, after `start_token`.
         _, loss = model(source, targets=answers(source, lengths, options.copy), source_lengths=lengths)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

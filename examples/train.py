@@ -23,7 +23,7 @@ from types import FrameType
 
 import torch
 
-if not __package__:  # run as a file; what is installed goes before what lies beside this folder
+if not __package__:  # run as a file; installed packages take precedence over the checkout
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 try:
@@ -48,7 +48,7 @@ PROMPT_TOKENS = 32
 
 
 class Interrupt:
-    """Ctrl-C ends a run after the step it is in, so that the checkpoint is whole; a second one ends it at once."""
+    """Ctrl-C ends a run after the current step, so that the checkpoint is complete; a second one ends it at once."""
 
     def __init__(self) -> None:
         self.raised = False
@@ -70,9 +70,9 @@ class Interrupt:
 
 
 def choose_backends(asked: list[str] | None, recipe: Recipe) -> tuple[dict[str, str], int]:
-    """The backends to run, each with what it comes down to, and the number of parameters.
+    """The backends to run, each with the kernels behind it, and the number of parameters.
 
-    Without --backend: the reference, and "auto" where that is anything else.
+    Without --backend: the reference, and "auto" if that is not the reference too.
     """
     rows, parameters = {}, 0
     with torch.device("meta"):
@@ -89,7 +89,7 @@ def choose_backends(asked: list[str] | None, recipe: Recipe) -> tuple[dict[str, 
 
 
 def prepare_folder(options: argparse.Namespace, backends: list[str], suffix: str) -> tuple[Path, dict[str, Path]]:
-    """The folder to write to, not yet made, and each backend's checkpoint in it."""
+    """The output folder, not created yet, and each backend's checkpoint in it."""
     if options.resume and options.out is None:
         raise UsageError("--resume needs --out, the folder of the run to continue")
     folder = options.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
@@ -106,7 +106,7 @@ def run_all(options: argparse.Namespace) -> int:
     if options.plot_schedule is not None:
         return draw_schedule(options)
     if options.text is not None and options.tokens is not None:
-        raise UsageError("--tokens and --text exclude each other")
+        raise UsageError("--tokens and --text cannot be combined")
     text = open_tokens(options.tokens, options.seq_len) if options.tokens else read_text(options.text, options.seq_len)
     prompt = opening(text) if options.prompt is None else text.vocabulary.encode(options.prompt)
     if not prompt:
@@ -126,7 +126,7 @@ def draw_schedule(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def processes_of(options: argparse.Namespace, recipe: Recipe) -> Iterator[Single]:
-    """This process and those that train with it; only the first one prints."""
+    """This process and its peers; only the first one prints."""
     if not options.parallel:
         yield Single()
         return
@@ -144,7 +144,7 @@ def run_on(processes: Single, options: argparse.Namespace, recipe: Recipe, text:
     folder, checkpoints = processes.same(lambda: prepare_folder(options, list(rows), processes.suffix))
     resumed = {name for name, path in checkpoints.items() if options.resume and path.exists()}
     logs = {name: folder / f"log-{name}.jsonl" for name in rows}
-    for name in resumed:  # all of them, before the first hour of training
+    for name in resumed:  # check all before hours of training
         processes.load(checkpoints[name], recipe.settings(name, text))
         if logs[name].exists():
             read(logs[name])
@@ -153,7 +153,7 @@ def run_on(processes: Single, options: argparse.Namespace, recipe: Recipe, text:
         try:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"cannot make the folder {place}: {error.strerror or error}") from None
+            raise UsageError(f"cannot create the folder {place}: {error.strerror or error}") from None
 
     print(header(recipe, text, rows, parameters), flush=True)
     print()
@@ -172,7 +172,7 @@ def run_on(processes: Single, options: argparse.Namespace, recipe: Recipe, text:
                 return 130
             runs.append(run)
             if len(runs) < len(rows):
-                run.model = None  # the next run's peak memory is to be its own
+                run.model = None  # so that it does not count in the next run's peak memory
     if not processes.first:
         return 0
     print()
@@ -182,7 +182,7 @@ def run_on(processes: Single, options: argparse.Namespace, recipe: Recipe, text:
     if options.sample_tokens:
         show_sample(model, prompt, recipe, options, text)
     for run in runs:
-        if not len(run.health):  # of a finished run perhaps, which nobody diagnosed
+        if not len(run.health):  # a run without diagnostics
             continue
         path = folder / f"health-{run.backend}.png"
         print(f"\n{health(run)}\n{plot_health(run, logs[run.backend], path) or f'Over the steps: {path}'}")
@@ -199,7 +199,7 @@ def opening(text: Text) -> list[int]:
 
 
 def warm_up(recipe: Recipe) -> None:
-    """Run one small step, so that the libraries that load at first use count against no backend."""
+    """Run one small step, so that loading libraries at first use does not count in any backend's time."""
     small = ModelConfig(dim=16, n_layers=1, n_heads=2, vocab_size=8, max_seq_len=8)
     with recipe.device:
         model = Transformer(small, "reference")

@@ -1,4 +1,4 @@
-// The activations that kernels have.
+// The activations that kernels support.
 #pragma once
 
 namespace foundry {

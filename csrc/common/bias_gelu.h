@@ -1,5 +1,5 @@
-// An activation of x + bias, dropped out, over raw pointers: what the CPU and GPU kernels are both given. Each backend
-// adds the bias, in the form that its kernels read.
+// An activation of x + bias with dropout, over raw pointers: the arguments of both the CPU and the GPU kernels. Each
+// backend adds the bias in the form that its kernels read.
 #pragma once
 
 #include "activation.h"

@@ -1,7 +1,7 @@
-// Weighted sums of rows over raw pointers: what kernels of combine_experts are given.
+// Weighted sums of rows over raw pointers: the kernel arguments of combine_experts.
 //
-// Token t has k slots, each a row of x or -1 for none: y_t = sum over j of weights_tj x_slot. A row is in one slot at
-// most, so each slot writes the gradient of its own.
+// Token t has k slots, each a row of x or -1 for none: y_t = sum over j of weights_tj x_slot. A row is in at most one
+// slot, so each slot writes the gradient of its own row.
 #pragma once
 
 #include "rows.h"
@@ -22,7 +22,7 @@ struct CombineExpertsBackward {
   const void* x;
   const float* weights;
   const int64_t* slots;
-  void* dx;         // rows of n_cols, or null; those that no slot names are left alone
+  void* dx;         // rows of n_cols, or null; rows that no slot refers to are not written
   float* dweights;  // [n_tokens, k], or null
   int64_t dy_stride, x_stride, n_rows, n_tokens, n_cols, k;
   Dtype type;

@@ -23,7 +23,7 @@ struct CrossEntropyForward {
   const void* logits;
   const int64_t* target;    // [rows], as are the outputs
   const float* weight;      // [n_cols], or null: all are 1
-  const float* weight_sum;  // their sum, on the kernel's device; or null, where there are none or they are not needed
+  const float* weight_sum;  // their sum, on the kernel's device; null without weights or if not needed
   float* loss;
   float* lse;      // or null
   float* lse_low;  // or null
@@ -37,7 +37,7 @@ struct CrossEntropyForward {
 
 struct CrossEntropyBackward {
   const float* dloss;         // [rows], or one value for all rows
-  const float* total_weight;  // by which all is divided, unless that is 0; or null
+  const float* total_weight;  // divides everything unless it is 0; or null
   const void* logits;
   const int64_t* target;
   const float* weight;
@@ -45,12 +45,12 @@ struct CrossEntropyBackward {
   const float* lse;
   const float* lse_low;
   void* dlogits;     // [rows, n_cols]
-  bool dloss_a_row;  // a value of dloss for each row
+  bool dloss_a_row;  // one dloss per row
   Rows rows;
   RowStrides logits_strides;
   int64_t n_cols;
-  // The CPU's kernel takes the logits of some classes alone: first .. first + n_cols - 1, of n_classes. target, weight
-  // and weight_sum are those of all.
+  // The CPU kernel supports logits of some classes only: first .. first + n_cols - 1 of n_classes. target, weight and
+  // weight_sum cover all classes.
   int64_t first, n_classes;
   CrossEntropyOptions options;
   Dtype type;

@@ -1,16 +1,16 @@
-// Dropout whose mask is a function of a seed: Philox4x32-10 (Salmon et al., SC 2011). What the counter is, and when an
-// element is kept, is said in foundry_kernels/core/dropout.py.
+// Dropout whose mask is a function of a seed: Philox4x32-10 (Salmon et al., SC 2011). foundry_kernels/core/dropout.py
+// defines the counter and when an element is kept.
 #pragma once
 
 #include "rows.h"
 
 namespace foundry {
 
-// What the kernels are given; without a seed nothing is dropped.
+// Kernel arguments. Without a seed nothing is dropped.
 struct Dropout {
   const int64_t* seed;  // in the memory of the tensors' device
-  uint32_t threshold;   // the least word that keeps its element
-  float scale;          // of what is kept
+  uint32_t threshold;   // the smallest word that keeps its element
+  float scale;          // of kept elements
 };
 
 constexpr int kPhiloxRounds = 10;

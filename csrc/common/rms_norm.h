@@ -1,5 +1,5 @@
-// What the CPU and GPU kernels of rms_norm and layer_norm are both given. Each backend adds weight and bias, in the
-// form that its kernels read.
+// The arguments of the CPU and GPU kernels of rms_norm and layer_norm. Each backend adds weight and bias in the form
+// that its kernels read.
 #pragma once
 
 #include "rows.h"
@@ -12,8 +12,8 @@ struct RmsNormForwardCall {
   void* y;               // [rows, n_cols]
   void* h;               // [rows, n_cols]
   float* rstd;           // [rows] or null
-  float* mean;           // likewise; written where `centered`
-  bool centered;         // LayerNorm: the mean is subtracted, a bias added, nothing rounded first
+  float* mean;           // same; only if `centered`
+  bool centered;         // LayerNorm: subtract the mean, add a bias; nothing is rounded first
   Rows rows;
   RowStrides x_strides, residual_strides;
   int64_t n_cols;
@@ -25,9 +25,9 @@ struct RmsNormForwardCall {
 struct RmsNormBackwardCall {
   const void* dy;
   const void* dh;  // the gradient of h, or null
-  const void* x;   // what was normalised
+  const void* x;   // the input of the norm
   const float* rstd;
-  const float* mean;  // read where `centered`
+  const float* mean;  // only if `centered`
   bool centered;
   void* dx;  // [rows, n_cols] or null
   Rows rows;

@@ -1,4 +1,4 @@
-// What the CPU and GPU kernels of rope and qk_norm_rope are both given: strides, tables, and q and k.
+// The arguments of the CPU and GPU kernels of rope and qk_norm_rope: strides, tables, and q and k.
 #pragma once
 
 #include "rows.h"
@@ -12,7 +12,7 @@ struct RopeStrides {
   FK_HOST_DEVICE int64_t offset(int64_t b, int64_t h, int64_t t) const { return b * batch + h * head + t * token; }
 };
 
-// The row of cos and of sin that each token takes.
+// The row of cos and sin for each token.
 struct RopeTables {
   const void* cos;  // rows of `half` values
   const void* sin;
@@ -20,7 +20,7 @@ struct RopeTables {
   int64_t n_rows;                                                      // P of [P, R/2], or T of [B, T, R/2]
   int64_t half;                                                        // R / 2
   int64_t cos_batch_stride, cos_stride, sin_batch_stride, sin_stride;  // batch strides of [P, R/2] are 0
-  const void* positions;                                               // int64 or int32, or null: token t takes row t
+  const void* positions;                                               // int64 or int32; null: token t has row t
   bool positions_are_64_bit;
   int64_t position_batch_stride, position_stride;
 
@@ -35,7 +35,7 @@ struct RopeTables {
   FK_HOST_DEVICE int64_t sin_offset(int64_t b, int64_t row) const { return b * sin_batch_stride + row * sin_stride; }
 };
 
-// q or k; with no heads nothing is read or written.
+// q or k. Without heads nothing is read or written.
 struct RopeHeads {
   const void* x;
   void* y;
@@ -43,7 +43,7 @@ struct RopeHeads {
   RopeStrides x_strides, y_strides;
 };
 
-// A call's q and k, as Heads, and what they share.
+// A call's q and k, as Heads, and what both share.
 template <class Heads>
 struct RopeCall {
   Heads heads[2];
@@ -58,7 +58,7 @@ struct Rope : RopeCall<RopeHeads> {
   bool inverse;
 };
 
-// q or k of qk_norm_rope. Each backend adds the weight, in the form that its kernels read.
+// q or k of qk_norm_rope. Each backend adds the weight in the form that its kernels read.
 struct NormedHeads : RopeHeads {
   float* rstd;  // [B, H, T] or null
 };
@@ -68,7 +68,7 @@ struct NormedGradients {
   const void* x;
   const float* rstd;  // [B, H, T]
   void* dx;           // or null
-  int64_t n_heads;    // 0 where no gradient is wanted
+  int64_t n_heads;    // 0 if no gradient is needed
   RopeStrides dy_strides, x_strides, dx_strides;
 };
 

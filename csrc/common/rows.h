@@ -1,4 +1,4 @@
-// Rows of a tensor whose last dimension has stride 1: every other dimension counted as one row number.
+// Rows of a tensor whose last dimension has stride 1. A row number combines the indices of all other dimensions.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +13,18 @@ namespace foundry {
 
 constexpr int kRowRank = 3;
 
-// Sizes of the (merged) dimensions that number the rows, outermost first; unused leading ones are 1.
+// Sizes of the (merged) dimensions that index rows, outermost first. Unused leading ones are 1.
 struct Rows {
   int64_t size[kRowRank] = {1, 1, 1};
   FK_HOST_DEVICE int64_t count() const { return size[0] * size[1] * size[2]; }
 };
 
-// Element strides of one tensor over those dimensions.
+// Element strides of one tensor over these dimensions.
 struct RowStrides {
   int64_t stride[kRowRank] = {0, 0, 0};
 
   FK_HOST_DEVICE int64_t offset(const Rows& rows, int64_t row) const {
-    if (rows.size[0] == 1 && rows.size[1] == 1) return row * stride[2];  // contiguous in all but padding
+    if (rows.size[0] == 1 && rows.size[1] == 1) return row * stride[2];  // rows are evenly spaced
     const int64_t i2 = row % rows.size[2], outer = row / rows.size[2];
     return (outer / rows.size[1]) * stride[0] + (outer % rows.size[1]) * stride[1] + i2 * stride[2];
   }

@@ -1,5 +1,5 @@
-// Activations and their derivatives, a register at a time, for kernels that do little else. Compiled once per
-// instruction set.
+// Activations and their derivatives, one register at a time, for elementwise kernels. Compiled once per instruction
+// set.
 #pragma once
 
 #include <algorithm>
@@ -13,17 +13,17 @@ namespace foundry {
 
 namespace FK_ISA {
 
-// activation(g), and its derivative.
+// activation(g) and its derivative.
 struct Activated {
   Vec value, slope;
 };
 
-// What reaches the input of a gradient d.
+// The input's gradient from the output's gradient d.
 struct Smooth {
   static FK_INLINE Vec times_slope(Vec d, Vec slope) { return d * slope; }
 };
 
-// kShort: for results of 16 bits.
+// kShort: the result has 16 bits, so less precision is enough.
 template <Activation kActivation, bool kShort>
 struct Gate;
 
@@ -63,12 +63,12 @@ template <bool kShort>
 struct Gate<Activation::sigmoid, kShort> : Smooth {
   static FK_INLINE Vec value(Vec g) { return 1.0f / logistic_denominator<kShort>(g); }
   static FK_INLINE Activated both(Vec g) {
-    const Vec s = 1.0f / logistic_denominator(g);  // exact beside 1 too, or small slopes are not
+    const Vec s = 1.0f / logistic_denominator(g);  // exact beside 1 too; small slopes need that
     return {s, s * (1.0f - s)};
   }
 };
 
-// As in PyTorch, NaN stays, and what has no slope gets no gradient even where d is infinite or NaN.
+// As in PyTorch: NaN stays NaN, and where the slope is 0 the gradient is 0 even if d is infinite or NaN.
 template <bool kShort>
 struct Gate<Activation::relu, kShort> {
   static FK_INLINE Vec value(Vec g) { return larger(Vec{}, g); }

@@ -1,5 +1,5 @@
-// An activation of x + bias on the CPU. The caller starts the threads: each call does a range of tiles, or of chunks of
-// rows.
+// An activation of x + bias on the CPU. The caller starts the threads; each call handles a range of tiles or of chunks
+// of rows.
 #pragma once
 
 #include "../common/bias_gelu.h"

@@ -12,7 +12,7 @@ namespace {
 template <class X>
 constexpr bool kSplit = std::is_same_v<X, BFloat16>;
 
-// For every lane; NaN becomes the processor's own, for rounded_up.
+// The weight in every lane. Replaces NaN by the default NaN, which rounded_up needs.
 inline Vec spread(float weight) { return splat(weight == weight ? weight : __builtin_nanf("")); }
 
 template <class X, bool kWeighted, bool kStream>

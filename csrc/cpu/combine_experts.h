@@ -1,4 +1,4 @@
-// Weighted sums of rows on the CPU. The caller starts the threads: each call does a range of tokens, or of slots.
+// Weighted sums of rows on the CPU. The caller starts the threads; each call handles a range of tokens or slots.
 #pragma once
 
 #include "../common/combine_experts.h"

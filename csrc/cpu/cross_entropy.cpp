@@ -14,10 +14,10 @@ namespace FK_ISA {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-// Columns that are read twice, for their maximum and for their exponentials: few enough for the nearest cache.
+// Columns that are read twice, for the maximum and for the exponentials. They fit in the L1 cache.
 constexpr int64_t kBlock = 2048;
 
-// The lanes that `at` reads, `otherwise` in the rest.
+// The lanes that `at` reads; `otherwise` in the other lanes.
 inline FK_INLINE Vec masked(Whole, Vec v, float) { return v; }
 inline FK_INLINE Vec masked(Part at, Vec v, float otherwise) {
   VecI lane;
@@ -54,8 +54,8 @@ float load_one(const X* p) {
   return Part{1}.load(p)[0];
 }
 
-// The maximum m of a row's logits and, of all but the target's, the sums of exp(y - m) and of w (y - center), the
-// latter for label smoothing alone. The caller starts with the target's logit as the maximum.
+// The maximum m of a row's logits and, over all classes but the target, the sum of exp(y - m). With label smoothing
+// also the sum of w (y - center). The caller starts with the target's logit as the maximum.
 template <class X, bool kCap, bool kSmooth>
 struct LogitSums {
   const X* x;
@@ -74,7 +74,7 @@ struct LogitSums {
     Vec top[4] = {splat(-kInfinity), splat(-kInfinity), splat(-kInfinity), splat(-kInfinity)};
     for_each_vec(count, [&](int64_t i, auto at, int k) FK_INLINE {
       const Vec v = masked(at, at.load(in + i), -kInfinity);
-      top[k] = larger(v, top[k]);  // never NaN, which would hide what is larger
+      top[k] = larger(v, top[k]);  // never NaN: that would hide larger values
     });
     const float found = cap(largest(top));
     if (found > max) {
@@ -110,8 +110,8 @@ void forward_rows(const CrossEntropyForward& a, int64_t begin, int64_t end) {
       const float rest = sum(sums.exps), max = sums.max;
       const float log_sum = max == picked ? std::log1p(rest) : std::log(rest + std::exp(picked - max));
       const float whole = max + log_sum, part = whole - max;
-      low = (max - (whole - part)) + (log_sum - part);  // what rounding took from the sum
-      lse = max == kInfinity ? max : whole;             // there the sum is NaN
+      low = (max - (whole - part)) + (log_sum - part);  // the rounding error of the sum
+      lse = max == kInfinity ? max : whole;             // if the maximum is infinite, the sum is NaN
       z = o.z_loss * weight * lse * lse;
       loss = weight * (1.0f - o.label_smoothing) * ((max - picked) + log_sum) + z;
       if constexpr (kSmooth) {
@@ -140,7 +140,7 @@ void backward_rows(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
     X* dx = static_cast<X*>(a.dlogits) + row * n;
     const bool counts = target != o.ignore_index && divisor != 0.0f;
     const float dloss = counts ? a.dloss[a.dloss_a_row ? row : 0] / divisor : 0.0f;
-    // A row starts anywhere; streaming does at a multiple of a register.
+    // A row may start anywhere, but streaming stores need register alignment.
     int64_t head = 0;
     if constexpr (kStream) {
       constexpr uintptr_t kAlign = kLanes * sizeof(X);
@@ -161,7 +161,7 @@ void backward_rows(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
     const float weight = a.weight ? a.weight[target] : 1.0f, lse = a.lse[row], low = a.lse_low[row];
     const int64_t column = target - a.first;
     const bool here = column >= 0 && column < n;
-    const float picked = here ? cap(load_one(x + column)) : 0.0f;  // before it is written to: dx may be x
+    const float picked = here ? cap(load_one(x + column)) : 0.0f;  // read before the write: dx may be x
     const float from_z = 2.0f * o.z_loss * weight * lse, hard = weight * (1.0f - o.label_smoothing);
     const Vec share = splat(dloss * (hard + each * total + from_z)), less = splat(dloss * each);
     const Vec shift = splat(lse), shift_low = splat(low);

@@ -1,5 +1,4 @@
-// Cross-entropy on the CPU. Threads are the caller's: each call does a range of rows, whose targets the caller has
-// checked.
+// Cross-entropy on the CPU. The caller starts the threads and checks the targets; each call handles a range of rows.
 #pragma once
 
 #include "../common/cross_entropy.h"

@@ -1,5 +1,5 @@
-// Products of few rows with transposed matrices: the scores of attention's decoding, with weights in place of keys.
-// Compiled once per instruction set (see isa.h).
+// Matmuls of few rows with transposed matrices. They reuse the score kernel of attention's decoding, with weights in
+// place of keys. Compiled once per instruction set (see isa.h).
 #include "decode_linear.h"
 
 #include <vector>
@@ -11,14 +11,14 @@ namespace FK_ISA {
 
 namespace {
 
-// Columns [begin, end) of one matrix's part of the result. E is what products are made of.
+// Columns [begin, end) of the result that one matrix gives. E is the type of the factors.
 template <int kRows, class E, class T>
 void multiply(const DecodeLinear& a, const DecodeLinearMatrix& matrix, const float* x, T* y, int64_t begin,
               int64_t end) {
   constexpr int64_t ld = kDecodeLinearBlock + kSums;
   float found[kRows * ld];
   const T* rows = static_cast<const T*>(matrix.data) + begin * matrix.stride;
-  // Rows lie one after the other: those that come next are what follows the registers' share.
+  // Rows are contiguous, so the next ones to fetch follow the rows that the registers handle now.
   const Stream<T> stream{rows, matrix.stride, rows + kSums / kRows * matrix.stride};
   multiply_keys<kRows, kPer<E> == 2>(x, lanes_of<E>(a.width), a.width, stream, end - begin, found, ld);
   for (int64_t r = 0; r < a.n_rows; ++r)
@@ -63,8 +63,8 @@ void multiply_rows(const DecodeLinear& a, int64_t begin, int64_t end) {
 }  // namespace
 
 void decode_linear(const DecodeLinear& a, int64_t begin, int64_t end) {
-  // Pairs, where the processor multiplies them fast: of eight rows the arithmetic takes longer than to read the
-  // weights.
+  // Uses pairs where the processor has fast instructions for them: with eight rows the arithmetic takes longer than
+  // reading the weights.
   if constexpr (kPairs) {
     if (a.type == Dtype::bf16 && !a.widens) return multiply_rows<BFloat16, BFloat16>(a, begin, end);
   }

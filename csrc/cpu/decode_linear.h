@@ -1,6 +1,6 @@
-// Products of few rows with transposed matrices on the CPU, as in decoding: reading the matrices is all the work. A row
-// gets the same bits with any others. The caller starts the threads: each call does a range of blocks of columns of the
-// result.
+// Matmuls of few rows with transposed matrices on the CPU, as in decoding. Their time is that of reading the matrices.
+// A row has the same bits whatever the other rows are. The caller starts the threads; each call handles a range of
+// column blocks of the result.
 #pragma once
 
 #include <algorithm>
@@ -23,17 +23,17 @@ struct DecodeLinearMatrix {
   int64_t blocks() const { return (n_rows + kDecodeLinearBlock - 1) / kDecodeLinearBlock; }
 };
 
-// y[row] holds the products of x[row] with the rows of all matrices, one matrix after the other.
+// y[row] is x[row] times the rows of all matrices, one matrix after the other.
 struct DecodeLinear {
-  const void* x;                  // [n_rows, width], dense
+  const void* x;                  // [n_rows, width], contiguous
   void* y;                        // [n_rows], n_cols apart
-  int64_t n_rows, width, n_cols;  // a call takes at most kDecodeLinearRows
+  int64_t n_rows, width, n_cols;  // one call supports at most kDecodeLinearRows
   DecodeLinearMatrix matrices[kDecodeLinearMatrices];
   int n_matrices;
   Dtype type;
-  bool widens;  // bfloat16 to float32, also where the processor multiplies pairs of it
+  bool widens;  // widens bfloat16 to float32 even if the processor multiplies pairs of it
 
-  // The same of rows that one call takes, from `first` on.
+  // The same matmul restricted to the rows of one call, from `first` on.
   DecodeLinear few_rows(int64_t first) const {
     const int64_t size = type == Dtype::f32 ? 4 : 2;
     DecodeLinear part = *this;
@@ -46,5 +46,5 @@ struct DecodeLinear {
 
 }  // namespace foundry
 
-// Blocks are numbered through all matrices; the last block of a matrix may be narrower.
+// Block numbers run through all matrices. The last block of a matrix may be narrower.
 FK_DECLARE_PER_ISA(void, decode_linear, const DecodeLinear& args, int64_t block_begin, int64_t block_end)

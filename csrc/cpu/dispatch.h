@@ -1,4 +1,4 @@
-// From a memory type known at run time to a template's argument. Compiled once per instruction set.
+// Turns a memory type known at run time into a template argument. Compiled once per instruction set.
 #pragma once
 
 #include "vec.h"
@@ -6,7 +6,7 @@
 namespace foundry {
 namespace FK_ISA {
 
-// Calls f(T*) for the memory type; the pointer is null and stands for its type only.
+// Calls f(T*) for the memory type. The pointer is null and only carries the type.
 template <class F>
 void with_type(Dtype type, F&& f) {
   switch (type) {

@@ -1,4 +1,4 @@
-// The factors of dropout for a row. Compiled once per instruction set (see isa.h).
+// The dropout factors of a row. Compiled once per instruction set (see isa.h).
 #pragma once
 
 #include "../common/dropout.h"
@@ -7,13 +7,13 @@
 namespace foundry {
 namespace FK_ISA {
 
-// A counter's four words, one a register, in the lower halves of 64-bit lanes: there the products of two words have
-// room. What is in the upper halves does not matter.
+// The four words of a counter, one per register, in the lower halves of 64-bit lanes, where the product of two words
+// fits. The upper halves are ignored.
 constexpr int kCounters = kLanes / 2;
 typedef uint64_t VecL __attribute__((vector_size(kLanes * 4)));
 typedef VecL Counters[4];
 
-// The products of the lower halves.
+// Multiplies the lower halves.
 inline VecL product(VecL v, uint32_t factor) {
 #if defined(__AVX512F__)
   return (VecL)_mm512_mul_epu32((__m512i)v, _mm512_set1_epi64(factor));
@@ -28,7 +28,7 @@ inline VecL product(VecL v, uint32_t factor) {
 #endif
 }
 
-// Ten rounds of kCount independent batches of counters: one waits for its products.
+// Ten rounds of kCount independent batches of counters. Batches hide each other's multiplication latency.
 template <int kCount>
 inline FK_INLINE void philox(Counters (&counters)[kCount], uint64_t seed) {
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
@@ -45,7 +45,7 @@ inline FK_INLINE void philox(Counters (&counters)[kCount], uint64_t seed) {
   }
 }
 
-// The words in the order of their columns, of which a counter has four.
+// The words in the order of their columns. A counter has four.
 template <int... kLane>
 inline FK_INLINE void words_in_order(const Counters& c, VecU (&out)[2],
                                                          std::integer_sequence<int, kLane...>) {
@@ -63,15 +63,15 @@ inline FK_INLINE void words_in_order(const Counters& c, VecU (&out)[2],
 #if defined(__AVX512F__)
 constexpr int kBatches = 4;
 #else
-constexpr int kBatches = 2;  // the state of more does not fit in 16 registers
+constexpr int kBatches = 2;  // the state of more would not fit in 16 registers
 #endif
 constexpr int kDropoutStep = kBatches * 2 * kLanes;
 
-// Room for the factors of a row, which are written in whole steps.
+// Buffer size for the factors of a row: they are written in whole steps.
 inline int64_t room_for_factors(int64_t n_cols) { return (n_cols + kDropoutStep - 1) / kDropoutStep * kDropoutStep; }
 
-// factors[c] = 0 where column first + c of the row is dropped, else the scale, for c < n_cols; in the order of a split
-// row with kSplit. `first` is a multiple of 4.
+// factors[c] = 0 if column first + c of the row is dropped, else the scale, for c < n_cols. With kSplit in the order of
+// a split row. `first` is a multiple of 4.
 template <bool kSplit>
 __attribute__((noinline)) void dropout_factors(const Dropout& dropout, int64_t row, int64_t first, int64_t n_cols,
                                                float* factors) {
@@ -99,17 +99,17 @@ __attribute__((noinline)) void dropout_factors(const Dropout& dropout, int64_t r
   }
 }
 
-// What elementwise kernels multiply by: nothing.
+// No dropout: elementwise kernels multiply by nothing.
 struct NoDropout {
   explicit NoDropout(const Dropout&) {}
-  // Calls f(i, columns) for parts of the columns from `col` on, of which `times` then knows the factors.
+  // Calls f(i, columns) for parts of the columns from `col` on. Then `times` knows the factors of that part.
   template <bool, class F> FK_INLINE void each_part(int64_t, int64_t, int64_t columns, F&& f) {
     f(int64_t{0}, columns);
   }
   template <class V, class Access> FK_INLINE V times(V v, Access, int64_t) const { return v; }
 };
 
-// The same with dropout. A part is short enough for its factors to stay in the fastest cache.
+// Same with dropout. A part is short enough that its factors stay in the L1 cache.
 struct DropoutParts {
   explicit DropoutParts(const Dropout& dropout) : dropout(dropout) {}
 
@@ -121,7 +121,7 @@ struct DropoutParts {
       f(i, n);
     }
   }
-  // v of the columns that Access reads from the i-th of the part on.
+  // v times the factors of the columns that Access reads, starting at the i-th of the part.
   template <class V, class Access> FK_INLINE V times(V v, Access at, int64_t i) const {
     return v * at.load(factors + i);
   }
@@ -132,7 +132,8 @@ struct DropoutParts {
   float factors[kPart];
 };
 
-// Calls f(what is multiplied by, whether results are worth streaming): with dropout the generator takes longer.
+// Calls f(factors, whether to stream results). With dropout, generating the factors takes longer than the stores, so
+// streaming does not help.
 template <class F>
 inline void with_dropout(const Dropout& dropout, bool streamed, F&& f) {
   if (dropout.seed) {

@@ -1,8 +1,8 @@
-// Attention on the CPU over raw pointers. Threads and memory are the caller's: each call does one task with the scratch
-// of its thread.
+// Attention on the CPU over raw pointers. The caller provides threads and memory; each call handles one task with its
+// thread's scratch.
 //
-// A query head's rows and those of the other heads of its group are numbered together, row = token * group + head in
-// group: all of them read the same keys and values.
+// The rows of all query heads of a group are numbered together, row = token * group + head in group, because they read
+// the same keys and values.
 #pragma once
 
 #include "../common/flash_attention.h"
@@ -11,9 +11,9 @@
 namespace foundry {
 
 constexpr int kAttentionRows = 64;        // rows of a block, which share one tile of scores
-constexpr int kAttentionBlocks = 2;       // blocks of a task, which share one reading of the keys
+constexpr int kAttentionBlocks = 2;       // blocks of a task, which share one pass over the keys
 constexpr int kAttentionKeys = 64;        // keys of a tile
-constexpr int kAttentionDecodeRows = 8;   // a task of no more than these is done by attention_decode
+constexpr int kAttentionDecodeRows = 8;   // attention_decode handles tasks with at most this many rows
 constexpr int kAttentionDecodeKeys = 64;  // keys of its tiles
 constexpr int kAttentionPad = 16;  // head dimensions in scratch are padded to whole registers of any instruction set
 
@@ -25,19 +25,19 @@ struct AttentionSequence {
   int64_t q_start, q_len, k_start, k_len;
 };
 
-// Where the keys of sequences are that lie in pages: key j of sequence n, at the position p = k_start + j, is in page
-// table[n * stride + p / size]. A page's stride takes the place of that of a batch in HeadStrides.
+// Paged keys: key j of sequence n, at position p = k_start + j, is in page table[n * stride + p / size]. In HeadStrides
+// the page stride takes the place of the batch stride.
 struct AttentionPages {
   const int32_t* table;  // or null
   int64_t stride, size;
 };
 
-// Which weights are kept: those whose 16 bits of Philox are at least the threshold.
+// Dropout keeps a weight if its 16 bits of Philox are at least the threshold.
 struct AttentionDropout {
   uint64_t seed;
   uint32_t threshold;    // 0 where dropout is off
-  float scale;           // of what is kept
-  const int64_t* heads;  // [sequences, H] of batch << 32 | head, or null for a head's own place
+  float scale;           // of kept weights
+  const int64_t* heads;  // [sequences, H] of batch << 32 | head, or null: a head's own index
   int64_t n_heads;
 };
 
@@ -46,7 +46,7 @@ struct AttentionInputs {
   HeadStrides q_strides, k_strides, v_strides;
   const AttentionSequence* sequences;
   AttentionPages pages;          // of k and v in the forward pass
-  int64_t group;                 // query heads a key-value head
+  int64_t group;                 // query heads per key-value head
   int64_t head_dim, head_dim_v;  // D, Dv
   float scale;
   float softcap;                      // 0 for none
@@ -55,11 +55,11 @@ struct AttentionInputs {
   const float* sinks;                 // [H] or null
   int64_t window_left, window_right;  // kUnbounded for none
   bool bottom_right;
-  // What a row gets depends on the keys that it sees alone: not on the other rows of the call, nor on other sequences.
+  // A row's result depends only on the keys that it sees, not on other rows or sequences of the call.
   bool batch_invariant;
   Dtype type;               // of q, k, v and outputs
-  bool widens;              // bfloat16 to float32, also where the processor multiplies pairs of it
-  HeadStrides lse_strides;  // also of the other numbers a row
+  bool widens;              // widens bfloat16 to float32 even if the processor multiplies pairs of it
+  HeadStrides lse_strides;  // also of the other per-row numbers
   const uint8_t* mask;      // not 0 where a pair is seen, or null
   PairStrides mask_strides;
   AttentionTiles tiles;
@@ -68,11 +68,11 @@ struct AttentionInputs {
   PairStrides bias_strides;
   AttentionDropout dropout;
 
-  // The position that query 0 of a sequence has among its keys.
+  // The position of query 0 of a sequence among its keys.
   int64_t offset(const AttentionSequence& s) const { return bottom_right ? s.k_len - s.q_len : 0; }
   bool masked() const { return mask || tiles.index; }
   bool drops() const { return dropout.threshold > 0; }
-  // Whether words of 64 keys say what is hidden or dropped.
+  // Whether 64-bit words describe hidden or dropped pairs. Tiles of keys are then aligned.
   bool aligned() const { return masked() || drops(); }
   // Whether the first tile of keys begins at a multiple of kAttentionKeys.
   bool begins_aligned() const { return aligned() || batch_invariant; }
@@ -81,29 +81,29 @@ struct AttentionInputs {
 struct AttentionForward : AttentionInputs {
   void* out;
   HeadStrides out_strides;
-  double* lse;  // or null, as the next: in double, see AttentionBackward
+  double* lse;  // double (see AttentionBackward), or null, as the next pointers
   float *entropy, *max_logit;
-  // Where keys are split over several tasks: their unfinished rows, [split][row of the task][Dv + RowSums]; else null.
+  // If keys are split over several tasks: unfinished rows [split][row of the task][Dv + RowSums]. Otherwise null.
   float* splits;
 };
 
 struct AttentionTask {
   int64_t sequence, kv_head;
   int64_t row_begin, row_end;  // at most kAttentionBlocks * kAttentionRows
-  int64_t key_begin, key_end;  // the keys that it may look at
+  int64_t key_begin, key_end;  // the keys that the task may read
   int64_t split;               // of AttentionForward::splits
 };
 
-// Whether the forward pass does the rows from `row` on, of n_rows of a sequence and key-value head, by
-// attention_decode, which adds in another order than the kernel of many rows.
+// Whether attention_decode computes the rows from `row` on of a sequence and key-value head with n_rows rows. It adds
+// in another order than the kernel for many rows.
 inline bool is_decoded(const AttentionInputs& a, int64_t row, int64_t n_rows) {
   return !a.batch_invariant && row % (kAttentionBlocks * kAttentionRows) == 0 && n_rows - row <= kAttentionDecodeRows;
 }
 
-// A tile of the bias, as it lies in memory and transposed.
+// Scratch for a tile of the bias, as it lies in memory and transposed.
 inline int64_t attention_bias_scratch(bool bias) { return bias ? 2 * kAttentionRows * kAttentionKeys : 0; }
 
-// Floats of scratch that a thread needs.
+// Scratch per thread, in floats.
 inline int64_t attention_forward_scratch(int64_t head_dim, int64_t head_dim_v, bool bias) {
   const int64_t d = round_up(head_dim, kAttentionPad), dv = round_up(head_dim_v, kAttentionPad);
   const int64_t tiles = kAttentionBlocks * kAttentionRows * (d + dv) + kAttentionRows * (d > dv ? d : dv) +
@@ -115,21 +115,21 @@ inline int64_t attention_forward_scratch(int64_t head_dim, int64_t head_dim_v, b
 struct AttentionBackward : AttentionInputs {
   const void* dout;
   HeadStrides dout_strides;
-  // In double: rounded to float it would change all weights of a row alike, by up to 2e-7 where it is near 5 and by
-  // 4e-6 near 80. The kernel makes two floats of it.
+  // Double: rounding to float would scale all weights of a row by up to 2e-7 if lse is near 5, and by 4e-6 near 80. The
+  // kernel splits it into two floats.
   const double* lse;
   const float* delta;  // see AttentionDelta
-  void *dq, *dk, *dv;  // each null where no gradient is wanted
+  void *dq, *dk, *dv;  // each null if not needed
   HeadStrides dq_strides, dk_strides, dv_strides;
   float* sums;  // see AttentionBackwardTask
   void* dbias;  // of bias_type, or null
   PairStrides dbias_strides;
-  bool own_dbias;  // each pair has an element of its own, which the tasks write; else tasks of its own make it
+  bool own_dbias;  // each pair has its own element, which the tasks write; otherwise AttentionBiasTask computes them
 
-  // dk and dv are summed in place where they are float and their rows whole registers.
+  // dk and dv are summed in place if they are float and their rows fill whole registers.
   bool in_place(int64_t width) const { return type == Dtype::f32 && width % kAttentionPad == 0; }
 
-  // Floats that the sums of a sequence and key-value head take, for what is wanted.
+  // Floats for the sums of a sequence and key-value head, for the gradients that are needed.
   int64_t dq_sums(int64_t rows) const {
     return dq ? round_up(rows, kAttentionRows) * round_up(head_dim, kAttentionPad) : 0;
   }
@@ -141,39 +141,39 @@ struct AttentionBackward : AttentionInputs {
   }
 };
 
-// A task adds what its rows and keys give to the sums for dq of these rows and to those for dk and dv of these keys.
-// Tasks of the same rows follow one another, and so do tasks of the same keys: there is one copy of the sums, and the
-// order in which they are added is fixed. Where a head's sums of some rows or keys are written out, those of another
-// head take their place: the lines go on there.
+// A task adds the contribution of its rows and keys to the sums of dq for these rows and of dk and dv for these keys.
+// Tasks that share rows or keys run one after another in a fixed order, so there is one copy of the sums and results
+// are deterministic. Once a head's sums are written out, the sums of another head reuse their memory; its tasks then
+// wait for the last task of the first head.
 struct AttentionBackwardTask {
   int64_t sequence, kv_head;
   int64_t row_begin, row_end;  // row_begin is a multiple of kAttentionRows
   int64_t key_begin, key_end;
-  // Where in AttentionBackward::sums those of the sequence and head begin: dk, [k_len, D], and dv, [k_len, Dv], as far
-  // as they have any. Negative for a task that does all rows and keys, and has them in its scratch.
+  // Offset in AttentionBackward::sums of the sums of the sequence and head: dk [k_len, D] and dv [k_len, Dv], if they
+  // are summed there. Negative if the task covers all rows and keys; its sums are then in scratch.
   int64_t sums;
-  // The same of dq of these rows, [blocks of rows, D, kAttentionRows]. Negative for a task that does all keys of its
-  // rows: it has dq of one block at a time in its scratch.
+  // Same for dq of these rows, [blocks of rows, D, kAttentionRows]. Negative if the task covers all keys of its rows;
+  // it then keeps dq of one block at a time in scratch.
   int64_t row_sums;
-  int64_t work;                        // products of a row and a key
-  int64_t next_of_rows, next_of_keys;  // the tasks that wait for this one, of this head or another; negative for none
-  bool first_of_rows, first_of_keys;   // of the head: it begins the sums
-  bool last_of_rows, last_of_keys;     // of the head: it writes them out
-  int64_t work_left;                   // of this task and the longest line of those that wait for it
+  int64_t work;                        // pairs of a row and a key
+  int64_t next_of_rows, next_of_keys;  // the tasks that wait for this one, of this head or another; negative: none
+  bool first_of_rows, first_of_keys;   // first of its head: initialises the sums
+  bool last_of_rows, last_of_keys;     // last of its head: writes the sums out
+  int64_t work_left;                   // of this task and the longest chain of tasks that wait for it
 };
 
-// A task that sums the elements of dbias that these pairs have a part in, and no others: those of some rows and keys,
-// or of all of what shares them. It has one sequence, head or block of rows, or all.
+// Computes the elements of dbias that belong to these pairs. A task covers either some rows and keys, or all of those
+// that share elements, and one sequence, head or block of rows, or all of them.
 struct AttentionBiasTask {
   int64_t sequence_begin, sequence_end, kv_head_begin, kv_head_end, row_begin, row_end, key_begin, key_end;
 };
 
-constexpr int64_t kBiasTaskKeys = 256;  // of a task at most, where keys have elements of their own
+constexpr int64_t kBiasTaskKeys = 256;  // at most, if each key has its own element
 
-// Elements of a key that such a task has at most: rows of a block, tokens of a tile or heads of a group.
+// The most elements per key in such a task: rows of a block, tokens of a tile or heads of a group.
 inline int64_t attention_bias_sums_width(int64_t group) { return round_up(group, kAttentionRows); }
 
-// delta = sum(dout * out) - dlse of each row, 0 for a row without keys.
+// delta = sum(dout * out) - dlse of each row; 0 for a row without keys.
 struct AttentionDelta {
   const void *out, *dout;
   HeadStrides out_strides, dout_strides, lse_strides;
@@ -185,17 +185,17 @@ struct AttentionDelta {
   float* delta;
 };
 
-// As attention_forward_scratch, besides the sums for dk and dv.
+// As attention_forward_scratch; the sums for dk and dv are extra.
 inline int64_t attention_backward_scratch(int64_t head_dim, int64_t head_dim_v, bool bias) {
   const int64_t d = round_up(head_dim, kAttentionPad), dv = round_up(head_dim_v, kAttentionPad);
   return kAttentionRows * (3 * d + d / 2 + 2 * dv + dv / 2) +
          kAttentionKeys * (2 * kAttentionRows + kAttentionRows / 2 + d + d / 2 + dv) + attention_bias_scratch(bias);
 }
 
-// The sums of a task for the bias, besides attention_backward_scratch.
+// The sums of a bias task; attention_backward_scratch is extra.
 inline int64_t attention_bias_sums(int64_t group) { return kBiasTaskKeys * attention_bias_sums_width(group); }
 
-// Floats of one row in AttentionForward::splits.
+// Floats per row in AttentionForward::splits.
 inline int64_t attention_split_size(int64_t head_dim_v) { return round_up(head_dim_v, kAttentionPad) + kAttentionPad; }
 
 }  // namespace foundry
@@ -204,7 +204,7 @@ FK_DECLARE_PER_ISA_AND_AMX(void, attention_forward, const AttentionForward& args
                            float* scratch)
 FK_DECLARE_PER_ISA_AND_AMX(void, attention_decode, const AttentionForward& args, const AttentionTask& task,
                            float* scratch)
-// Combines splits [split, split + num_splits) of the rows of `task` and finishes them.
+// Combines splits [split, split + num_splits) of the task's rows and writes the results.
 FK_DECLARE_PER_ISA_AND_AMX(void, attention_combine, const AttentionForward& args, const AttentionTask& task,
                            int64_t num_splits)
 FK_DECLARE_PER_ISA_AND_AMX(void, attention_backward, const AttentionBackward& args, const AttentionBackwardTask& task,

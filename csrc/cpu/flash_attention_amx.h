@@ -1,4 +1,4 @@
-// Products of bfloat16 pairs by AMX: eight tiles of 16 rows and 64 bytes, which are state of the thread.
+// bfloat16 matmuls with AMX: eight tile registers of 16 rows of 64 bytes. They are thread state.
 #pragma once
 
 #include "flash_attention.h"
@@ -8,13 +8,13 @@
 namespace foundry {
 namespace FK_ISA {
 
-constexpr int kTileBlock = 32;  // rows and columns of two by two tiles, and numbers in a row of a factor's tile
+constexpr int kTileBlock = 32;  // rows and columns of two by two tiles, and numbers per row of a factor's tile
 
 #if defined(__AMX_BF16__)
 constexpr bool kTiles = true;
 constexpr int kTileRows = 16, kTilePairs = 16;  // and 16 columns of floats
 
-// Tiles for as long as this lives. A thread that leaves them in use has 8 KB more to save when it is interrupted.
+// Configures the tiles for its lifetime. While they are in use, every context switch of the thread saves 8 KB more.
 struct TileRegisters {
   TileRegisters() {
     struct alignas(64) Config {
@@ -23,7 +23,7 @@ struct TileRegisters {
       uint8_t rows[16] = {};
     } config;
     for (int i = 0; i < 8; ++i) config.row_bytes[i] = 64, config.rows[i] = kTileRows;
-    // GCC's _tile_loadconfig says that it reads eight bytes, and what is written to the others may be left out.
+    // GCC's _tile_loadconfig claims to read only eight bytes, so the compiler may drop the writes to the others.
     __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
   }
@@ -31,7 +31,7 @@ struct TileRegisters {
   TileRegisters(const TileRegisters&) = delete;
 };
 
-// C [kRows, kCols tiles] += or = A [kRows tiles, depth] B [depth, kCols tiles], in steps of kTilePairs pairs. Strides
+// C [kRows, kCols tiles] = or += A [kRows tiles, depth] B [depth, kCols tiles], in steps of kTilePairs pairs. Strides
 // are in bytes.
 template <int kRows, int kCols>
 inline void multiply_tile_block(const char* a, int64_t lda, const char* b, int64_t ldb, int64_t depth, char* c,
@@ -68,8 +68,8 @@ inline void multiply_tile_block(const char* a, int64_t lda, const char* b, int64
   if constexpr (kRows > 1 && kCols > 1) _tile_stored(3, c_last, ldc);
 }
 
-// As multiply of flash_attention_gemm.h, of whole tiles: rows and depth are multiples of 16, and depth is no more than
-// kAttentionKeys / 2 where A's rows are not those of memory. Sums over several tiles have C as their first term.
+// As multiply of flash_attention_gemm.h, for whole tiles: rows and depth are multiples of 16. If A is not row-major,
+// depth is at most kAttentionKeys / 2. Sums over several tiles start from C.
 inline void multiply_tiles(int64_t rows, int64_t vecs, const BFloat16* a, int64_t row, int64_t step, const float* b,
                            int64_t ldb, int64_t depth, float* c, int64_t ldc, bool add) {
   static_assert(kLanes == kTilePairs && kAttentionKeys / 2 % kTilePairs == 0);
@@ -78,13 +78,13 @@ inline void multiply_tiles(int64_t rows, int64_t vecs, const BFloat16* a, int64_
     const bool two = i + kTileRows < rows;
     const char* left = reinterpret_cast<const char*>(a + i * row);
     int64_t lda = row * int64_t(sizeof(BFloat16));
-    if (step != 2) {  // A's pairs of neighbours along the depth lie in columns
+    if (step != 2) {  // A's pairs along the depth lie in columns
       transpose(reinterpret_cast<const float*>(left), step / 2, depth, two ? 2 * kTileRows : kTileRows, transposed,
                 kAttentionKeys / 2);
       left = reinterpret_cast<const char*>(transposed);
       lda = kAttentionKeys / 2 * sizeof(float);
     }
-    asm volatile("" ::: "memory");  // the loads of tiles do not say that they read memory
+    asm volatile("" ::: "memory");  // tile loads do not tell the compiler that they read memory
     for (int64_t v = 0; v < vecs; v += 2) {
       const auto run = [&](auto kernel) {
         kernel(left, lda, reinterpret_cast<const char*>(b + v * kLanes), ldb * int64_t(sizeof(float)), depth,
@@ -97,8 +97,8 @@ inline void multiply_tiles(int64_t rows, int64_t vecs, const BFloat16* a, int64_
   }
 }
 
-// A product as multiply_tiles makes it, in blocks of two by two tiles: `rows` and `columns` of these, and `steps` of
-// kTilePairs pairs. Strides are in bytes.
+// A matmul as multiply_tiles computes it, in blocks of two by two tiles: `rows` and `columns` count blocks, `steps`
+// counts kTilePairs pairs. Strides are in bytes.
 struct TileProduct {
   const char *a, *b;
   char* c;
@@ -107,8 +107,8 @@ struct TileProduct {
   bool add;
 };
 
-// Products that are made a step at a time between other instructions, in the order in which they were added: tiles are
-// multiplied while the units for registers do something else. What is multiplied is not written in between.
+// Matmuls that run step by step between other instructions, in the order added: the tile unit works while the vector
+// units do something else. Nothing may write to the factors meanwhile.
 class TileQueue {
  public:
   void add(const TileProduct& product) {

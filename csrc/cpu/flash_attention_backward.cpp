@@ -21,7 +21,7 @@ void write_queries(const AttentionBackward& a, const AttentionSequence& s, int64
   });
 }
 
-// Where dk or dv of a sequence and head is summed: that of key k at data + k * ld.
+// Where dk or dv of a sequence and head is summed: key k is at data + k * ld.
 struct KeySums {
   float* data;
   int64_t ld;
@@ -49,8 +49,8 @@ void write_keys(const AttentionBackward& a, const AttentionBackwardTask& task, c
   write(a.dv, a.dv_strides, a.head_dim_v, dv, 1.0f);
 }
 
-// Fetches [part / parts, (part + 1) / parts) of what the rows from `row` on read first: a task has them once, and its
-// keys are too few to hide that.
+// Prefetches [part / parts, (part + 1) / parts) of what the rows from `row` on read first. A task reads them once, and
+// it has too few keys to hide that latency.
 void prefetch_rows(const AttentionBackward& a, const AttentionBackwardTask& task, int64_t row, const float* dq,
                    int64_t part, int64_t parts) {
   const AttentionSequence& s = a.sequences[task.sequence];
@@ -91,7 +91,7 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
     }
 
   const KeyTiles<E> tiles(a, s, kv_head);
-  // The tiles of weights and of gradients as left factors of products along the queries.
+  // The tiles of weights and of score gradients as left factors of matmuls along the queries.
   const Factor<E> weights{reinterpret_cast<const E*>(scratch.weights), kAttentionRows * kPer<E>, kPer<E>};
   const Factor<E> dscores{
       kPer<E> == 1 ? reinterpret_cast<const E*>(scratch.dscores) : reinterpret_cast<const E*>(scratch.dscores_rows),
@@ -100,9 +100,9 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
   const auto as_tile = [](const float* rows, int64_t n) {
     return Tile<E>{reinterpret_cast<const E*>(rows), n * kPer<E>};
   };
-  // Adds to a tile's sums of keys or values. On x86-64 without AVX-512 half a block's rows are summed at a time:
-  // rounding errors grow with the number of terms, and those of MKL's products are smaller there too. It costs one to
-  // two per cent of the backward pass; with AVX-512, where MKL's errors are those of whole blocks, it would be five.
+  // Adds to a tile's sums of keys or values. On x86-64 without AVX-512 only half a block's rows are summed at a time:
+  // rounding errors grow with the number of terms, and MKL's errors are smaller there too. It costs 1 to 2 % of the
+  // backward pass. With AVX-512, MKL's errors match those of whole blocks, and it would cost 5 %.
 #if defined(__x86_64__) && !defined(__AVX512F__)
   constexpr int64_t kSummedRows = kAttentionRows / 2;
 #else
@@ -172,7 +172,8 @@ void attention_delta(const AttentionDelta& a, int64_t sequence, int64_t token_be
   const AttentionSequence& s = a.sequences[sequence];
   for (int64_t row = token_begin * a.n_heads; row < token_end * a.n_heads; ++row) {
     const int64_t at = row_offset(a.lse_strides, s, 0, a.n_heads, row);
-    Vec products{};  // added as multiply_keys does: where a row is one value, delta is exactly what is subtracted from
+    // Summed as multiply_keys does: if all weight is on one key, delta equals the value that it is subtracted from.
+    Vec products{};
     with_type(a.type, [&](auto* type) {
       typedef std::remove_pointer_t<decltype(type)> T;
       const T* out = static_cast<const T*>(a.out) + row_offset(a.out_strides, s, 0, a.n_heads, row);

@@ -1,4 +1,4 @@
-// Tiles of a bias that is added to scores, of any memory type and strides.
+// Tiles of a bias that is added to scores, with any memory type and strides.
 #pragma once
 
 #include "flash_attention_mask.h"
@@ -8,7 +8,7 @@
 namespace foundry {
 namespace FK_ISA {
 
-// `n` elements of this stride as floats, zero up to the next whole register.
+// Reads `n` elements with this stride as floats; zeros up to the next whole register.
 template <class T>
 inline void read_bias_row(const T* in, int64_t stride, int64_t n, float* out) {
   if (stride == 1) return widen(in, n, out, n);
@@ -21,9 +21,9 @@ inline void read_bias_row(const T* in, int64_t stride, int64_t n, float* out) {
   }
 }
 
-// The bias of the block's rows and keys [key, key + n): a row each `ld` floats, which may be written up to the next
-// whole register of keys. That of the keys behind them is fetched: rows of a bias are too far apart for the processor
-// to see what is next.
+// Reads the bias of the block's rows and keys [key, key + n): one row per `ld` floats. May write up to the next whole
+// register of keys. Prefetches the bias of the next keys, because rows of a bias are too far apart for the hardware
+// prefetcher.
 inline void read_bias_rows(const AttentionInputs& a, const AttentionSequence& s, int64_t head, const BlockRows& b,
                            int64_t key, int64_t n, float* out, int64_t ld) {
   const PairStrides& strides = a.bias_strides;
@@ -40,7 +40,7 @@ inline void read_bias_rows(const AttentionInputs& a, const AttentionSequence& s,
   });
 }
 
-// The same as a tile of scores is, [keys, kAttentionRows]; by_rows has kAttentionRows rows of kAttentionKeys.
+// Same in the layout of a tile of scores, [keys, kAttentionRows]. by_rows has kAttentionRows rows of kAttentionKeys.
 inline void read_bias_tile(const AttentionInputs& a, const AttentionSequence& s, int64_t head, const BlockRows& b,
                            int64_t key, int64_t n, float* by_rows, float* out) {
   read_bias_rows(a, s, head, b, key, n, by_rows, kAttentionKeys);
@@ -49,7 +49,7 @@ inline void read_bias_tile(const AttentionInputs& a, const AttentionSequence& s,
   transpose(by_rows, kAttentionKeys, rows, round_up(n, kLanes), out, kAttentionRows);
 }
 
-// Writes the gradients of a row's bias for keys [key, key + n); `offset` is where that of the row's key 0 is.
+// Writes the gradients of a row's bias for keys [key, key + n). `offset` is that of the row's key 0.
 inline void write_bias_row(const AttentionBackward& a, int64_t offset, int64_t key, const float* row, int64_t n) {
   const int64_t stride = a.dbias_strides.key;
   with_type(a.bias_type, [&](auto* type) {
@@ -59,7 +59,7 @@ inline void write_bias_row(const AttentionBackward& a, int64_t offset, int64_t k
   });
 }
 
-// Writes a tile's gradients, [keys, kAttentionRows], where each pair has an element of its own.
+// Writes a tile's gradients, [keys, kAttentionRows], if each pair has its own element.
 inline void write_bias_tile(const AttentionBackward& a, const AttentionSequence& s, int64_t head, const BlockRows& b,
                             int64_t key, int64_t n, const float* tile, float* by_rows) {
   const PairStrides& strides = a.dbias_strides;

@@ -1,7 +1,7 @@
 // The gradient of a bias that queries, heads, keys or sequences share. Compiled once per instruction set (see isa.h).
 //
-// A task owns some of its elements and visits all pairs that share them, in a fixed order: scores and their gradients
-// are computed once more, as in the backward pass.
+// A task owns some of its elements and visits all pairs that share them, in a fixed order. It recomputes scores and
+// their gradients as the backward pass does.
 #include "flash_attention_gradients.h"
 
 namespace foundry {
@@ -9,12 +9,12 @@ namespace FK_ISA {
 
 namespace {
 
-// The sums of a task's elements, [keys, ld]: a key's are those of its rows, of their tokens, of heads or one.
+// The sums of a task's elements, [keys, ld]. A key has one element per row, token or head, or one in all.
 struct BiasSums {
   const AttentionBackward& a;
   const AttentionBiasTask& task;
   bool own_heads, own_queries, own_keys;
-  bool by_rows;  // an element a row
+  bool by_rows;  // one element per row
   int64_t count, ld, keys;
   float* data;
 
@@ -35,14 +35,14 @@ struct BiasSums {
     std::fill(data, data + keys * ld, 0.0f);
   }
 
-  // The place of a row's element among those of a key.
+  // The index of a row's element among those of a key.
   int64_t place(int64_t row) const {
     if (by_rows) return row - task.row_begin;
     if (own_queries) return row / a.group - task.row_begin / a.group;
     return own_heads ? row % a.group : 0;
   }
 
-  // Adds a tile [n keys, kAttentionRows], of which the first key is `key`.
+  // Adds a tile of n keys, [n, kAttentionRows]; `key` is the first.
   void add(const GradientBlock& b, float* tile, int64_t key, int64_t n) {
     if (!own_keys) {
       for (int64_t j = 1; j < n; ++j)
@@ -57,7 +57,7 @@ struct BiasSums {
           Whole::store(sums + j * ld + r, Whole::load(sums + j * ld + r) + Whole::load(tile + j * kAttentionRows + r));
       return;
     }
-    // What an element gets of a tile is summed first: rounding errors grow with the number of tiles, not of rows.
+    // The contributions of a tile are summed first: rounding errors then grow with the number of tiles, not of rows.
     for (int64_t j = 0; j < n; ++j) {
       const float* row = tile + j * kAttentionRows;
       if (count == 1 && !own_queries) {
@@ -81,7 +81,7 @@ struct BiasSums {
     }
   }
 
-  // Writes the sums, by way of a tile of memory.
+  // Writes the sums through the buffer `tile`.
   void write(float* tile) const {
     const PairStrides& strides = a.dbias_strides;
     for (int64_t i = 0; i < count; i += kAttentionRows)

@@ -1,5 +1,6 @@
-// Attention's forward pass of few query rows, as in decoding: reading the keys and values is all the work, so they are
-// used straight from memory, with the head dimension along the lanes. Compiled once per instruction set (see isa.h).
+// Attention's forward pass with few query rows, as in decoding. Its time is that of reading keys and values, so they
+// are read straight from memory, with the head dimension along the lanes. Compiled once per instruction set (see
+// isa.h).
 #include "flash_attention_bias.h"
 #include "flash_attention_dot.h"
 #include "flash_attention_softmax.h"
@@ -11,7 +12,7 @@ namespace FK_ISA {
 
 namespace {
 
-// Whether columns of values are read as multiply_keys reads keys, kVecs registers at a time.
+// Whether columns of values are read split, as multiply_keys reads keys, kVecs registers at a time.
 template <class T, int kVecs> constexpr bool kSplitColumns = kReadSplit<T> && kVecs > 1;
 
 // out[row] = out[row] * scale[row] + sum over keys of weights[row][key] values[key], for kVecs registers.
@@ -53,7 +54,7 @@ inline void add_values(const float* weights, int64_t ld, ScatteredStream<T> valu
     }
 }
 
-// The same for columns [first, head_dim_v), kVecs registers at a time while there are so many.
+// Same for columns [first, head_dim_v), kVecs registers at a time while that many are left.
 template <int kRows, int kVecs, class T>
 void add_all_values(const float* weights, int64_t ld, ScatteredStream<T> values, int64_t n, const float* scale,
                     float* out, int64_t ld_out, int64_t first, int64_t head_dim_v) {
@@ -71,19 +72,19 @@ struct DecodeRows : BlockRows {
   BlockWords words;
 };
 
-// What a row has in a tile beside scores.
+// Per-row inputs of a tile besides scores.
 struct RowOptions {
   uint64_t seen, kept;
   const float* bias;  // or null
 };
 
-// x in the lanes of keys [j, j + kLanes) that have a bit in a row's word, `other` elsewhere.
+// x in the lanes of keys [j, j + kLanes) whose bit in the row's word is set, `other` elsewhere.
 inline Vec pick_keys(uint64_t word, int64_t j, Vec x, float other) {
   uint64_t bits[1] = {word >> j};
   return PickedLanes(0).pick(bits, x, other);
 }
 
-// A row's scores of keys [key, key + n) become weights, as softmax_tile of the other kernel has it.
+// Turns a row's scores of keys [key, key + n) into weights, as softmax_tile of the other kernel does.
 template <bool kOptions>
 void softmax_row(const AttentionForward& a, DecodeRows& b, int row, const RowOptions& with, float* scores, int64_t n,
                  int32_t key) {
@@ -96,7 +97,7 @@ void softmax_row(const AttentionForward& a, DecodeRows& b, int row, const RowOpt
   };
   const Vec end = splat(float(n));
   const bool bias = has_bias(a);
-  const float unit = bias ? 1.0f : a.scale;  // of the scores in `scores`
+  const float unit = bias ? 1.0f : a.scale;  // scale of the values in `scores`
   Vec top = splat(kNone);
   each([&](float* p, Vec index, [[maybe_unused]] int64_t j) FK_INLINE {
     Vec s = Whole::load(p);
@@ -128,8 +129,8 @@ void softmax_row(const AttentionForward& a, DecodeRows& b, int row, const RowOpt
   r.combine({now, foundry::FK_ISA::sum(sum), foundry::FK_ISA::sum(entropy)}, b.scale[row], unused);
 }
 
-// Makes weights of the scores of all rows, where there are masks, a bias or dropout. After DecodeRows::words.look, if
-// there are masks.
+// Turns the scores of all rows into weights if there are masks, a bias or dropout. With masks, call
+// DecodeRows::words.look first.
 void softmax_rows(const AttentionForward& a, const AttentionTask& task, DecodeRows& b, float* scores, int64_t ld,
                   int64_t tile, int64_t n) {
   constexpr int64_t kRoom = kAttentionDecodeKeys + kLanes;
@@ -148,11 +149,12 @@ void softmax_rows(const AttentionForward& a, const AttentionTask& task, DecodeRo
   }
 }
 
-// Where the keys or values of a tile lie.
+// The addresses of a tile's keys or values.
 template <class T> struct TileRows {
   const T* at[kAttentionDecodeKeys + kSums];
 
-  // Those of [key, key + n), n > 0. What is behind them is their last, so that all may be prefetched.
+  // Finds those of [key, key + n), n > 0. The entries after them repeat the last one, so that prefetching may read
+  // them.
   void find(const AttentionForward& a, const AttentionTask& task, const void* memory, const HeadStrides& strides,
             int64_t key, int64_t n) {
     const T* data = static_cast<const T*>(memory);

@@ -1,7 +1,7 @@
-// Scores of few query rows, as inner products along the lanes: keys are read once, straight from memory.
+// Scores of few query rows, as dot products along the lanes. Keys are read once, straight from memory.
 //
-// The backward pass takes the scores of rows that decode has done from here too. Its own products add in another order,
-// and what that changes in a large score would change the weights against lse.
+// The backward pass recomputes scores of decoded rows with this code too: its own matmuls add in another order, and for
+// a large score that difference would change the weights relative to lse.
 #pragma once
 
 #include <algorithm>
@@ -16,12 +16,12 @@ namespace foundry {
 namespace FK_ISA {
 
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kSums = 16;  // registers that sums are formed in
+constexpr int kSums = 16;  // registers that hold sums
 #else
 constexpr int kSums = 8;
 #endif
 
-// Lane i is the sum of v[i]'s lanes.
+// Lane i of the result is the sum of v[i]'s lanes.
 template <int kStep = 1>
 inline FK_INLINE Vec sums_of(Vec* v) {
   if constexpr (kStep < kLanes) {
@@ -35,7 +35,7 @@ inline FK_INLINE Vec sums_of(Vec* v) {
   }
 }
 
-// The sum of v's lanes, added as sums_of does.
+// The sum of v's lanes, added in the order of sums_of.
 inline float sum_of(Vec v) {
   float lanes[kLanes];
   Whole::store(lanes, v);
@@ -44,16 +44,16 @@ inline float sum_of(Vec v) {
   return lanes[0];
 }
 
-// Whether rows of T are read as 32-bit words, the even elements of which go to one register and the odd ones to the
-// next: a shift and a mask, where elements in order would be moved across lanes. What goes with them lies in that
-// order, see split_in_place; what is left of a row beyond a multiple of kSplitStep is in order. The processor's
-// products of pairs (vdpbf16ps) would want pairs of rows of values, which take a permutation for each register, and are
-// no faster than the two products that take their place. What reads no values may take them: kInPairs of multiply_keys.
+// Whether rows of T are read split: as 32-bit words whose even elements go to one register and whose odd elements go to
+// the next. That takes a shift and a mask; keeping the order would take moves across lanes. Their counterpart must be
+// in the same order, see split_in_place; the part of a row beyond a multiple of kSplitStep is in order. The pair
+// instruction (vdpbf16ps) would need pairs of rows of values, with a permutation per register, and is no faster than
+// the two multiplications here. Code that reads no values may use it: kInPairs of multiply_keys.
 template <class T> constexpr bool kReadSplit = std::is_same_v<T, BFloat16>;
 constexpr int kSplitStep = 2 * kLanes;
 
-// Rows of memory that are read, and those that come after them. The processor's own prefetching knows nothing of the
-// change between keys and values; without this it reads memory at half its rate.
+// The rows to read, and those that follow. The hardware prefetcher cannot follow the switch between keys and values;
+// without this, memory is read at half the speed.
 template <class T> struct Stream {
   typedef T Element;
   const T* data;
@@ -64,24 +64,24 @@ template <class T> struct Stream {
   void prefetch(int64_t key, int64_t i) const { __builtin_prefetch(next + key * stride + i, 0, 2); }
 };
 
-// The same of rows that lie anywhere, as those in pages do.
+// Same for rows anywhere in memory, such as rows in pages.
 template <class T> struct ScatteredStream {
   typedef T Element;
-  const T *const *rows, *const *next;  // `next` has kSums more than there are
+  const T *const *rows, *const *next;  // `next` has kSums extra entries
 
   const T* row(int64_t key) const { return rows[key]; }
   void prefetch(int64_t key, int64_t i) const { __builtin_prefetch(next[key] + i, 0, 2); }
 };
 
-// Queries of floats as multiply_keys<T> wants them.
+// Float queries in the order that multiply_keys<T> needs.
 template <class T>
 inline void order_queries(float* queries, int64_t rows, int64_t head_dim, int64_t ld) {
   if constexpr (kReadSplit<T>)
     for (int64_t r = 0; r < rows; ++r) split_in_place(queries + r * ld, head_dim);
 }
 
-// scores[row][key] = query . key for kRows rows, `n` keys of a stream; `scores` has room for kSums more. After
-// order_queries, or in pairs, with queries of pairs.
+// scores[row][key] = query . key for kRows rows and the `n` keys of a stream. `scores` has room for kSums extra. Call
+// order_queries first, unless kInPairs, whose queries are pairs.
 template <int kRows, bool kInPairs = false, class Keys>
 void multiply_keys(const float* queries, int64_t ld_queries, int64_t head_dim, const Keys& keys, int64_t n,
                    float* scores, int64_t ld) {

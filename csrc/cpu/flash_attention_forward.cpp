@@ -45,7 +45,7 @@ void write_block(const AttentionForward& a, const AttentionTask& task, const Blo
     write_row(a, task, b.row + i, {b.max[i], b.sum[i], b.entropy[i]}, by_rows + i * dv);
 }
 
-// Finds out what a block sees of the tile of keys that begins at `tile`; whether it is anything.
+// Finds which of the tile's keys, starting at `tile`, the block sees. Returns whether there are any.
 bool look(const AttentionForward& a, const AttentionTask& task, Block& b, int64_t tile) {
   const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - tile);
   b.words.all = Seen::none;
@@ -54,7 +54,7 @@ bool look(const AttentionForward& a, const AttentionTask& task, Block& b, int64_
                       int32_t(tile - task.key_begin));
 }
 
-// Keys that a block sees, of one tile: [begin, begin + n). The factors of its two products, and its scores.
+// The keys of one tile that a block sees, [begin, begin + n), with the factors of its two matmuls and its scores.
 template <class E> struct BlockKeys {
   Block* block;
   int64_t tile, begin, n;
@@ -62,8 +62,8 @@ template <class E> struct BlockKeys {
   float* scores;
 };
 
-// What is done with a block and its keys: scores, weights, and the sum of values. Of whole tiles of AMX, the products
-// of one part are made during the softmax of another.
+// Computes scores, weights and the sum of values of blocks. With AMX, for whole tiles, the matmuls of one part run
+// during the softmax of another.
 template <class E> class Parts {
  public:
   Parts(const AttentionForward& a, const AttentionTask& task, const Scratch& scratch)
@@ -71,13 +71,13 @@ template <class E> class Parts {
         task_(task),
         scratch_(scratch) {}
 
-  // Whether whole parts are made of whole tiles, as `add` wants them.
+  // Whether whole parts consist of whole tiles, as `add` needs.
   static bool tiled(const AttentionForward& a) {
     return kTiles && kPer<E> == 2 && !a.aligned() && !a.bias && a.head_dim % kTileBlock == 0 &&
            a.head_dim_v % kTileBlock == 0;
   }
 
-  // `part` has scores yet to be made.
+  // Adds a part whose scores are not computed yet.
   void add(BlockKeys<E> part) {
     part.scores = scratch_.scores[index_ ^= 1];
 #if defined(__AMX_BF16__)
@@ -102,7 +102,7 @@ template <class E> class Parts {
                 kAttentionRows, Start::scaled, scale_);
   }
 
-  // Does what is left of the parts.
+  // Completes the remaining parts.
   void finish() {
 #if defined(__AMX_BF16__)
     begin_values();
@@ -140,7 +140,7 @@ template <class E> class Parts {
   }
 
 #if defined(__AMX_BF16__)
-  // Queues the product with values that waits.
+  // Queues the pending matmul with values.
   void begin_values() {
     if (before_.block) queue_.add(product_of_values(before_));
     before_ = {};
@@ -175,7 +175,7 @@ template <class E> class Parts {
   const AttentionTask& task_;
   const Scratch& scratch_;
   TileQueue queue_;
-  BlockKeys<E> before_{}, current_{};  // with weights and with scores, whose products with values are yet to be made
+  BlockKeys<E> before_{}, current_{};  // with weights and with scores; their matmuls with values are pending
   int index_ = 0;
   alignas(64) float scale_[kAttentionRows];
 };
@@ -204,7 +204,7 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
     key_end = std::max(key_end, b.key_end);
   }
 
-  // Of keys that some rows of a block see, all those of a whole tile are multiplied and hidden again.
+  // If only some rows of a block see a key, all keys of its tile are multiplied and the hidden ones masked afterwards.
   const int64_t unit = Parts<E>::tiled(a) ? kTileBlock : kPer<E>;  // pairs stay together
   if (unit > kPer<E> && key_begin < key_end)
     key_end = std::min(task.key_end, key_begin + round_up(key_end - key_begin, unit));
@@ -227,7 +227,8 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
     const auto keys = read(a.k, a.k_strides, k_base, a.head_dim, scratch.keys);
     const auto values = pack_pairs(read(a.v, a.v_strides, v_base, a.head_dim_v, scratch.values), n_tile, a.head_dim_v,
                                    scratch.value_pairs);
-    // Tiles want the pairs of a column side by side. Two of them, as products of the last tile are still to be made.
+    // AMX needs the pairs of a column side by side. There are two buffers, because matmuls of the previous tile are
+    // still pending.
     float* const values_t = scratch.values_t[n_tiles % 2];
     constexpr bool kTransposed = kTiles && kPer<E> == 2;
     if constexpr (kTransposed)
@@ -268,7 +269,7 @@ void attention_combine(const AttentionForward& a, const AttentionTask& task, int
   const int64_t size = attention_split_size(a.head_dim_v), split_size = kAttentionBlocks * kAttentionRows * size;
   for (int64_t row = task.row_begin; row < task.row_end; ++row) {
     float* total =
-        a.splits + task.split * split_size + (row - task.row_begin) * size;  // the first split takes the sums
+        a.splits + task.split * split_size + (row - task.row_begin) * size;  // the first split collects the sums
     RowSums sums;
     std::memcpy(&sums, total + dv, sizeof(sums));
     for (int64_t n = 1; n < num_splits; ++n) {

@@ -1,13 +1,12 @@
-// Matrix products of tiles.
+// Matmuls of tiles.
 //
-// In a tile of scores the rows of the queries lie along the lanes of registers and the keys one after the other, so
-// that everything the softmax does is elementwise. Keys and values enter products as single numbers that are spread
-// over a register, and so are never transposed.
+// In a tile of scores the query rows lie along the lanes and the keys follow one another, so the whole softmax is
+// elementwise. Keys and values are broadcast one number at a time and so are never transposed.
 //
-// Factors of products are of a type E: float, or bfloat16 where memory holds that and the processor has dot products of
-// pairs (vdpbf16ps, bfdot: products added in float). A lane then holds a pair, which are neighbours along the depth of
-// the product, and weights and gradients of scores are rounded to bfloat16 before they are multiplied, as on GPUs.
-// Where the processor has tiles (AMX), these take the whole ones of such a product.
+// Factors have a type E: float, or bfloat16 if memory holds that and the processor has dot products of pairs
+// (vdpbf16ps, bfdot), which add in float. A lane then holds a pair of neighbours along the depth of the matmul. Weights
+// and score gradients are rounded to bfloat16 before the matmul, as on GPUs. With AMX, tiles compute the whole tiles of
+// such a matmul.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +20,8 @@ namespace FK_ISA {
 
 constexpr int kRowVecs = kAttentionRows / kLanes;
 
-// The block of a product that is held in registers: 16 of them with AVX-512 (which has 32), 20 on ARM (of 32, too: with
-// 24 GCC spills two), 12 elsewhere (of 16).
+// The block of a result that registers hold: 16 registers with AVX-512 (which has 32), 20 on ARM (which also has 32;
+// with 24 GCC spills two), 12 elsewhere (16).
 #if defined(__AVX512F__)
 constexpr int kBlockRows = 4, kBlockVecs = 4;
 #elif defined(__aarch64__)
@@ -31,7 +30,7 @@ constexpr int kBlockRows = 5, kBlockVecs = 4;
 constexpr int kBlockRows = 6, kBlockVecs = 2;
 #endif
 
-enum class Start { zero, add, scaled };  // what a product is added to: nothing, C, or C times a factor a column
+enum class Start { zero, add, scaled };  // the result is added to nothing, to C, or to C times one factor per column
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define FK_PAIRS
@@ -40,19 +39,19 @@ constexpr bool kPairs = true;
 constexpr bool kPairs = false;
 #endif
 
-template <class E> constexpr int kPer = sizeof(float) / sizeof(E);  // numbers in a lane
+template <class E> constexpr int kPer = sizeof(float) / sizeof(E);  // numbers per lane
 
-// Lanes of a row of `width` numbers in scratch, and how many steps along them a product takes.
+// Lanes of a row of `width` numbers in scratch, and the number of matmul steps along it.
 template <class E> inline int64_t lanes_of(int64_t width) { return round_up(width, kAttentionPad * kPer<E>) / kPer<E>; }
 template <class E> inline int64_t steps_of(int64_t depth) { return (depth + kPer<E> - 1) / kPer<E>; }
 
-// A [rows, depth] whose element (i, k) lies at i * row + k * step; with pairs, k counts these.
+// A [rows, depth] with element (i, k) at i * row + k * step. With pairs, k counts pairs.
 template <class E> struct Factor {
   const E* data;
   int64_t row, step;
 };
 
-// A lane's content in every lane.
+// One lane's content broadcast to every lane.
 template <class E> inline Vec spread(const E* p) {
   float lane;
   std::memcpy(&lane, p, sizeof(lane));
@@ -81,8 +80,8 @@ inline void multiply_block(Factor<E> a, const float* b, int64_t ldb, int64_t dep
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 16
     for (int v = 0; v < kVecs; ++v) acc[i][v] = Vec{};
-  // An address can add once and twice a register to another: a pointer is kept for every third row, as for all of them
-  // there are too few registers.
+  // An address can add one or two strides to a pointer, so there is a pointer for every third row. Pointers for all
+  // rows would not fit in registers.
   const E* third[(kRows + 2) / 3];
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; i += 3) third[i / 3] = a.data + i * a.row;
@@ -100,8 +99,8 @@ inline void multiply_block(Factor<E> a, const float* b, int64_t ldb, int64_t dep
 #pragma GCC unroll 16
     for (const E*& p : third) p += a.step;
   }
-  // C last, so that sums over many tiles are made of the tiles' sums: their rounding errors grow with the number of
-  // tiles and not with that of all terms.
+  // C is added last, so sums over many tiles add tile sums: rounding errors grow with the number of tiles, not of
+  // terms.
   const auto store = [&](auto&& total) FK_INLINE {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i)
@@ -135,7 +134,7 @@ inline void multiply_rest(int rows, Factor<E> a, const float* b, int64_t ldb, in
 template <int kVecs, bool kAlong, class E>
 void multiply_columns(int64_t rows, Factor<E> a, const float* b, int64_t ldb, int64_t depth, float* c, int64_t ldc,
                       Start start, const float* factor) {
-  (kAlong ? a.step : a.row) = kPer<E>;  // a constant, so that one of the strides costs no arithmetic
+  (kAlong ? a.step : a.row) = kPer<E>;  // a constant, so that one stride costs no arithmetic
   int64_t i = 0;
   for (; i + kBlockRows <= rows; i += kBlockRows)
     multiply_block<kBlockRows, kVecs, E>({a.data + i * a.row, a.row, a.step}, b, ldb, depth, c + i * ldc, ldc, start,
@@ -168,7 +167,7 @@ inline void multiply_registers(int64_t rows, int64_t vecs, Factor<E> a, const fl
                     : multiply_any<false>(rows, vecs, a, b, ldb, depth, c, ldc, start, factor);
 }
 
-// C [rows, vecs registers] times a factor a column, of which most are 1 most of the time.
+// Multiplies C [rows, vecs registers] by one factor per column. Most factors are 1 most of the time.
 inline void scale_columns(float* c, int64_t ldc, int64_t rows, int64_t vecs, const float* factor) {
   for (int64_t v = 0; v < vecs * kLanes; v += kLanes) {
     if (std::all_of(factor + v, factor + v + kLanes, [](float x) { return x == 1.0f; })) continue;
@@ -177,8 +176,8 @@ inline void scale_columns(float* c, int64_t ldc, int64_t rows, int64_t vecs, con
   }
 }
 
-// C [rows, vecs registers] = A [rows, depth] B [depth, vecs registers] + what `start` says; `factor` has one number a
-// column. One of A's strides is that of neighbours, kPer<E>.
+// C [rows, vecs registers] = A [rows, depth] B [depth, vecs registers], plus what `start` says; `factor` has one number
+// per column. One of A's strides is kPer<E>.
 template <class E>
 inline void multiply(int64_t rows, int64_t vecs, Factor<E> a, const float* b, int64_t ldb, int64_t depth, float* c,
                      int64_t ldc, Start start, const float* factor = nullptr) {

@@ -1,4 +1,5 @@
-// Weights of a tile and gradients of its scores, of which the gradients of queries, keys, values and a bias are made.
+// The weights of a tile and the gradients of its scores, from which the gradients of queries, keys, values and bias
+// follow.
 #pragma once
 
 #include "flash_attention_bias.h"
@@ -12,13 +13,13 @@ namespace foundry {
 namespace FK_ISA {
 
 struct GradientScratch {
-  // Queries and gradients of the output: a row after the other, transposed, and in pairs of rows; of rows that decode
-  // did, floats as multiply_keys wants them take the place of the transposed. The gradient of the queries, transposed.
+  // Queries and output gradients: row-major, transposed, and in pairs of rows. For decoded rows the transposed buffers
+  // hold floats in multiply_keys' order. dq is the transposed gradient of the queries.
   float *queries, *queries_t, *query_pairs, *dout, *dout_t, *dout_pairs, *dq;
-  float *weights, *dscores;  // a tile of each, [keys, rows]; of bfloat16 the gradients in pairs of keys
-  BFloat16* dscores_rows;    // with pairs: the same gradients, a row for each key
+  float *weights, *dscores;  // one tile each, [keys, rows]; with bfloat16 the gradients are in pairs of keys
+  BFloat16* dscores_rows;    // with pairs: the same gradients, one row per key
   float *keys, *key_pairs, *values;
-  float *bias, *bias_rows;  // where there is one: a tile, and the same as it lies in memory or its gradient
+  float *bias, *bias_rows;  // if there is a bias: a tile, and the same in memory order or its gradient
   float* sums;
 
   GradientScratch(const AttentionBackward& a, float* p) {
@@ -44,7 +45,7 @@ struct GradientScratch {
 };
 
 struct GradientBlock : BlockRows {
-  // lse in two parts: its float, infinite where a row has no keys (weights of 0), and what that lacks.
+  // lse in two parts: its float (infinite for a row without keys, whose weights are then 0) and the remainder.
   alignas(64) float lse[kAttentionRows], lse_rest[kAttentionRows], delta[kAttentionRows];
   BlockWords words;
 };
@@ -81,14 +82,14 @@ void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t 
   std::fill(b.delta + b.count, b.delta + rows, 0.0f);
 }
 
-// out [n, rows] = the products of a tile's rows with those of the block, which read_block has left in `rows`.
+// out [n, rows] = a tile's rows times those of the block, which read_block has left in `rows`.
 template <class E>
 void multiply_tile(const GradientBlock& b, Tile<E> tile, int64_t n, int64_t width, const float* rows, float* out) {
   multiply<E>(n, b.vecs, {tile.data, tile.ld, kPer<E>}, rows, kAttentionRows, steps_of<E>(width), out, kAttentionRows,
               Start::zero);
 }
 
-// The same for rows that decode did, by its products, of which lse was made: of the rows of memory from `offset` on.
+// Same for decoded rows, with the matmul that computed their lse. Reads the rows in memory from `offset` on.
 inline void multiply_decoded(const AttentionBackward& a, const GradientBlock& b, const void* data, int64_t offset,
                              int64_t stride, int64_t n, int64_t width, const float* rows, float* out) {
   constexpr int64_t ld = kAttentionKeys + kSums;
@@ -103,8 +104,8 @@ inline void multiply_decoded(const AttentionBackward& a, const GradientBlock& b,
       out[j * kAttentionRows + r] = r < b.count ? products[r * ld + j] : 0.0f;
 }
 
-// A tile's scores, in `weights`, become weights; its products of gradients and values, in `dscores`, become gradients
-// of the scores, but for the factor `scale`. Of E bfloat16 each becomes half as long: weights stay a row for each key.
+// Turns a tile's scores, in `weights`, into weights, and its matmul of output gradients and values, in `dscores`, into
+// score gradients without the factor `scale`. With E bfloat16 each takes half the memory; weights stay one row per key.
 template <class E, Hidden kHidden, bool kDrops, bool kBias>
 void differentiate_tile(const AttentionBackward& a, const GradientBlock& b, const GradientScratch& scratch,
                         const TileOptions& with, int64_t n, int32_t key) {
@@ -119,11 +120,11 @@ void differentiate_tile(const AttentionBackward& a, const GradientBlock& b, cons
       ds = Whole::load(gradients + j * kAttentionRows);
       if constexpr (kDrops) ds = lanes.pick(with.kept + j, ds * a.dropout.scale, 0.0f);
       ds -= delta;
-      [[maybe_unused]] Vec slope{};  // of the cap
+      [[maybe_unused]] Vec slope{};  // derivative of the soft cap
       if constexpr (kBias) {
         s = capped(a, s);
         if (a.softcap > 0.0f) {
-          const Vec t = s * (1.0f / a.softcap);  // whose square is at most 1, where that of the cap may be 0
+          const Vec t = s * (1.0f / a.softcap);  // its square is at most 1, even if that of the cap underflows
           slope = 1.0f - t * t;
         }
         if (a.alibi_slopes) s -= alibi(b, v, key + int32_t(j));
@@ -146,7 +147,7 @@ void differentiate_tile(const AttentionBackward& a, const GradientBlock& b, cons
         Whole::store(weights + j * kAttentionRows, p);
         Whole::store(gradients + j * kAttentionRows, ds);
       }
-    } else {  // in place: what is written over has been read, here or for the registers before
+    } else {  // in place: everything overwritten has been read, now or for earlier registers
       E* rows = reinterpret_cast<E*>(scratch.weights) + v * kLanes;
       for (int64_t j = 0; j < n; j += 2) {
         Vec p[2] = {}, ds[2] = {};
@@ -160,7 +161,7 @@ void differentiate_tile(const AttentionBackward& a, const GradientBlock& b, cons
   }
 }
 
-// What tiles of keys and values a block's gradients are made of.
+// The tiles of keys and values from which a block's gradients are computed.
 template <class E> struct KeyTiles {
   const AttentionBackward& a;
   const AttentionSequence& s;
@@ -179,7 +180,7 @@ template <class E> struct KeyTiles {
     return read_tile<E>(a.type, a.v, v_base + key * a.v_strides.token, a.v_strides.token, n, a.head_dim_v, scratch);
   }
 
-  // Their products with a block's queries and with its gradients of the output; `tile` is that of `keys` or `values`.
+  // Multiplies them by a block's queries and output gradients; `tile` is that of `keys` or `values`.
   void multiply_keys_of(const GradientBlock& b, bool decoded, int64_t key, int64_t n, Tile<E> tile,
                         const GradientScratch& scratch) const {
     if (!decoded) return multiply_tile<E>(b, tile, n, a.head_dim, scratch.queries_t, scratch.weights);
@@ -194,14 +195,15 @@ template <class E> struct KeyTiles {
   }
 };
 
-// Whether the block sees any of keys [key, key + n), the first of which is `counted` as in BlockRows.
+// Whether the block sees any of the keys [key, key + n). `counted` is the first, counted as in BlockRows.
 inline bool looks_at(const AttentionBackward& a, const AttentionSequence& s, int64_t head, GradientBlock& b,
                      int64_t key, int64_t n, int32_t counted) {
   return !a.masked() || b.words.look(a, s, head, b, key, n, counted);
 }
 
-// Products of queries and keys, in scratch.weights, and of gradients and values, in scratch.dscores, become weights and
-// gradients of scores; the gradient of the bias goes to scratch.bias_rows if it is wanted. After looks_at.
+// Turns the matmul of queries and keys, in scratch.weights, and that of output gradients and values, in
+// scratch.dscores, into weights and score gradients. The bias gradient goes to scratch.bias_rows if needed. Call
+// looks_at first.
 template <class E>
 void differentiate(const AttentionBackward& a, const AttentionSequence& s, int64_t head, GradientBlock& b,
                    const GradientScratch& scratch, int64_t key, int64_t n, int32_t counted, bool dbias) {

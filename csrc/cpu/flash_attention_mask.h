@@ -1,4 +1,4 @@
-// Which keys the rows of a block of queries see, and what their scores are: scale, soft cap, ALiBi.
+// Which keys the rows of a block see, and how scores become logits: scale, soft cap, ALiBi.
 #pragma once
 
 #include <algorithm>
@@ -12,17 +12,18 @@ namespace FK_ISA {
 
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
-// Up to kAttentionRows consecutive rows. Keys are counted from `base`, so that 32 bits hold them.
+// Up to kAttentionRows consecutive rows. Keys are counted from `base`, so that they fit in 32 bits.
 struct BlockRows {
   int64_t row, count;                                               // the first, and how many
-  int64_t key_begin, key_end;                                       // those that any row sees
-  int64_t full_begin, full_end;                                     // those that every row sees
+  int64_t key_begin, key_end;                                       // keys that any row sees
+  int64_t full_begin, full_end;                                     // keys that every row sees
   int vecs;                                                         // registers that hold the rows
   alignas(64) int32_t first[kAttentionRows], last[kAttentionRows];  // keys that a row sees
-  alignas(64) int32_t q_pos[kAttentionRows];                        // a row's own position
+  alignas(64) int32_t q_pos[kAttentionRows];                        // a row's position
   alignas(64) float slope[kAttentionRows];
 
-  // Rows from row_begin on, no further than row_end, and keys [begin, end) of the sequence; `head` is its first.
+  // Sets the rows from row_begin on, at most up to row_end, and the keys [begin, end) of the sequence. `head` is the
+  // first head.
   void set(const AttentionInputs& a, const AttentionSequence& s, int64_t n, int64_t head, int64_t row_begin,
            int64_t row_end, int64_t begin, int64_t end) {
     row = row_begin;
@@ -48,16 +49,15 @@ struct BlockRows {
   }
 };
 
-// Whether logits need more than a product with the scale.
+// Whether logits are more than the scaled score.
 inline bool has_bias(const AttentionInputs& a) { return a.softcap > 0.0f || a.alibi_slopes || a.bias; }
 
-// The part of a logit that a lane's score s gives, before ALiBi and a bias: softcap * tanh(scale * s / softcap), or
-// scale * s.
+// The logit of score s without ALiBi and bias: softcap * tanh(scale * s / softcap), or scale * s.
 inline Vec capped(const AttentionInputs& a, Vec s) {
   return a.softcap > 0.0f ? a.softcap * tanh(s * a.scale * (1.0f / a.softcap)) : s * a.scale;
 }
 
-// ALiBi's part of the logits of register v for a key.
+// ALiBi's term of the logits of register v for a key.
 inline Vec alibi(const BlockRows& b, int v, int32_t key) {
   VecI q_pos;
   std::memcpy(&q_pos, b.q_pos + v * kLanes, sizeof(q_pos));

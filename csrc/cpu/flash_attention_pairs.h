@@ -1,4 +1,4 @@
-// Two bfloat16 in each lane: how memory and registers of floats become the pairs that a product takes.
+// Two bfloat16 in each lane: builds the pairs that a matmul takes from memory and from float registers.
 #pragma once
 
 #include "flash_attention_tile_io.h"
@@ -11,8 +11,8 @@ constexpr VecI kColumn = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #endif
 
 #if defined(FK_PAIRS)
-// Of two rows of 2 * kLanes numbers, a lane for each column of the first half (kHalf 0) or the last: the first row's
-// number and the second's.
+// Interleaves two rows of 2 * kLanes numbers: each lane holds the first row's number and the second's, for the first
+// half of the columns (kHalf 0) or the second.
 template <int kHalf>
 inline Vec columns_paired(Vec a, Vec b) {
 #if defined(__AVX512BF16__)
@@ -23,7 +23,7 @@ inline Vec columns_paired(Vec a, Vec b) {
 #endif
 }
 
-// The first `count` of 2 * kLanes numbers, or all; zero in place of those that are not, which are not read.
+// Loads the first `count` of 2 * kLanes numbers. The others are not read and are zero.
 inline Vec load_columns(const BFloat16* p, int64_t count) {
 #if defined(__AVX512BF16__)
   const __mmask32 mask = count >= 32 ? ~__mmask32(0) : (__mmask32(1) << count) - 1;
@@ -37,8 +37,8 @@ inline Vec load_columns(const BFloat16* p, int64_t count) {
 }
 #endif
 
-// The tile for a product along its rows: itself, or with pairs a lane for each column of two rows, [n / 2, width] in
-// `scratch`, zero in place of a last row that is missing.
+// The tile for a matmul along its rows. Without pairs it is the tile itself. With pairs `scratch` receives [n / 2,
+// width] lanes, each with the numbers of two rows; a missing last row is zero.
 template <class E>
 inline Tile<E> pack_pairs(Tile<E> tile, int64_t n, int64_t width, float* scratch) {
 #if defined(FK_PAIRS)
@@ -59,7 +59,7 @@ inline Tile<E> pack_pairs(Tile<E> tile, int64_t n, int64_t width, float* scratch
   return tile;
 }
 
-// Two registers rounded to bfloat16: as one of pairs, and if wanted each as a row of its own.
+// Rounds two registers to bfloat16 and stores them as pairs and, if requested, each as a row of its own.
 inline void store_pairs(float* pairs, Vec a, Vec b, BFloat16* row_a = nullptr, BFloat16* row_b = nullptr) {
 #if defined(__AVX512BF16__)
   const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);

@@ -1,4 +1,4 @@
-// What is kept of a row's softmax, how two splits of a row are combined, and how a row is finished.
+// Per-row softmax state, how two splits of a row are combined, and how a row is finished.
 #pragma once
 
 #include <cmath>
@@ -10,12 +10,12 @@
 namespace foundry {
 namespace FK_ISA {
 
-// What is known of a row's softmax: its largest logit and, relative to it, the sum of the weights and of the weights
-// times their logarithms.
+// A row's softmax state: its largest logit and, relative to it, the sum of the weights and the sum of weights times
+// their logarithms.
 struct RowSums {
   float max, sum, entropy;
 
-  // Adds another split of the row; sums of values are to be multiplied by `mine` and `theirs`.
+  // Adds another split of the row. The caller multiplies the two sums of values by `mine` and `theirs`.
   void combine(const RowSums& other, float& mine, float& theirs) {
     const float top = std::max(max, other.max);
     const auto moved = [&](const RowSums& r, float& factor) {
@@ -28,10 +28,10 @@ struct RowSums {
   }
 };
 
-// Writes a row's numbers; returns what its sum of values is to be multiplied by.
+// Writes a row's lse and statistics. Returns the factor for its sum of values.
 inline float finish_row(const AttentionForward& a, const AttentionSequence& s, int64_t head, int64_t row, RowSums r) {
   const int64_t at = row_offset(a.lse_strides, s, head, a.group, row);
-  const bool empty = r.sum == 0.0f;  // of NaN there is no maximum, but a sum
+  const bool empty = r.sum == 0.0f;  // a row with NaN has no maximum, but a sum
   if (a.max_logit) a.max_logit[at] = r.sum == r.sum ? r.max : r.sum;
   float factor = 1.0f, unused;
   if (a.sinks && !empty) r.combine({a.sinks[head + row % a.group], 1.0f, 0.0f}, factor, unused);
@@ -41,7 +41,7 @@ inline float finish_row(const AttentionForward& a, const AttentionSequence& s, i
   return empty ? 0.0f : factor / r.sum;
 }
 
-// Writes a row's output from its sum of values, which it overwrites, and its numbers.
+// Writes a row's output from its sum of values, which it overwrites.
 inline void finish_values(const AttentionForward& a, const AttentionSequence& s, int64_t head, int64_t row,
                           RowSums sums, float* values) {
   const float factor = finish_row(a, s, head, row, sums);
@@ -51,7 +51,7 @@ inline void finish_values(const AttentionForward& a, const AttentionSequence& s,
   });
 }
 
-// What a task has found for a row: its output, or where keys are split the unfinished sums.
+// Writes a task's result for a row: its output, or the unfinished sums if keys are split.
 inline void write_row(const AttentionForward& a, const AttentionTask& task, int64_t row, RowSums sums, float* values) {
   if (!a.splits) return finish_values(a, a.sequences[task.sequence], task.kv_head * a.group, row, sums, values);
   const int64_t at = task.split * kAttentionBlocks * kAttentionRows + row - task.row_begin;

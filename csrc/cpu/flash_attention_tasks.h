@@ -1,5 +1,5 @@
-// How attention is split into tasks: by the shapes and the mask alone, so that results are bitwise the same whatever
-// the number of threads. That says only which heads share memory.
+// How attention is split into tasks. It depends only on the shapes and the mask, so results are bitwise the same for
+// any number of threads. The number of threads decides only which heads share memory.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,12 @@
 
 namespace foundry {
 
-constexpr int64_t kAttentionThreads = 64;  // threads that a call's tasks are to keep busy, where it is large enough
-constexpr int64_t kSplitKeys = 512;        // keys that a split of the forward pass has at least
-constexpr int64_t kTaskRows = kAttentionBlocks * kAttentionRows;  // rows of a task; of the backward pass at least
-constexpr int64_t kTaskKeys = 256;  // keys of a task of the backward pass at least; half of that where there are few
+constexpr int64_t kAttentionThreads = 64;                         // threads that a large call should keep busy
+constexpr int64_t kSplitKeys = 512;                               // least keys of a split in the forward pass
+constexpr int64_t kTaskRows = kAttentionBlocks * kAttentionRows;  // rows of a task; in backward at least
+constexpr int64_t kTaskKeys = 256;  // least keys of a task in the backward pass; half of that if there are few
 
-// Products of a row and a key that rows [row_begin, row_end) and keys [key_begin, key_end) take.
+// Pairs of a row and a key in rows [row_begin, row_end) and keys [key_begin, key_end), without hidden ones.
 inline int64_t attention_work(const AttentionInputs& a, const AttentionSequence& s, int64_t row_begin, int64_t row_end,
                               int64_t key_begin, int64_t key_end) {
   int64_t work = 0;
@@ -29,8 +29,8 @@ inline int64_t attention_work(const AttentionInputs& a, const AttentionSequence&
 }
 
 struct ForwardTasks {
-  std::vector<AttentionTask> tasks;  // the longer ones first, splits of the same rows side by side
-  int64_t num_splits;                // into which each row's keys are split
+  std::vector<AttentionTask> tasks;  // longer ones first; splits of the same rows are adjacent
+  int64_t num_splits;                // per row
 };
 
 inline ForwardTasks forward_tasks(const AttentionInputs& a, int64_t n_sequences, int64_t n_kv_heads) {
@@ -49,7 +49,8 @@ inline ForwardTasks forward_tasks(const AttentionInputs& a, int64_t n_sequences,
         most_work = std::max(most_work, all.back().work);
       }
   }
-  // In eighths of the longest: tasks of about the same length stay with those of their head, whose keys are in a cache.
+  // Compares in eighths of the longest task: tasks of similar length stay with those of their head, whose keys are
+  // cached.
   std::stable_sort(all.begin(), all.end(), [&](const Rows& x, const Rows& y) {
     return 8 * x.work / (most_work + 1) > 8 * y.work / (most_work + 1);
   });
@@ -72,20 +73,20 @@ inline ForwardTasks forward_tasks(const AttentionInputs& a, int64_t n_sequences,
 }
 
 struct BackwardTasks {
-  std::vector<AttentionBackwardTask> tasks;  // none comes before one that it waits for
+  std::vector<AttentionBackwardTask> tasks;  // a task comes after those that it waits for
   int64_t sums;                              // floats of AttentionBackward::sums
 };
 
-// None of `tasks` comes before one that it waits for.
+// In `tasks` each task comes after those that it waits for.
 inline void set_work_left(std::vector<AttentionBackwardTask>& tasks) {
   const auto left = [&](int64_t next) { return next < 0 ? 0 : tasks[next].work_left; };
   for (auto task = tasks.rbegin(); task != tasks.rend(); ++task)
     task->work_left = task->work + std::max(left(task->next_of_rows), left(task->next_of_keys));
 }
 
-// The tasks of one sequence and key-value head. Rows and keys are cut into `chunks` each, and a task has a chunk of
-// either. In round t row chunk r goes with key chunk t - r: none of a round's tasks wait for each other, and of a
-// causal mask every round has as many.
+// The tasks of one sequence and key-value head. Rows and keys are cut into `chunks` each, and a task is a pair of
+// chunks. In round t row chunk r meets key chunk t - r. So tasks of a round do not wait for each other, and with a
+// causal mask every round has equally many.
 inline std::vector<AttentionBackwardTask> backward_tasks_of_head(const AttentionInputs& a, int64_t sequence,
                                                                  int64_t chunks) {
   const AttentionSequence& s = a.sequences[sequence];
@@ -127,7 +128,7 @@ inline std::vector<AttentionBackwardTask> backward_tasks_of_head(const Attention
       }
       last_of_rows[r] = last_of_keys[c] = index;
     }
-  // Rows without keys and keys without rows have gradients too: zero.
+  // Rows without keys and keys without rows get zero gradients.
   for (int64_t r = 0; r < n_rows; ++r)
     if (last_of_rows[r] < 0) add(r * row_chunk, std::min((r + 1) * row_chunk, rows), 0, 0);
   for (int64_t c = 0; c < n_keys; ++c)
@@ -136,8 +137,9 @@ inline std::vector<AttentionBackwardTask> backward_tasks_of_head(const Attention
   return tasks;
 }
 
-// How many of `heads` heads, each with these tasks, keep so many threads busy: a thread's part of their work is to be a
-// third more than their longest line, or threads would wait where lines end. Rather more of them than fewer at the end.
+// How many of `heads` heads with these tasks are needed to keep the threads busy. The work per thread should exceed the
+// longest chain of tasks by a third; otherwise threads wait at the ends of chains. Rounds up rather than down at the
+// end.
 inline int64_t heads_at_a_time(const std::vector<AttentionBackwardTask>& of_head, int64_t heads, int64_t threads) {
   int64_t total = 1, longest = 0;
   for (const AttentionBackwardTask& task : of_head) {
@@ -149,19 +151,19 @@ inline int64_t heads_at_a_time(const std::vector<AttentionBackwardTask>& of_head
   return (heads + times - 1) / times;
 }
 
-// Adds the tasks of `heads` heads, those of of_head's sequence and of the ones after it, whose heads have tasks like
-// these. Of their sums there are as many copies as keep `threads` busy. Head h takes those of head h - copies, a chunk
-// of rows or keys after the other: its first task of the chunk waits for the last one of that head. All tasks of a head
-// come before those of the next, so that here too none waits for one that comes after it.
+// Adds the tasks of `heads` heads: those of of_head's sequence and of the following sequences, whose heads have the
+// same tasks. There are as many copies of the sums as keep `threads` busy. Head h reuses the memory of head h - copies,
+// chunk by chunk: its first task of a chunk waits for that head's last task of the chunk. A head's tasks all come
+// before those of the next head, so again each task comes after those that it waits for.
 inline void add_heads(const AttentionBackward& a, const std::vector<AttentionBackwardTask>& of_head, int64_t heads,
                       int64_t n_kv_heads, int64_t threads, BackwardTasks& result) {
   const AttentionSequence& s = a.sequences[of_head[0].sequence];
   const auto count = static_cast<int64_t>(of_head.size());
-  const bool in_scratch = count == 1;  // or a head has more than one task
+  const bool in_scratch = count == 1;  // otherwise a head has several tasks
   const int64_t key_sums = in_scratch ? 0 : a.dk_sums(s.k_len) + a.dv_sums(s.k_len);
   const int64_t copies = heads_at_a_time(of_head, heads, threads);
-  // Of each task the first ones of its rows and of its keys, and where the sums of its rows are among those of the
-  // head.
+  // For each task: the first task of its rows, the first task of its keys, and the offset of the sums of its rows
+  // within the head.
   std::vector<int64_t> first_of_rows(count), first_of_keys(count), row_sums(count, -1);
   int64_t size = key_sums;
   for (int64_t i = 0; i < count; ++i) {
@@ -212,8 +214,8 @@ inline BackwardTasks backward_tasks(const AttentionBackward& a, int64_t n_sequen
       if (a.sequences[end].q_len != s.q_len || a.sequences[end].k_len != s.k_len) break;
     int64_t chunks = 1;
     if (a.batch_invariant) total = work[n] * n_kv_heads;  // as if it were alone
-    // The tasks of the same keys follow one another, and under a causal mask the first keys have twice the mean: as
-    // many chunks as make of that no more than a thread's part of all work.
+    // Tasks of the same keys run one after another, and with a causal mask the first keys have twice the average work.
+    // Choose enough chunks that this chain is at most one thread's share of all work.
     if (work[n] * kAttentionThreads > total)
       chunks = std::max<int64_t>(
           1, std::min({(2 * kAttentionThreads * work[n] + total - 1) / total, rows / kTaskRows, s.k_len / kTaskKeys}));
@@ -223,10 +225,10 @@ inline BackwardTasks backward_tasks(const AttentionBackward& a, int64_t n_sequen
   return result;
 }
 
-// The tasks that make dbias where pairs share its elements. A token's rows may lie in two blocks: where the heads of a
-// group share elements, a task has whole tiles of 64 tokens.
+// The tasks that compute dbias if pairs share its elements. A token's rows may lie in two blocks: if the heads of a
+// group share elements, a task covers whole tiles of 64 tokens.
 inline std::vector<AttentionBiasTask> bias_tasks(const AttentionBackward& a, int64_t n_sequences, int64_t n_kv_heads) {
-  const PairStrides& own = a.dbias_strides;  // 0 for what is shared
+  const PairStrides& own = a.dbias_strides;  // 0: shared
   const AttentionSequence& s = a.sequences[0];
   const int64_t rows = s.q_len * a.group;
   const int64_t sequences = own.batch ? 1 : n_sequences, kv_heads = own.head ? 1 : n_kv_heads;

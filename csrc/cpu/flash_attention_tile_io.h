@@ -1,4 +1,4 @@
-// Rows of the tensors, of any memory type, into tiles and back.
+// Copies rows of tensors, of any memory type, into tiles and back.
 #pragma once
 
 #include "dispatch.h"
@@ -7,7 +7,7 @@
 namespace foundry {
 namespace FK_ISA {
 
-// `n` elements as floats, zero up to `padded`.
+// Reads `n` elements as floats; zeros up to `padded`.
 template <class T>
 inline void widen(const T* in, int64_t n, float* out, int64_t padded) {
   int64_t i = 0;
@@ -21,19 +21,19 @@ inline void narrow(const float* in, int64_t n, T* out) {
   for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE { at.store(out + i, at.load(in + i)); });
 }
 
-// The element at which row token * group + head - first_head of a sequence's queries begins.
+// The offset of row token * group + head - first_head of a sequence's queries.
 inline int64_t row_offset(const HeadStrides& strides, const AttentionSequence& s, int64_t first_head, int64_t group,
                           int64_t row) {
   return s.batch * strides.batch + (first_head + row % group) * strides.head +
          (s.q_start + row / group) * strides.token;
 }
 
-// The element at which a key or value begins.
+// The offset of a key or value.
 inline int64_t key_offset(const HeadStrides& strides, const AttentionSequence& s, int64_t kv_head, int64_t key) {
   return s.batch * strides.batch + kv_head * strides.head + (s.k_start + key) * strides.token;
 }
 
-// Elements [offset, offset + n) of memory as E, zero up to `lanes` of them.
+// Elements [offset, offset + n) of memory as E; zeros up to `lanes`.
 template <class E>
 inline void read_row(Dtype type, const void* data, int64_t offset, int64_t n, float* out, int64_t lanes) {
   if constexpr (kPer<E> == 2) {
@@ -50,7 +50,7 @@ template <class E> struct Tile {
   int64_t ld;
 };
 
-// Rows [0, n) of memory with this stride, in place where they are of E and whole lanes; else in `scratch`.
+// Rows [0, n) of memory with this stride: in place if they have type E and whole lanes, otherwise copied to `scratch`.
 template <class E>
 inline Tile<E> read_tile(Dtype type, const void* data, int64_t offset, int64_t stride, int64_t n, int64_t width,
                          float* scratch) {
@@ -61,7 +61,7 @@ inline Tile<E> read_tile(Dtype type, const void* data, int64_t offset, int64_t s
   return {reinterpret_cast<const E*>(scratch), lanes * kPer<E>};
 }
 
-// The element at which a key or value begins that is in a page.
+// The offset of a key or value in a page.
 inline int64_t key_offset_in_page(const AttentionInputs& a, const HeadStrides& strides, int64_t sequence,
                                   int64_t kv_head, int64_t key) {
   const int64_t position = a.sequences[sequence].k_start + key;
@@ -69,18 +69,18 @@ inline int64_t key_offset_in_page(const AttentionInputs& a, const HeadStrides& s
   return page * strides.batch + kv_head * strides.head + position % a.pages.size * strides.token;
 }
 
-// Whether one page has all of the keys [key, key + n).
+// Whether one page holds all keys [key, key + n).
 inline bool in_one_page(const AttentionInputs& a, int64_t sequence, int64_t key, int64_t n) {
   return (a.sequences[sequence].k_start + key) % a.pages.size + n <= a.pages.size;
 }
 
-// Calls f(first, count, offset of the first) for the parts of the keys [key, key + n) that lie in a page each.
+// Calls f(first, count, offset of the first) for the parts of keys [key, key + n), one per page.
 template <class F>
 inline void for_each_page(const AttentionInputs& a, const HeadStrides& strides, int64_t sequence, int64_t kv_head,
                           int64_t key, int64_t n, F&& f) {
   const int64_t position = a.sequences[sequence].k_start + key, size = a.pages.size;
   const int32_t* page = a.pages.table + sequence * a.pages.stride + position / size;
-  int64_t in_page = position % size;  // divided once: pages may be small
+  int64_t in_page = position % size;  // divide once: pages may be small
   for (int64_t i = 0; i < n; ++page, in_page = 0) {
     const int64_t count = std::min(size - in_page, n - i);
     f(i, count, *page * strides.batch + kv_head * strides.head + in_page * strides.token);
@@ -88,7 +88,7 @@ inline void for_each_page(const AttentionInputs& a, const HeadStrides& strides, 
   }
 }
 
-// read_tile of the keys or values [key, key + n): in place where one page has them all.
+// read_tile of the keys or values [key, key + n): in place if one page holds them all.
 template <class E>
 inline Tile<E> read_paged_tile(const AttentionInputs& a, const void* data, const HeadStrides& strides, int64_t sequence,
                                int64_t kv_head, int64_t key, int64_t n, int64_t width, float* scratch) {

@@ -1,4 +1,4 @@
-// A tile of scores of the forward pass becomes weights.
+// Turns a tile of scores of the forward pass into weights.
 #pragma once
 
 #include "flash_attention_mask.h"
@@ -14,16 +14,15 @@ struct Block : BlockRows {
   BlockWords words;
 };
 
-// How far above the largest logit that a row's weights are relative to a later one may be, before all that was summed
-// is multiplied anew: where sums are held in memory (tiles), that takes as long as an eighth of a product. Weights and
-// their sums are floats, of which e^4 times as large ones are no less exact. Elsewhere, and where the largest logit is
-// itself a result, none.
+// How far a later logit may exceed the maximum that weights are relative to before earlier sums are rescaled. With AMX
+// the sums are in memory, and rescaling them takes an eighth of a matmul. Weights and their sums are floats, so values
+// e^4 times as large are just as precise. Without AMX, and if the maximum is itself an output, the limit is 0.
 template <class E>
 inline float slack_of(const AttentionForward& a) {
   return kTiles && kPer<E> == 2 && !a.max_logit ? 4.0f : 0.0f;
 }
 
-// e^(s unit - at) of scores s. With pairs, whose results are rounded to 16 bits, by the short power of two.
+// e^(s unit - at) of scores s. With pairs results are rounded to 16 bits, so the short power of two is enough.
 template <class E> struct Weights {
   static constexpr bool kShort = kPer<E> == 2;
   Vec unit, at;
@@ -39,13 +38,13 @@ template <class E> struct Weights {
   static constexpr float kLog = kShort ? 0.693147181f : 1.0f;
 };
 
-// One tile of scores [n, rows] becomes weights, relative to the largest logit so far; `scale` is left the factor by
-// which that changes what was summed before. The first key is `key`, counted as in BlockRows. Of E bfloat16 the weights
-// of two keys share a row. Steps of `products` are made meanwhile.
+// Turns one tile of scores [n, rows] into weights relative to the largest logit so far. Sets `scale` to the factor for
+// the earlier sums. `key` is the first key, counted as in BlockRows. With E bfloat16 the weights of two keys share a
+// row. Runs steps of `products` in between.
 template <class E, Hidden kHidden, bool kDrops, bool kBias, bool kEntropy>
 void softmax_tile(const AttentionForward& a, Block& b, const TileOptions& with, float* scores, int64_t n, int32_t key,
                   float* scale, TileQueue& products) {
-  const Vec unit = splat(kBias ? 1.0f : a.scale);  // of the scores in `scores`
+  const Vec unit = splat(kBias ? 1.0f : a.scale);  // scale of the values in `scores`
   const Vec slack = splat(slack_of<E>(a));
   for (int v = 0; v < b.vecs; ++v) {
     [[maybe_unused]] const PickedLanes lanes(v);
@@ -62,7 +61,7 @@ void softmax_tile(const AttentionForward& a, Block& b, const TileOptions& with, 
       if constexpr (kBias || kHidden != Hidden::nothing) Whole::store(column + j * kAttentionRows, s);
       return s;
     };
-    Vec top[4] = {splat(kNone), splat(kNone), splat(kNone), splat(kNone)};  // an instruction takes four cycles
+    Vec top[4] = {splat(kNone), splat(kNone), splat(kNone), splat(kNone)};  // to hide a latency of four cycles
     int64_t read = 0;
     for (; read + 4 <= n; read += 4)
 #pragma GCC unroll 4

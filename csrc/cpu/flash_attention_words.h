@@ -1,8 +1,8 @@
-// Which pairs of a block's rows and a tile's keys a mask shows and dropout keeps: one bit a pair.
+// Which pairs of a block's rows and a tile's keys a mask shows and dropout keeps: one bit per pair.
 //
-// A row's word has a bit for each of the tile's 64 keys; a key's word, which the kernels take, one for each of the
-// block's 64 rows. Tiles begin at multiples of 64 keys, and a block's rows are all of one tile of 64 queries: 64 rows
-// from a multiple of 64 on lie in 64 queries whatever the group is.
+// A row's word has one bit for each of the tile's 64 keys. A key's word, which the kernels read, has one bit for each
+// of the block's 64 rows. Tiles begin at multiples of 64 keys. All rows of a block belong to one tile of 64 queries: 64
+// rows from a multiple of 64 on lie within 64 queries for any group size.
 #pragma once
 
 #include "dropout.h"
@@ -15,7 +15,7 @@ static_assert(kAttentionRows == 64 && kAttentionKeys == 64 && kAttentionDecodeKe
 
 // --- bits and lanes -----------------------------------------------------------------------------------------------
 
-// The lanes of register v, picked by words of keys.
+// The lanes of register v, selected by the words of keys.
 struct PickedLanes {
   int v;
 #if !defined(__AVX512F__)
@@ -28,7 +28,7 @@ struct PickedLanes {
 #endif
   }
 
-  // x in the lanes whose rows have a bit in the word, `other` elsewhere.
+  // x in the lanes whose rows have their bit set in the word, `other` elsewhere.
   Vec pick(const uint64_t* word, Vec x, float other) const {
 #if defined(__AVX512F__)
     __mmask16 mask;
@@ -42,7 +42,7 @@ struct PickedLanes {
   }
 };
 
-// A bit for each lane where x is at least `least`; both are below 2^31.
+// One bit per lane: whether x is at least `least`. Both are below 2^31.
 inline uint32_t bits_at_least(VecU x, uint32_t least) {
 #if defined(__AVX512F__)
   return _mm512_cmpge_epu32_mask((__m512i)x, _mm512_set1_epi32(int(least)));
@@ -62,8 +62,7 @@ inline uint32_t bits_at_least(VecU x, uint32_t least) {
 #endif
 }
 
-// Exchanges bits between words that lie kStep apart: those of the first that are at odd places, counted in steps, with
-// those of the second at even ones.
+// Swaps bits between words kStep apart: the odd groups of kStep bits of the first with the even ones of the second.
 template <int kStep, int... kLane>
 inline FK_INLINE void exchange_bits(VecL* words, std::integer_sequence<int, kLane...>) {
   constexpr uint64_t kAll = ~uint64_t(0), kEven = kAll / ((uint64_t(1) << kStep) + 1);
@@ -108,7 +107,7 @@ inline void transpose_bits(uint64_t* words) {
 
 inline uint64_t lower_bits(int64_t n) { return n >= 64 ? ~uint64_t(0) : (uint64_t(1) << n) - 1; }
 
-// A bit for each of n <= 64 bytes: whether it is not 0.
+// One bit for each of n <= 64 bytes: whether it is not 0.
 inline uint64_t packed_bytes(const uint8_t* p, int64_t n) {
 #if defined(__AVX512BW__)
   const __m512i bytes = _mm512_maskz_loadu_epi8(lower_bits(n), p);
@@ -131,8 +130,8 @@ inline uint64_t packed_bytes(const uint8_t* p, int64_t n) {
     constexpr uint64_t kSeven = 0x7F7F7F7F7F7F7F7Fu;
     uint64_t bytes;
     std::memcpy(&bytes, p + i, sizeof(bytes));
-    bytes = (((bytes & kSeven) + kSeven) | bytes) >> 7 & 0x0101010101010101u;  // 1 where one is not 0
-    bits |= (bytes * 0x0102040810204080u >> 56) << i;                          // the sums move byte i to bit 56 + i
+    bytes = (((bytes & kSeven) + kSeven) | bytes) >> 7 & 0x0101010101010101u;  // 1 for each byte that is not 0
+    bits |= (bytes * 0x0102040810204080u >> 56) << i;  // the multiplication moves byte i to bit 56 + i
   }
 #endif
   return bits;
@@ -147,9 +146,9 @@ inline uint64_t packed_row(const uint8_t* p, int64_t stride, int64_t n) {
   return bits;
 }
 
-enum class Seen { none, some, all };  // of a tile, by a block
+enum class Seen { none, some, all };  // how much of a tile a block sees
 
-// What a tile's index says of the block's rows, whatever the heads of a group say each.
+// What a tile's index says for the rows of the block, over all heads of a group.
 inline Seen seen_by_tile(const AttentionInputs& a, const int32_t* index) {
   const int32_t first = *index;
   if (first > 1) return Seen::some;
@@ -158,8 +157,9 @@ inline Seen seen_by_tile(const AttentionInputs& a, const int32_t* index) {
   return first == 0 ? Seen::none : Seen::all;
 }
 
-// Words of the block's rows for keys [key, key + n) of the sequence, `key` being a multiple of 64, or `counted` as in
-// BlockRows. Rows that the block does not have see nothing. Where all or none are seen, words need not be read.
+// Sets the words of the block's rows for keys [key, key + n) of the sequence. `key` is a multiple of 64; `counted` is
+// the same key counted as in BlockRows. Rows beyond the block see nothing. If all or none are seen, the words need not
+// be read.
 inline Seen seen_rows(const AttentionInputs& a, const AttentionSequence& s, int64_t head, const BlockRows& b,
                       int64_t key, int64_t n, int32_t counted, uint64_t* words) {
   const bool edge = key < b.full_begin || key + n > b.full_end;
@@ -187,7 +187,7 @@ inline Seen seen_rows(const AttentionInputs& a, const AttentionSequence& s, int6
     if (a.mask) {
       const PairStrides& m = a.mask_strides;
       mask = a.mask + s.batch * m.batch + (head + h) * m.head + q * m.query + key * m.key;
-      if (mask != read) row_bits = packed_row(mask, m.key, n), read = mask;  // heads of a group may share it
+      if (mask != read) row_bits = packed_row(mask, m.key, n), read = mask;  // the heads of a group may share it
       bits &= row_bits;
     }
     if (by_tile == Seen::some) bits &= a.tiles.words[int64_t(index[h * a.tiles.strides.head]) * 64 + q % 64];
@@ -204,9 +204,9 @@ inline Seen seen_rows(const AttentionInputs& a, const AttentionSequence& s, int6
 
 // --- dropout ------------------------------------------------------------------------------------------------------
 
-// What Philox counts of a block's rows, see ops/flash_attention/dropout.py. Eight rows from a multiple of eight on are
-// all of the lower or all of the upper half of their sixteen queries: they get these halves of words, and the rows that
-// are 8 * group away the others.
+// Philox counters of a block's rows, see ops/flash_attention/dropout.py. Eight rows from a multiple of eight on lie all
+// in the lower or all in the upper half of their sixteen queries. They use that half of the words; the rows 8 * group
+// away use the other.
 struct DropoutRows {
   alignas(64) uint64_t query[kAttentionRows], head[kAttentionRows], batch[kAttentionRows];
 
@@ -222,17 +222,18 @@ struct DropoutRows {
   }
 };
 
-// Words of keys: bit r of words[j] says whether row r keeps its weight of key `key` + j, `key` being a multiple of 64.
+// Sets the words of keys: bit r of words[j] says whether row r keeps its weight of key `key` + j. `key` is a multiple
+// of 64.
 inline void kept_rows(const AttentionDropout& dropout, int64_t group, const BlockRows& b, const DropoutRows& rows,
                       int64_t key, uint64_t* words) {
-  constexpr int kPart = kLanes < 8 ? kLanes : 8;  // rows of a register of words
-  constexpr int kKeys = kLanes / kPart;           // and how many counters of them
+  constexpr int kPart = kLanes < 8 ? kLanes : 8;  // rows per register of words
+  constexpr int kKeys = kLanes / kPart;           // keys per register
   constexpr int kTogether = kBatches / 2 * kKeys;
   uint8_t* const bytes = reinterpret_cast<uint8_t*>(words);
   std::memset(bytes, 0, kAttentionKeys * sizeof(*words));
   for (int64_t octet = 0; 8 * octet < b.count; ++octet) {
     const bool upper = (b.row / 8 + octet) / group % 2;
-    if (upper && octet >= group) continue;  // done with its other half
+    if (upper && octet >= group) continue;  // done together with its other half
     const int64_t other = octet + group;
     for (int part = 0; part < 8; part += kPart)
       for (int c = 0; c < 16; c += kTogether) {
@@ -264,19 +265,20 @@ inline void kept_rows(const AttentionDropout& dropout, int64_t group, const Bloc
 
 // --- a tile's options ---------------------------------------------------------------------------------------------
 
-enum class Hidden { nothing, edge, words };  // how a tile's hidden pairs are known: by the rows' first and last keys
+// How a tile's hidden pairs are given; edge: by the first and last key of each row.
+enum class Hidden { nothing, edge, words };
 
-// What the tile functions are given beside scores.
+// Inputs of the tile functions besides scores.
 struct TileOptions {
   const uint64_t *seen, *kept;  // words of keys
   const float* bias;            // [keys, kAttentionRows], or null
-  float* dbias;                 // the same of its gradient
+  float* dbias;                 // same for its gradient
 };
 
 template <Hidden hidden> using HiddenBy = std::integral_constant<Hidden, hidden>;
 
-// Calls f(HiddenBy, std::bool_constant): a kernel is specialised on what hides pairs and on dropout, with which edges
-// are words too.
+// Calls f(HiddenBy, std::bool_constant). Kernels are specialised on what hides pairs and on dropout; with dropout,
+// edges are words too.
 template <class F>
 void with_hidden(Hidden hidden, bool drops, F&& f) {
   if (drops)
@@ -287,13 +289,13 @@ void with_hidden(Hidden hidden, bool drops, F&& f) {
   else f(HiddenBy<Hidden::words>{}, std::false_type{});
 }
 
-// The words of one block for one tile, made in its place.
+// The words of one block for one tile.
 struct BlockWords {
   alignas(64) uint64_t seen[kAttentionKeys], kept[kAttentionKeys];
   Seen all;
   DropoutRows dropout;
 
-  // Rows' words, from which finish() makes those of keys; returns whether any pair is seen.
+  // Computes the words of rows; finish() turns them into the words of keys. Returns whether any pair is seen.
   bool look(const AttentionInputs& a, const AttentionSequence& s, int64_t head, const BlockRows& b, int64_t key,
             int64_t n, int32_t counted) {
     all = seen_rows(a, s, head, b, key, n, counted, seen);

@@ -30,14 +30,14 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
-// Whether the processor has tiles of bfloat16, and Linux lets this process use them: it must be asked, once, for the
-// tiles' 8 KB are more than a signal's stack may have room for.
+// Whether the processor has AMX and Linux lets this process use it. A process must request permission once, because the
+// 8 KB of tiles may not fit on a signal's stack.
 bool has_amx() {
 #if defined(__linux__)
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
   unsigned eax, ebx, ecx, edx;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & kAmxBf16) || !(edx & kAmxTile)) return false;
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, of Linux 5.16
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, since Linux 5.16
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
@@ -45,7 +45,8 @@ bool has_amx() {
 }
 #endif
 
-// Whether this processor has it, compiled in or not. `lowest` stands for what all of the architecture have.
+// Whether this processor supports the instruction set, compiled in or not. `lowest` means what all processors of the
+// architecture support.
 bool processor_has(Isa isa) {
   switch (isa) {
     case Isa::lowest: return true;
@@ -93,7 +94,7 @@ const char* name_of(Isa isa) {
   }
 }
 
-// What `lowest` stands for; itself where that is what all processors have.
+// The instruction set that `lowest` stands for; `lowest` itself if that is the baseline.
 Isa lowest_by_name() {
   for (const Isa isa : kIsas)
     if (std::strcmp(name_of(isa), FK_STRING(FK_LOWEST)) == 0) return isa;
@@ -162,6 +163,6 @@ void choose_bfloat16(const Bfloat16Choice& choice) {
 
 }  // namespace foundry
 
-#if defined(FK_PRINT_PROCESSOR_ISA)  // setup.py asks so for what to compile
+#if defined(FK_PRINT_PROCESSOR_ISA)  // setup.py uses this to choose what to compile
 int main() { return std::puts(foundry::processor_isa()) < 0; }
 #endif

@@ -1,24 +1,23 @@
-// A kernel in csrc/cpu is one source, compiled once per instruction set, each time into a namespace of its own. One of
-// them is picked at run time. The build sets FK_ISA for each compilation: on x86-64 to baseline, avx2, avx512,
-// avx512_bf16 or, for attention alone, amx_bf16 (elsewhere that runs what avx512_bf16 does), on 64-bit ARM to neon or
-// neon_bf16, elsewhere to baseline. A build for one machine compiles no more than its best set, and sets FK_LOWEST to
-// it.
+// Each kernel in csrc/cpu is one source file, compiled once per instruction set into a namespace of its own; one of
+// them is chosen at run time. The build sets FK_ISA for each compilation. On x86-64: baseline, avx2, avx512,
+// avx512_bf16 and, for attention alone, amx_bf16 (the other kernels then use avx512_bf16). On 64-bit ARM: neon,
+// neon_bf16. Elsewhere: baseline. A build for one machine compiles only its best set and sets FK_LOWEST to it.
 #pragma once
 
 namespace foundry {
 
-// `lowest` is FK_LOWEST: what all processors of the architecture have, or what the build says that they must have.
+// `lowest` is FK_LOWEST: what all processors of the architecture support, or what the build requires of them.
 enum class Isa { lowest, avx2, avx512, avx512_bf16, amx_bf16, neon_bf16 };
 constexpr Isa kIsas[] = {Isa::lowest, Isa::avx2, Isa::avx512, Isa::avx512_bf16, Isa::amx_bf16, Isa::neon_bf16};
 
-// The best instruction set that is compiled in and that this processor has, or the one set by force_isa.
+// The best instruction set that is compiled in and that this processor supports, or the one set by force_isa.
 Isa chosen_isa();
-// Whether that is `least` or a better one, also where it is what the build has for `lowest`.
+// Whether the chosen set is `least` or better, also if the build's `lowest` stands for it.
 bool chosen_isa_has(Isa least);
-bool isa_usable(Isa isa);  // compiled in, and this processor has it
+bool isa_usable(Isa isa);  // compiled in, and this processor supports it
 void force_isa(Isa isa);   // for tests; the caller has checked isa_usable
 const char* isa_name(Isa isa);
-const char* processor_isa();  // the best that this processor has, compiled in or not
+const char* processor_isa();  // the best that this processor supports, compiled in or not
 
 }  // namespace foundry
 
@@ -30,8 +29,8 @@ const char* processor_isa();  // the best that this processor has, compiled in o
 #endif
 #endif
 
-// Declares a kernel in the namespace of every instruction set that the build compiles (FK_HAVE_*); the second is for
-// kernels that amx_bf16 has its own of.
+// Declares a kernel in the namespace of every instruction set that the build compiles (FK_HAVE_*). The second form is
+// for kernels that are compiled for amx_bf16 too.
 #define FK_DECLARE_PER_ISA(ret, name, ...)   \
   FK_DECLARE_BUT_AMX(ret, name, __VA_ARGS__) \
   FK_IF_AMX_BF16(namespace foundry::amx_bf16 { using avx512_bf16::name; })
@@ -75,7 +74,7 @@ const char* processor_isa();  // the best that this processor has, compiled in o
 #define FK_IF_NEON_BF16(...)
 #endif
 
-// An expression: the chosen instruction set's `name` as a function pointer, or that of another one.
+// The kernel `name` of the chosen (or given) instruction set, as a function pointer.
 #define FK_CHOOSE_ISA(name) FK_CHOOSE_ISA_OF(::foundry::chosen_isa(), name)
 #define FK_CHOOSE_ISA_OF(isa, name)                                                               \
   ([](::foundry::Isa of) -> decltype(& ::foundry::FK_LOWEST::name) {                              \

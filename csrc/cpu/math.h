@@ -1,6 +1,6 @@
-// Functions of a register of floats that the processor has no instruction for. Compiled once per instruction set.
+// Functions of a float register for which the processor has no instruction. Compiled once per instruction set.
 //
-// The coefficients are least-maximum fits of relative error, made for these forms in double precision.
+// The polynomial coefficients are minimax fits of the relative error, computed for these forms in double precision.
 #pragma once
 
 #include "vec.h"
@@ -8,7 +8,7 @@
 namespace foundry {
 namespace FK_ISA {
 
-// The larger of two; the second where one is NaN.
+// The larger of two; the second if one is NaN.
 inline Vec larger(Vec a, Vec b) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_maskz_max_ps(0xFFFF, (__m512)a, (__m512)b);
@@ -21,7 +21,7 @@ inline Vec larger(Vec a, Vec b) {
 #endif
 }
 
-// The smaller of two; the second where one is NaN.
+// The smaller of two; the second if one is NaN.
 inline Vec smaller(Vec a, Vec b) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_maskz_min_ps(0xFFFF, (__m512)a, (__m512)b);
@@ -34,11 +34,11 @@ inline Vec smaller(Vec a, Vec b) {
 #endif
 }
 
-// p * 2^n for an integer n; down to -254 and up to 254 where the processor has no instruction for it.
+// p * 2^n for an integer n. Without an instruction for it, n is limited to -254 .. 254.
 inline FK_INLINE Vec scale_by_power(Vec p, Vec n) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else  // in two factors, which are normal numbers where 2^n itself may not be
+#else  // two factors, which are normal numbers even if 2^n is not
   const VecI whole = __builtin_convertvector(n, VecI), half = whole >> 1;
   return p * bit_cast<Vec>((half + 127) << 23) * bit_cast<Vec>((whole - half + 127) << 23);
 #endif
@@ -46,7 +46,7 @@ inline FK_INLINE Vec scale_by_power(Vec p, Vec n) {
 
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which lies in the last bits
 
-// kTimes 2^f, |f| <= 1/2. kShort, for results of 16 bits: within 2.7e-6 of itself.
+// kTimes 2^f, |f| <= 1/2. kShort, for results of 16 bits: relative error up to 2.7e-6.
 template <bool kShort = false, int kTimes = 1>
 inline FK_INLINE Vec exp2_fraction(Vec f) {
   if constexpr (kShort) {
@@ -65,11 +65,11 @@ inline FK_INLINE Vec exp2_fraction(Vec f) {
   return p * f + kTimes * 1.0f;
 }
 
-// 2^t. At most 1.5 units in the last place from the truth where that is a normal number, at most one subnormal step
-// below; 0 below -150, infinity from 128 on, NaN for NaN.
+// 2^t. The error is at most 1.5 ulp for normal results and one step for subnormal ones. 0 below -150, infinity from
+// 128 on, NaN for NaN.
 //
-// e^v is exp2(v * kLog2E): the product's rounding makes that the exact power of a v which differs by half a unit in its
-// last place, so that the relative error grows by up to 8e-8 |v|.
+// e^v is exp2(v * kLog2E). Rounding the product shifts the exponent by half an ulp, so the relative error grows by up
+// to 8e-8 |v|.
 //
 // 2^t = 2^n 2^f, n = t rounded, |f| <= 1/2.
 template <bool kShort = false>
@@ -78,7 +78,7 @@ inline FK_INLINE Vec exp2(Vec t) {
   const Vec n = (Vec)_mm512_roundscale_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const Vec f = (Vec)_mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // 0 for an infinity
 #else
-  constexpr float kLowest = -151.0f, kHighest = 128.0f;  // beyond them nothing changes
+  constexpr float kLowest = -151.0f, kHighest = 128.0f;  // beyond these the result does not change
   t = smaller(splat(kHighest), larger(splat(kLowest), t));
   const Vec n = (t + kRound) - kRound, f = t - n;
 #endif
@@ -87,23 +87,22 @@ inline FK_INLINE Vec exp2(Vec t) {
 
 constexpr float kLog2E = 1.44269504f;
 
-// e^x for x up to 88: at most 1 unit in the last place from the truth near 0 and 3 at -80, 0 below -104 (without
-// AVX-512 below -87.7, where 2^n is not a normal number), NaN for NaN. Other than by exp2 of a product with log2(e),
-// the error hardly grows with |x|.
+// e^x for x up to 88. The error is at most 1 ulp near 0 and 3 ulp at -80. 0 below -104 (without AVX-512 below -87.7,
+// where 2^n is not a normal number), NaN for NaN. Unlike exp2(x * log2(e)), the error hardly grows with |x|.
 //
 // e^x = 2^n e^r, n = x / ln 2 rounded, r = x - n ln 2.
 inline FK_INLINE Vec exp(Vec x) {
-  // A result of 0 is computed without underflow, which takes the processor 70 ns: by n alone.
+  // A result of 0 comes from n alone: a real underflow takes the processor 70 ns.
 #if defined(__AVX512F__)
   constexpr float kLowest = -1000.0f, kShift = kRound;
 #else
-  constexpr float kLowest = -88.0f, kShift = kRound + 127.0f;  // n = -127 or more, and the bits are 2^n's exponent
+  constexpr float kLowest = -88.0f, kShift = kRound + 127.0f;  // n >= -127: the bits are 2^n's exponent
 #endif
   x = larger(splat(kLowest), x);
   const Vec shifted = x * kLog2E + kShift, n = shifted - kShift;
-#if defined(__FMA__) || defined(__AVX512F__) || defined(__ARM_FEATURE_FMA)  // the product is not rounded
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__ARM_FEATURE_FMA)  // fused: the product is not rounded
   const Vec r = x - n * 0x1.62e43p-1f;
-#else  // ln 2 in two parts, of which n times the first is exact
+#else  // ln 2 in two parts: n times the first is exact
   const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
 #endif
   Vec p = splat(0x1.6a23bcp-10f);
@@ -120,13 +119,13 @@ inline FK_INLINE Vec exp(Vec x) {
 #endif
 }
 
-// 1 + e^-v, whose inverse is the logistic function; infinity where e^-v is.
+// 1 + e^-v, the inverse of the logistic function; infinity if e^-v is.
 template <bool kShort = false>
 inline FK_INLINE Vec logistic_denominator(Vec v) {
 #if defined(__AVX512F__)
   return 1.0f + exp2<kShort>(v * -kLog2E);
 #else
-  // As exp2, but what is lost beside 1 may become 0: with a factor of 2 in the polynomial one number holds the power.
+  // As exp2, but what is lost beside 1 may become 0. With a factor of 2 in the polynomial one number holds the power.
   constexpr float kLowest = -89.5f, kHighest = 87.3f, kShift = kRound + 126.0f;  // powers from 2^-126 to infinity
   v = smaller(splat(kHighest), larger(splat(kLowest), v));
   const Vec shifted = v * -kLog2E + kShift, f = v * -kLog2E - (shifted - kShift);
@@ -134,9 +133,9 @@ inline FK_INLINE Vec logistic_denominator(Vec v) {
 #endif
 }
 
-// The normal distribution: its density times sqrt(2 pi), and the part of it below v. The tail is
-// e^(-z^2/2) f(z), z = |v|, with f a polynomial in 1 / (1 + 0.35 z), so that it keeps its relative exactness however
-// small it gets: within 1e-5 of itself, and within 2e-7 in absolute terms everywhere.
+// The normal distribution: its density times sqrt(2 pi), and its cumulative distribution function at v. The tail is
+// e^(-z^2/2) f(z), z = |v|, with f a polynomial in 1 / (1 + 0.35 z), so that small values stay precise: the relative
+// error is within 1e-5 and the absolute error within 2e-7.
 struct Normal {
   Vec density, below;
 };
@@ -158,7 +157,8 @@ inline FK_INLINE Normal normal(Vec v) {
   return {density, v < splat(0.0f) ? tail : 1.0f - tail};
 }
 
-// tanh, within 3e-7 of itself: with e = 2^y - 1 formed without cancellation, y = -2 |v| / ln 2, it is -e / (e + 2).
+// tanh with a relative error up to 3e-7: -e / (e + 2), where e = 2^y - 1 is computed without cancellation and y = -2
+// |v| / ln 2.
 inline Vec tanh(Vec v) {
   const Vec magnitude = v < Vec{} ? -v : v;
   Vec y = larger(magnitude * (-2.0f * kLog2E), splat(-60.0f));

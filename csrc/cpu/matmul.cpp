@@ -1,6 +1,6 @@
-// Products of matrices by the blocks of attention's products: a few columns of B, over some of the depth, are brought
-// side by side into the first-level cache, and all rows of the tile pass by. What is bfloat16 becomes float32 on the
-// way there. Compiled once per instruction set (see isa.h).
+// Matmuls that use the register blocks of attention's matmuls. A panel of B (a few columns, part of the depth) is
+// copied into the L1 cache, and all rows of the tile are multiplied by it. The copy widens bfloat16 to float32.
+// Compiled once per instruction set (see isa.h).
 #include "matmul.h"
 
 #include <algorithm>
@@ -14,12 +14,12 @@ namespace FK_ISA {
 
 namespace {
 
-// Of the depth at a time: so many rows of kMatmulColumns numbers are 32 KB.
+// Depth of a panel: kDepth rows of kMatmulColumns numbers are 32 KB.
 constexpr int64_t kDepth = 128;
-// Between the steps of A's copy, and between its rows: no power of two, which would share few places in the cache.
+// Strides of A's copy between steps and between rows. Powers of two would map to few cache sets.
 constexpr int64_t kLeftStep = kMatmulRows + 16, kLeftRow = kDepth + 16;
 constexpr int64_t kLeft = std::max(kDepth * kLeftStep, kMatmulRows* kLeftRow);
-// Rows at a time where columns are fewer than whole registers.
+// Rows at a time if the columns do not fill whole registers.
 constexpr int64_t kPartRows = 64;
 
 // out[r][c] = in[c][r] of any sizes.
@@ -37,8 +37,8 @@ void copy_rows(const T* in, int64_t ld_in, int64_t rows, int64_t columns, float*
                  [&](int64_t i, auto at, int) FK_INLINE { at.store(out + i, at.load(in + i)); });
 }
 
-// Some rows of A over some of the depth, in place or as a copy in `left`. Rows that are not dense are copied, as they
-// may be as far apart as pages are.
+// Some rows of A over part of the depth: in place, or a copy in `left`. Rows that are not contiguous are copied,
+// because they may be whole pages apart.
 template <class T>
 Factor<float> left_factor(const Matmul& of, int64_t row, int64_t rows, int64_t k, int64_t depth, float* left) {
   const T* a = static_cast<const T*>(of.a) + row * of.a_row + k * of.a_step;
@@ -51,7 +51,7 @@ Factor<float> left_factor(const Matmul& of, int64_t row, int64_t rows, int64_t k
   return {left, kLeftRow, 1};
 }
 
-// `columns` columns of B from the one at `b` on, [depth, kMatmulColumns], with zeros up to whole registers.
+// `columns` columns of B starting at `b`, [depth, kMatmulColumns], zero-padded to whole registers.
 template <class T>
 void pack(const Matmul& of, const T* b, int64_t depth, int64_t columns, float* out) {
   if (of.b_col == 1) {
@@ -77,8 +77,8 @@ void store_sums(const float* sums, int64_t ld, int64_t rows, int64_t columns, T*
     });
 }
 
-// Of A and B of T. C is of float32, or of T: its sums are then in `scratch`, as wide as whole panels, until they are
-// rounded.
+// A and B have type T; C is float32 or T. With kRounds the sums are in `scratch`, as wide as whole panels, until they
+// are rounded.
 template <class T, bool kRounds>
 void tile_of(const Matmul& of, int64_t row_begin, int64_t row_end, int64_t col_begin, int64_t col_end, float* scratch) {
   typedef std::conditional_t<kRounds, T, float> Out;

@@ -1,5 +1,5 @@
-// Which processor this is, and how products of bfloat16 are made on it. What is faster follows from the processor and
-// not from the names of its instructions: foundry_kernels/core/bfloat16.py chooses, once, when the extension is loaded.
+// Which processor this is, and how bfloat16 matmuls run on it. What is faster depends on the processor, not only on the
+// instructions that it has: foundry_kernels/core/bfloat16.py chooses once, when the extension is loaded.
 #pragma once
 
 #include <string>
@@ -8,25 +8,25 @@
 
 namespace foundry {
 
-// As its CPUID instruction names it; an empty vendor where there is none.
+// The processor as its CPUID instruction describes it. The vendor is empty if there is no CPUID.
 struct Processor {
   std::string vendor;
   unsigned family = 0, model = 0, stepping = 0;
 };
 Processor processor();
 
-// Whether products of bfloat16 are made by the instructions that there are for them. Otherwise their numbers are
-// widened to float32.
+// Which bfloat16 matmuls use bfloat16 instructions. The others widen to float32.
 struct Bfloat16Choice {
-  bool tiles = true;     // attention's by matrix instructions (AMX), where the kernels of these are chosen
-  bool pairs = true;     // attention's and decode_linear's by dot products of pairs (vdpbf16ps, bfdot)
-  bool products = true;  // oneDNN's take part
+  bool tiles = true;     // attention with AMX, if the kernels compiled for it are chosen
+  bool pairs = true;     // attention and decode_linear with dot products of pairs (vdpbf16ps, bfdot)
+  bool products = true;  // oneDNN's matmuls
 };
 Bfloat16Choice bfloat16_choice();
 void choose_bfloat16(const Bfloat16Choice& choice);
 
-// Whose kernels do attention's products. AMX takes sixteen keys at a time and leaves the rest to registers, which add
-// in another order: how many are left depends on what else is in the tile.
+// The instruction set of attention's matmuls. AMX handles sixteen keys at a time and leaves the rest to registers,
+// which add in another order. How many are left depends on the rest of the tile, so batch-invariant calls do not use
+// AMX.
 inline Isa attention_isa(bool batch_invariant) {
   const Isa isa = chosen_isa();
   const bool tiles = bfloat16_choice().tiles && !batch_invariant;

@@ -1,4 +1,4 @@
-// Times attention's product of tiles. Compiled once per instruction set (see isa.h).
+// Times attention's matmul of tiles. Compiled once per instruction set (see isa.h).
 #include "product_rates.h"
 
 #include "flash_attention_gemm.h"
@@ -8,7 +8,7 @@ namespace FK_ISA {
 
 namespace {
 
-// As scores are made of a tile's keys and queries.
+// The matmul that computes scores from a tile's keys and queries.
 template <class E>
 double seconds_of() {
   constexpr int64_t n = kProductSize;

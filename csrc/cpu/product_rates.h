@@ -1,5 +1,5 @@
-// How long products of bfloat16 take on this processor by dot products of pairs, and of numbers that were widened to
-// float32: what foundry_kernels/core/bfloat16.py chooses by where it does not know the processor.
+// Measures bfloat16 matmuls with dot products of pairs against matmuls widened to float32.
+// foundry_kernels/core/bfloat16.py chooses by these times if it does not know the processor.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace foundry {
 
-// Of kProductCalls products [kProductSize, kProductSize]^2 on one thread, the fastest of kProductRounds; negative where
-// there is no such product. Some 0.1 ms a round.
+// Seconds for kProductCalls matmuls [kProductSize, kProductSize]^2 on one thread: the fastest of kProductRounds rounds
+// of about 0.1 ms. Negative if there is no such matmul.
 struct ProductSeconds {
   double float32, pairs;
 };

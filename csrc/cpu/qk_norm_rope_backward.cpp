@@ -8,7 +8,7 @@ namespace foundry {
 namespace FK_ISA {
 namespace {
 
-// `dnormed` is scratch space for one head: the gradient of the norm's result, times the weight.
+// `dnormed` is scratch for one head: the gradient of the norm's result times the weight.
 template <class X, bool kInterleaved, bool kRoundFirst, bool kStream>
 void norm_gradients(const QkNormRopeGradients& heads, const QkNormRopeBackward& a, const TableBlock& table,
                     float* dnormed, float* dw, int64_t b, int64_t begin, int64_t end) {
@@ -18,7 +18,7 @@ void norm_gradients(const QkNormRopeGradients& heads, const QkNormRopeBackward& 
     const X* dy = static_cast<const X*>(heads.dy) + heads.dy_strides.offset(b, h, t);
     const Vec r = splat(heads.rstd[(b * heads.n_heads + h) * a.n_tokens + t]);
 
-    // First pass: rotates the gradient back, adds to dW, and forms the one sum over the head that dX needs.
+    // First pass: rotates the gradient back, adds to dW, and computes the sum over the head that dX needs.
     Vec products[4] = {};
     rotate<kInterleaved, kSplit<X>>(
         table.cos(t - begin), table.sin(t - begin), a.tables.half, n,

@@ -7,8 +7,8 @@ namespace foundry {
 namespace FK_ISA {
 namespace {
 
-// Two loops over a few heads: the sum, the root and the division of one take longer than all the rest, and those of
-// several overlap.
+// Two loops over a few heads. The sum, square root and division of one head take longer than all the rest, and those of
+// several heads overlap.
 template <class X, bool kInterleaved, bool kRoundFirst, bool kStream>
 void norm_heads(const QkNormRopeHeads& heads, const QkNormRopeForward& a, const TableBlock& table, int64_t b,
                 int64_t begin, int64_t end) {

@@ -14,14 +14,13 @@ namespace FK_ISA {
 
 namespace {
 
-// As reads_split says.
+// See reads_split.
 template <class X, class Y>
 constexpr bool kSplit = std::is_same_v<X, BFloat16> && std::is_same_v<Y, BFloat16>;
 
 enum class Sum { none, residual, dropout };
 
-// What is normalised in one row: x, or the sum x + residual, of an x that may be dropped out. The sum is written to h
-// as it is read.
+// The input of the norm in one row: x, or x + residual, where x may have dropout. Writes the sum to h while reading it.
 template <class X, Sum kSum>
 struct Input {
   static constexpr bool kResidual = kSum != Sum::none;
@@ -35,7 +34,7 @@ struct Input {
       h = static_cast<X*>(a.h) + row * a.n_cols;
     }
   }
-  // The factors are those of this row.
+  // Takes the factors of this row.
   template <class Access>
   FK_INLINE Vec2 first_read(int64_t i, Access at,
                                                                         const float* factors) const {
@@ -49,11 +48,11 @@ struct Input {
   }
 };
 
-// Whether x / rms is rounded before it is multiplied; float32 is what it is.
+// Whether x / rms is rounded before the multiplication. For float32 that changes nothing.
 template <class X>
 constexpr bool kRounds = !std::is_same_v<X, float>;
 
-// How a row is scaled: RMSNorm's y is x * rstd * weight, LayerNorm's ((x - about) * rstd + shift) * weight + bias.
+// How a row is scaled. RMSNorm: y = x * rstd * weight. LayerNorm: y = ((x - about) * rstd + shift) * weight + bias.
 struct Scale {
   Vec rstd, about, shift;
 };
@@ -66,7 +65,7 @@ inline FK_INLINE Scale scale_of(const RmsNormForward& a, const Input<X, kSum>& i
     const float rstd = 1.0f / std::sqrt(total / n + a.eps);
     if (a.rstd) a.rstd[row] = rstd;
     return {splat(rstd), Vec{}, Vec{}};
-  } else {  // around the mean as it is rounded, then corrected by what that leaves: no digits are lost far from 0
+  } else {  // variance around the rounded mean, then corrected for the rounding: no cancellation far from 0
     const float mean = total / n;
     const Vec about = splat(mean);
     Vec rests[4] = {}, squares[4] = {};
@@ -84,13 +83,13 @@ inline FK_INLINE Scale scale_of(const RmsNormForward& a, const Input<X, kSum>& i
   }
 }
 
-// A row is read twice: for its sum of squares, then, from the L1 cache, to be scaled. One loop does the first reading
-// of a row and the second of the row before it. LayerNorm reads it once more between the two, for the variance.
+// A row is read twice: for its sum of squares and, from the L1 cache, for scaling. One loop does the first pass of a
+// row and the second pass of the row before. LayerNorm needs one more pass in between, for the variance.
 template <class X, class Y, Sum kSum, bool kWeight, bool kRoundFirst, bool kCentered, bool kStream>
 void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
   const int64_t n = a.n_cols;
   Vec sums[4] = {};
-  std::vector<float> factors(kSum == Sum::dropout ? room_for_factors(n) : 0);  // of the row that is read first
+  std::vector<float> factors(kSum == Sum::dropout ? room_for_factors(n) : 0);  // of the row in its first pass
   const auto drop = [&](int64_t row) {
     if constexpr (kSum == Sum::dropout) dropout_factors<kSplit<X, Y>>(a.dropout, row, 0, n, factors.data());
   };
@@ -149,7 +148,7 @@ void backward_chunks(const RmsNormBackward& a, int64_t chunk_begin, int64_t chun
         else return at.load(x + i) * r;
       };
 
-      // First pass: adds to dW and the bias's gradient, and forms the sums over the row that dX needs.
+      // First pass: adds to dW and the bias gradient, and computes the sums over the row that dX needs.
       Vec products[4] = {}, grads[4] = {};
       for_each_vec2<kSplit<X, Y>>(n, [&](int64_t i, auto at, int k) FK_INLINE {
         Vec2 grad = at.load(dy + i);
@@ -226,7 +225,7 @@ void backward_typed(const RmsNormBackward& a, int64_t begin, int64_t end) {
   if (streamed) stream_fence();
 }
 
-// Calls f(X*, Y*) for the memory types of x and y, of which y is that of x or float.
+// Calls f(X*, Y*) for the memory types of x and y. y's type is x's or float.
 template <class F>
 void with_types(Dtype x, Dtype y, F&& f) {
   with_type(x, [&](auto* x_type) {

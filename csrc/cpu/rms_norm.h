@@ -1,5 +1,5 @@
-// RMSNorm and LayerNorm on the CPU over raw pointers. The caller starts the threads: each call does a range of rows or
-// chunks.
+// RMSNorm and LayerNorm on the CPU over raw pointers. The caller starts the threads; each call handles a range of rows
+// or chunks.
 #pragma once
 
 #include "../common/dropout.h"
@@ -8,22 +8,22 @@
 
 namespace foundry {
 
-// Whether rows are read split (see vec2.h). The weight must then be split too.
+// Whether rows are read split (see vec2.h). Then the weight must be split too.
 inline bool reads_split(Dtype x, Dtype y) { return x == Dtype::bf16 && y == Dtype::bf16; }
 
 struct RmsNormForward : RmsNormForwardCall {
-  const float* weight;  // [n_cols], the offset added, split where reads_split, or null; never null where `centered`
-  const float* bias;    // as the weight; where `centered` only
-  Dropout dropout;      // of x, before the residual is added to it
+  const float* weight;  // [n_cols], offset added, split if reads_split; may be null unless `centered`
+  const float* bias;    // same layout; only if `centered`
+  Dropout dropout;      // of x, before the residual is added
 };
 
 struct RmsNormBackward : RmsNormBackwardCall {
   const float* weight;  // as in forward
   float* dw_chunks;     // [chunks, n_cols] or null; a chunk's sum over its rows
-  float* db_chunks;     // likewise; where `centered` only
+  float* db_chunks;     // same; only if `centered`
   int64_t chunk_rows;
-  Dropout dropout;  // of the forward pass: dx is then the gradient of what was dropped out and added
-  void* dresidual;  // [rows, n_cols], that of the residual; written where there is dropout and a dx
+  Dropout dropout;  // of the forward pass: dx is then the gradient of x before dropout
+  void* dresidual;  // [rows, n_cols], the residual's gradient; written if there is dropout and a dx
 };
 
 // out[c] = sum over chunks of chunks[., c], for columns [begin, end).

@@ -1,5 +1,5 @@
-// RoPE, alone or after RMSNorm of each head, on the CPU over raw pointers. The caller starts the threads: each call
-// does a range of the B * T tokens (or of chunks of them), for all heads of q and k.
+// RoPE, with or without RMSNorm of each head, on the CPU over raw pointers. The caller starts the threads; each call
+// handles a range of the B * T tokens (or of chunks of them) for all heads of q and k.
 #pragma once
 
 #include "../common/rope.h"

@@ -1,4 +1,4 @@
-// What the kernels of RoPE share: tables as they are read, the rotation of a head, loops over tokens and heads.
+// Shared by the RoPE kernels: tables as they are read, the rotation of a head, loops over tokens and heads.
 #pragma once
 
 #include <algorithm>
@@ -29,14 +29,14 @@ inline Vec swap_neighbours(Vec v) {
 #endif
 }
 
-// The same of 2 * kLanes elements, by how they were read.
+// Same for 2 * kLanes elements, depending on how they were read.
 inline Vec2 swap_neighbours(Whole2<true>, Vec2 v) { return {v.b, v.a}; }
 template <class Access> inline Vec2 swap_neighbours(Access, Vec2 v) {
   return {swap_neighbours(v.a), swap_neighbours(v.b)};
 }
 
-// a * b + c, rounded once where the instruction set can. Left to the compiler, two copies of one loop may round
-// different products first and so differ in the last bit.
+// a * b + c, rounded once if the instruction set has FMA. Left to the compiler, two copies of one loop may fuse
+// different products and so differ in the last bit.
 inline Vec multiply_add(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -51,11 +51,11 @@ inline Vec multiply_add(Vec a, Vec b, Vec c) {
 
 inline Vec2 multiply_add(Vec2 a, Vec2 b, Vec2 c) { return {multiply_add(a.a, b.a, c.a), multiply_add(a.b, b.b, c.b)}; }
 
-// cos and sin of a few tokens of one sequence, in float and as `rotate` reads them. They are read once for all heads of
-// q and k, and are few enough to stay in the L1 cache.
+// cos and sin of a few tokens of one sequence, in float and in the order that `rotate` reads. They are read once for
+// all heads of q and k and stay in the L1 cache.
 class TableBlock {
  public:
-  // `split`: for heads that are read split.
+  // `split`: heads are read split.
   TableBlock(const RopeTables& tables, bool interleaved, bool inverse, bool split)
       : tables_(tables),
         interleaved_(interleaved),
@@ -88,7 +88,8 @@ class TableBlock {
   // Rows start at multiples of a register, so that no read crosses a cache line.
   static int64_t round_up(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
-  // Widens a row, times `odd`. Interleaved, both members of a pair get the value, the first of them times `even`.
+  // Widens a row and multiplies it by `odd`. If interleaved, both members of a pair get the value, the first times
+  // `even`.
   template <class T>
   void widen(const T* in, float* out, float even, float odd) {
     const int64_t half = tables_.half;
@@ -114,7 +115,7 @@ class TableBlock {
   float* values_;
 };
 
-// Rotates one head of one token: `read(i, access)` gives input elements, `write(i, access, k, v)` takes results.
+// Rotates one head of one token. `read(i, access)` returns input elements, `write(i, access, k, v)` stores results.
 template <bool kInterleaved, bool kSplit, class Read, class Write>
 inline FK_INLINE void rotate(const float* cos, const float* sin, int64_t half, int64_t width,
                                                  Read&& read, Write&& write) {
@@ -136,7 +137,7 @@ inline FK_INLINE void rotate(const float* cos, const float* sin, int64_t half, i
   });
 }
 
-// The parts of a head that `rotate` goes through one after the other: f(begin, count).
+// Calls f(begin, count) for the parts of a head that `rotate` handles one after the other.
 template <class F>
 inline FK_INLINE void for_each_part(bool interleaved, int64_t half, int64_t width, F&& f) {
   const int64_t ends[] = {interleaved ? 0 : half, 2 * half, width};
@@ -151,7 +152,7 @@ inline FK_INLINE void for_each_part(bool interleaved, int64_t half, int64_t widt
 template <class X>
 constexpr bool kSplit = std::is_same_v<X, BFloat16>;
 
-// A call's q and k with weights in the order of heads that are read split.
+// The weights of a call's q and k in the order of split heads.
 template <class Heads>
 class SplitWeights {
  public:
@@ -174,8 +175,8 @@ class SplitWeights {
   std::vector<float> memory_;
 };
 
-// Cuts the tokens [begin, end) of B * T into blocks of at most `most` tokens of one sequence, and calls
-// f(batch, begin, end) for each.
+// Cuts tokens [begin, end) of B * T into blocks of at most `most` tokens of one sequence, and calls f(batch, begin,
+// end) for each.
 template <class F>
 void for_each_block(int64_t begin, int64_t end, int64_t n_tokens, int64_t most, F&& f) {
   while (begin < end) {
@@ -186,15 +187,14 @@ void for_each_block(int64_t begin, int64_t end, int64_t n_tokens, int64_t most, 
   }
 }
 
-// Calls f(rows) for groups of at most `most` heads of some tokens, in memory order; rows(g) calls g(head, token) for
-// each.
+// Calls f(rows) for groups of at most `most` heads, in memory order. rows(g) calls g(head, token) for each.
 template <class F>
 inline FK_INLINE void for_each_group(const RopeStrides& strides, int64_t n_heads, int64_t begin,
                                                          int64_t end, int64_t most, F&& f) {
   const bool heads_first = strides.head < strides.token;
   const int64_t n_tokens = end - begin, n_outer = heads_first ? n_tokens : n_heads;
   const int64_t n_inner = heads_first ? n_heads : n_tokens;
-  // One loop for both orders: f is inlined, and a second copy of it would double the time to compile this file.
+  // One loop for both orders: f is inlined, and a second copy would double this file's compile time.
   for (int64_t i = 0; i < n_outer; ++i)
     for (int64_t from = 0; from < n_inner; from += most)
       f([&](auto&& g) FK_INLINE {
@@ -211,7 +211,8 @@ inline FK_INLINE void for_each_row(const RopeStrides& strides, int64_t n_heads, 
   for_each_group(strides, n_heads, begin, end, all, [&](auto&& rows) FK_INLINE { rows(f); });
 }
 
-// Whether an output is larger than the caches, and all its vectors are aligned as streaming stores of a register need.
+// Whether streaming stores pay off and work: the output is larger than the caches, and all its vectors are
+// register-aligned.
 template <class T>
 bool worth_streaming(const void* out, int64_t n_rows, int64_t width, int64_t half) {
   constexpr uintptr_t kAlign = sizeof(Vec);

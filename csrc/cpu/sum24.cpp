@@ -14,7 +14,7 @@ namespace {
 
 typedef uint8_t VecB __attribute__((vector_size(kLanes)));
 
-// The words as upper halves of lanes.
+// Moves the words to the upper halves of lanes.
 inline VecU upper(VecH v) { return bit_cast<VecU>(Convert<BFloat16>::widen(v)); }
 
 inline VecU widened(VecB v) {
@@ -44,7 +44,7 @@ inline VecB bytes(VecU v) {
 
 typedef std::integral_constant<int64_t, kLanes> AllLanes;
 
-// The first `count` lanes, and zero in the others.
+// The first `count` lanes; zero in the others.
 template <class Bits, class T, class Count = AllLanes>
 inline Bits bits_at(const T* p, Count count = {}) {
   Bits bits{};
@@ -52,7 +52,7 @@ inline Bits bits_at(const T* p, Count count = {}) {
   return bits;
 }
 
-// Calls f(i, count) for i = 0, kLanes, ... < n: with AllLanes, a constant, or with what is left of n.
+// Calls f(i, count) for i = 0, kLanes, ... < n. count is AllLanes, a constant, or what is left of n.
 template <class F>
 inline FK_INLINE void in_registers(int64_t n, F&& f) {
   int64_t i = 0;
@@ -73,7 +73,7 @@ void sum24_narrow(const float* v, uint16_t* high, uint8_t* low, int64_t n) {
   in_registers(n, [&](int64_t i, auto count) FK_INLINE {
     const Vec value = bits_at<Vec>(v + i, count);
     const VecU bits = bit_cast<VecU>(value);
-    // What rounding adds could carry a NaN's mantissa into infinity and beyond.
+    // Rounding could carry a NaN's mantissa into infinity and beyond.
     const VecU sum = value == value ? bits + 0x7Fu + ((bits >> 8) & 1u) : bits | 0x400000u;
     const VecH first = words(sum >> 16);
     const VecB last = bytes(sum >> 8);
@@ -88,8 +88,8 @@ void sum24_round(const float* v, uint16_t* out, int64_t n) {
 }
 
 void transpose_words(const uint16_t* in, int64_t ld_in, int64_t n_rows, int64_t n_cols, uint16_t* out, int64_t ld_out) {
-  // Two rows at a time, whose words side by side are a lane. Rows of logits are often a power of two apart, and then
-  // all of a column lie in one set of the nearest cache: some are copied to where they do not.
+  // Two rows at a time: their words side by side form a lane. Rows of logits are often a power of two apart, so a
+  // column's elements share one L1 set; copying some rows first avoids that.
   constexpr int64_t kRows = 32, kColumns = 64;
   uint16_t rows[kRows][kColumns] = {};
   for (int64_t c0 = 0; c0 < n_cols; c0 += kColumns) {

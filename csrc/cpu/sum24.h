@@ -1,13 +1,13 @@
-// Sums of bfloat16 products in 24 bits: the bfloat16 that the sum ends as, and the 8 bits of its mantissa that follow.
-// Sixteen bits would round each addition to what the result has; 32 would take a second block of the result's size, and
-// more time to read and write. And the transposition of what they are products of. Threads are the caller's.
+// Sums of bfloat16 matmuls in 24 bits: the final bfloat16, and the next 8 bits of its mantissa. With 16 bits each
+// addition would round to bfloat16. With 32 bits the sum would need a second buffer of the result's size, and more time
+// to read and write. Also transposes the factors. The caller starts the threads.
 #pragma once
 
 #include <cstdint>
 
 #include "isa.h"
 
-// out[i] = the number of which high[i] and low[i] are the upper 24 bits.
+// out[i] = the number whose upper 24 bits are high[i] and low[i].
 FK_DECLARE_PER_ISA(void, sum24_widen, const uint16_t* high, const uint8_t* low, float* out, int64_t n)
 // high[i], low[i] = v[i], rounded to 24 bits.
 FK_DECLARE_PER_ISA(void, sum24_narrow, const float* v, uint16_t* high, uint8_t* low, int64_t n)

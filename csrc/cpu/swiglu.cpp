@@ -12,7 +12,8 @@ namespace FK_ISA {
 
 namespace {
 
-// What is computed of a register of gates and one of ups: the product, and what reaches both of a gradient d.
+// Computes, for a register of gates and one of ups, the activated product, and the gradients of both from the gradient
+// d.
 template <class Gate>
 struct Product {
   static constexpr bool kClamps = false;
@@ -24,7 +25,7 @@ struct Product {
   FK_INLINE Vec into_up(Vec d, Vec, Vec value) const { return d * value; }
 };
 
-// The same with the options of swiglu.
+// Same with the options of swiglu.
 template <bool kShort>
 struct ClampedProduct {
   static constexpr bool kClamps = true;
@@ -47,7 +48,7 @@ struct ClampedProduct {
   FK_INLINE Activated both(Vec g) const {
     g = clamped_gate(g);
     const Vec s = 1.0f / logistic_denominator<kShort>(alpha * g);
-    return {g * s, s + g * (s * (1.0f - s)) * alpha};  // in an order in which alpha makes nothing infinite
+    return {g * s, s + g * (s * (1.0f - s)) * alpha};  // in this order alpha cannot cause an infinity
   }
   FK_INLINE Vec into_gate(Vec d, Vec g, Vec u, Vec slope) const {
     return (g <= limit) | unlimited ? d * shifted_up(u) * slope : Vec{};
@@ -100,8 +101,8 @@ void backward_tiles(const GluBackward& a, const Unit& unit, Drop& drop, int64_t 
   });
 }
 
-// Access to interleaved pairs: a register of gates and one of ups from neighbouring columns, and back. Of bfloat16 a
-// pair is a 32-bit word.
+// Access to interleaved pairs: loads a register of gates and one of ups from neighbouring columns, and stores them. In
+// bfloat16 a pair is a 32-bit word.
 using Lanes = std::make_integer_sequence<int, kLanes>;
 
 struct WholePairs : Whole {
@@ -163,7 +164,7 @@ void backward_pairs(const GluBackward& a, const Unit& unit, Drop& drop, int64_t 
   });
 }
 
-// Calls f(X*, what is computed, whether of interleaved pairs).
+// Calls f(X*, unit, whether pairs are interleaved).
 template <class F>
 void with_units(Dtype type, Activation activation, const GluOptions& o, F&& f) {
   if (!o.changed && !o.interleaved)

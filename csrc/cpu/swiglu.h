@@ -1,4 +1,4 @@
-// Gated linear units on the CPU. The caller starts the threads: each call does a range of tiles.
+// Gated linear units on the CPU. The caller starts the threads; each call handles a range of tiles.
 #pragma once
 
 #include "../common/swiglu.h"

@@ -10,7 +10,7 @@ namespace FK_ISA {
 
 template <int kStep, bool kSecond, int... kLane>
 inline Vec exchanged(Vec a, Vec b, std::integer_sequence<int, kLane...>) {
-  // The first result has the blocks of kStep lanes at even places of a and b, the second those at odd places.
+  // The first result has the even blocks of kStep lanes of a and b, the second the odd ones.
   constexpr int kOdd = kSecond ? kStep : 0;
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, ((kLane & kStep) ? kLanes + kLane - kStep + kOdd : kLane + kOdd)...);

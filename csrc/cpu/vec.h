@@ -1,7 +1,7 @@
-// A register of floats, and loads and stores of it as float, bfloat16 and float16.
+// A register of floats, with loads and stores as float, bfloat16 and float16.
 //
-// Written with the vector types of GCC and Clang, so that one source works for every instruction set; what those do not
-// express well (float16) uses intrinsics. No load or store needs alignment.
+// Uses the vector types of GCC and Clang, so one source works for every instruction set. What they do not express well
+// (float16) uses intrinsics. Loads and stores need no alignment.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 #include "../common/rows.h"
 
 #if defined(__SSE2__)
-#if defined(__GNUC__) && !defined(__clang__)  // GCC 12 warns of values that its own header leaves undefined
+#if defined(__GNUC__) && !defined(__clang__)  // GCC 12 warns of uninitialised values in its own header
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
@@ -20,12 +20,12 @@
 #include <arm_neon.h>
 #endif
 
-// For lambdas of inner loops, some of which the compiler would not inline by itself.
+// For lambdas in inner loops, some of which the compiler would not inline otherwise.
 #define FK_INLINE __attribute__((always_inline))
 
 namespace foundry {
 
-// Outputs of more bytes than this are written past the caches.
+// Larger outputs are written with streaming stores, past the caches.
 constexpr int64_t kStreamBytes = 16 << 20;
 
 namespace FK_ISA {
@@ -51,7 +51,8 @@ struct Half {
   uint16_t bits;
 };
 
-// Minus zero changes no v and is left out. Plus zero would change -0, and so be an addition for each number spread.
+// Subtracting +0 changes no v, so the compiler drops it. Adding +0 would change -0 and so cost an addition per
+// broadcast.
 inline Vec splat(float v) { return v - Vec{}; }
 
 template <class To, class From>
@@ -62,7 +63,7 @@ inline To bit_cast(const From& from) {
   return to;
 }
 
-// Bits of a register's lanes as T, rounded to nearest even, and back.
+// Converts lanes to the bits of T, rounding to nearest even, and back.
 template <class T> struct Convert;
 
 template <> struct Convert<float> {
@@ -84,13 +85,13 @@ template <> struct Convert<BFloat16> {
   }
   static Bits round(Vec v) {
 #if defined(__AVX512BF16__)
-    // The instruction takes subnormal floats for zero; lanes with a zero exponent take the long path.
+    // The instruction treats subnormal floats as zero, so lanes with a zero exponent take the slow path.
     const __mmask16 has_exponent = _mm512_test_epi32_mask((__m512i)v, _mm512_set1_epi32(0x7F800000));
     if (__builtin_expect(has_exponent == 0xFFFF, 1)) return (Bits)_mm512_cvtneps_pbh((__m512)v);
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     return (Bits)vcvt_bf16_f32((float32x4_t)v);
 #endif
-    // What rounding adds could carry a NaN's mantissa into infinity.
+    // Rounding could carry a NaN's mantissa into infinity.
     const VecU u = bit_cast<VecU>(v), sum = u + 0x7FFFu + ((u >> 16) & 1u);
 #if defined(__AVX512F__)
     const VecU chosen = v == v ? sum >> 16 : (u >> 16) | 0x40u;
@@ -133,7 +134,7 @@ template <> struct Convert<Half> {
     const uint32_t sign = (uint32_t)(h & 0x8000u) << 16, magnitude = h & 0x7FFFu;
     if (magnitude >= 0x7C00u)  // infinity, NaN
       return bit_cast<float>(sign | 0x7F800000u | ((magnitude & 0x3FFu) << 13));
-    // A normal half has its exponent rebiased by 127 - 15; multiplying by 2^112 does the same for subnormals.
+    // Rebiases the exponent of a normal half by 127 - 15. Multiplying by 2^112 also handles subnormals.
     const float scaled = bit_cast<float>(magnitude << 13) * bit_cast<float>((127u + 112u) << 23);
     return bit_cast<float>(bit_cast<uint32_t>(scaled) | sign);
   }
@@ -152,11 +153,11 @@ template <> struct Convert<Half> {
 #endif
 };
 
-// v as it is after being stored as T.
+// v as it would be after storing it as T.
 template <class T> inline Vec rounded(Vec v) { return Convert<T>::widen(Convert<T>::round(v)); }
 
-// Writes past the caches, which saves reading the line first: worth it for outputs larger than the caches. `p` must be
-// aligned to sizeof(bits). Without SSE2 this is an ordinary store.
+// Streaming store: writes past the caches, so the line is not read first. Worth it for outputs larger than the caches.
+// `p` must be aligned to sizeof(bits). Without SSE2 this is an ordinary store.
 template <class T, class Bits>
 inline void stream(T* p, Bits bits) {
 #if defined(__AVX512F__)
@@ -178,7 +179,7 @@ inline void stream_fence() {
 #endif
 }
 
-// Access to kLanes elements, or to the first `count` of them (the rest read as zero and are not written).
+// Access to kLanes elements, or to the first `count` of them (the others read as zero and are not written).
 struct Whole {
   template <class T> static Vec load(const T* p) {
     typename Convert<T>::Bits bits;
@@ -189,7 +190,7 @@ struct Whole {
     const typename Convert<T>::Bits bits = Convert<T>::round(v);
     std::memcpy(p, &bits, sizeof(bits));
   }
-  // Returns what was stored, so that v is rounded once.
+  // Returns the stored value, so that v is rounded once.
   template <class T> static Vec store_rounded(T* p, Vec v) {
     const typename Convert<T>::Bits bits = Convert<T>::round(v);
     std::memcpy(p, &bits, sizeof(bits));
@@ -220,7 +221,7 @@ struct Part {
   template <bool kStream, class T> void store_to(T* p, Vec v) const { store(p, v); }
 };
 
-// Calls f(i, access, k) for i = 0, kLanes, ... < n. `k` cycles through 0..3: which of four accumulators to add to, so
+// Calls f(i, access, k) for i = 0, kLanes, ... < n. `k` cycles through 0..3 and selects one of four accumulators, so
 // that successive additions do not depend on each other.
 template <class F>
 inline FK_INLINE void for_each_vec(int64_t n, F&& f) {
@@ -235,7 +236,7 @@ inline FK_INLINE void for_each_vec(int64_t n, F&& f) {
   if (i < n) f(i, Part{(int)(n - i)}, 1);
 }
 
-// Sum of four registers' lanes, pairwise.
+// The sum of the lanes of four registers, added pairwise.
 inline float sum(const Vec (&acc)[4]) {
   const Vec v = (acc[0] + acc[1]) + (acc[2] + acc[3]);
 #if defined(__AVX512F__)

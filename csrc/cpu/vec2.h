@@ -1,8 +1,8 @@
-// Two registers of floats, and loads and stores of as many elements: what elementwise kernels compute at a time.
+// Two registers of floats, with loads and stores of as many elements: the unit of elementwise kernels.
 //
-// A kernel whose tensors are all of bfloat16 reads them split: as 32-bit words, the even elements of which go to one
-// register and the odd ones to the other. That takes a shift and a mask where elements in order would be moved across
-// lanes, and writing is as cheap. Floats that go with such elements (weights) lie in memory in that order: see
+// If all tensors are bfloat16, a kernel reads them split: as 32-bit words whose even elements go to one register and
+// whose odd elements go to the other. That takes a shift and a mask; keeping the order would take moves across lanes.
+// Writing is just as cheap. Floats that are combined with such elements (weights) are stored in the same order: see
 // split_in_place.
 #pragma once
 
@@ -29,9 +29,8 @@ constexpr uint32_t kUpper = 0xFFFF0000u;
 
 inline Vec2 even_and_odd(VecU words) { return {bit_cast<Vec>(words << 16), bit_cast<Vec>(words & kUpper)}; }
 
-// The bits of v whose upper half is v as bfloat16. NaN stays NaN: of those that come from 16-bit numbers and of the
-// processor's own the lower half is 0, and nothing carries. Where others could come in (weights, tables), they are
-// replaced when they are read.
+// Rounds v to bfloat16 in the upper half of each lane. NaN stays NaN: the lower half of the default NaN and of NaNs
+// widened from 16 bits is 0, so nothing carries. Other NaNs (from weights or tables) are replaced when they are read.
 inline VecU rounded_up(Vec v) {
   const VecU u = bit_cast<VecU>(v);
   return u + 0x7FFFu + ((u >> 16) & 1u);
@@ -47,7 +46,7 @@ inline VecU joined(VecU even, VecU odd) {
 #endif
 }
 
-// Access to 2 * kLanes elements. With kSplit, those of type BFloat16 are split, and floats lie in memory as these do.
+// Access to 2 * kLanes elements. With kSplit, BFloat16 elements are split and floats are stored in that order.
 template <bool kSplit>
 struct Whole2 {
   template <class T> static constexpr bool kWords = kSplit && std::is_same_v<T, BFloat16>;
@@ -71,7 +70,7 @@ struct Whole2 {
       Whole::store_to<kStream>(p + kLanes, v.b);
     }
   }
-  // Returns what was stored.
+  // Returns the stored value.
   template <class T> static Vec2 store_rounded(T* p, Vec2 v) {
     if constexpr (kWords<T>) {
       const VecU even = rounded_up(v.a), odd = rounded_up(v.b), words = joined(even, odd);
@@ -88,7 +87,7 @@ struct Whole2 {
   }
 };
 
-// Access to the first `count` of 2 * kLanes elements, in order: what is left of a row is not split.
+// Access to the first `count` of 2 * kLanes elements, in order: the remainder of a row is not split.
 struct Part2 {
   int count;
   template <class T> Vec2 load(const T* p) const {
@@ -113,8 +112,8 @@ struct Part2 {
   template <class T> static Vec2 rounded(Vec2 v) { return {FK_ISA::rounded<T>(v.a), FK_ISA::rounded<T>(v.b)}; }
 };
 
-// Calls f(i, access, k) for i = 0, 2 * kLanes, ... < n. `k` is 0 or 2: the first of the two of four accumulators to add
-// to, so that successive additions do not depend on each other.
+// Calls f(i, access, k) for i = 0, 2 * kLanes, ... < n. `k` is 0 or 2: the first of two of the four accumulators, so
+// that successive additions do not depend on each other.
 template <bool kSplit, class F>
 inline FK_INLINE void for_each_vec2(int64_t n, F&& f) {
   constexpr int kStep = 2 * kLanes;
@@ -127,7 +126,7 @@ inline FK_INLINE void for_each_vec2(int64_t n, F&& f) {
   if (i < n) f(i, Part2{(int)(n - i)}, 2);
 }
 
-// Two registers of consecutive floats as the even and the odd ones, and back.
+// Converts two registers of consecutive floats into even and odd ones, and back.
 template <int... kLane>
 inline Vec2 split(Vec2 v, std::integer_sequence<int, kLane...>) {
 #if defined(__clang__)
@@ -148,7 +147,7 @@ inline Vec2 in_order(Vec2 v, std::integer_sequence<int, kLane...>) {
 #endif
 }
 
-// Puts floats in the order of a split row of n elements. NaN becomes the processor's own, for rounded_up.
+// Reorders floats into the order of a split row of n elements. Replaces NaN by the default NaN, which rounded_up needs.
 inline void split_in_place(float* p, int64_t n) {
   const Vec nan = splat(__builtin_nanf(""));
   const auto own_nan = [&](Vec v) FK_INLINE { return v == v ? v : nan; };
@@ -164,7 +163,8 @@ inline void put_in_order(float* p, int64_t n) {
     Whole2<true>::store(p + i, in_order(Whole2<true>::load(p + i), std::make_integer_sequence<int, kLanes>{}));
 }
 
-// Whether an output is larger than the caches, and all its rows are aligned as streaming stores of a register need.
+// Whether streaming stores pay off and work: the output is larger than the caches, and all its rows are
+// register-aligned.
 template <class T>
 bool worth_streaming(const T* out, const Rows& rows, int64_t n_cols) {
   constexpr uintptr_t kAlign = sizeof(Vec);

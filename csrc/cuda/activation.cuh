@@ -1,4 +1,4 @@
-// Activations and their derivatives, for kernels that do little else.
+// Activations and their derivatives, for elementwise kernels.
 #pragma once
 
 #include "../common/activation.h"
@@ -7,12 +7,12 @@
 namespace foundry {
 namespace cuda {
 
-// activation(g), and its derivative.
+// activation(g) and its derivative.
 struct Activated {
   float value, derivative;
 };
 
-// 2^v and 1 / v by one instruction, to about 2^-22; what is too small for a normal number is 0.
+// 2^v and 1 / v by one instruction each, relative error about 2^-22. Subnormal results become 0.
 __device__ __forceinline__ float fast_exp2(float v) {
 #if defined(FK_CUDA_ON_CPU)
   return exp2f(v);
@@ -39,8 +39,9 @@ __device__ __forceinline__ float logistic(float v) {
   else return 1.f / (1.f + expf(-v));
 }
 
-// The normal distribution's function, off by 3e-7 at most, and its density over that at 0. By formula 7.1.26 of
-// Abramowitz and Stegun: a polynomial of 1 / (1 + p |g| / sqrt(2)) times the density is the tail.
+// The cumulative distribution function of the normal distribution (error up to 3e-7), and its density relative to that
+// at 0. Formula 7.1.26 of Abramowitz and Stegun: the tail is the density times a polynomial in 1 / (1 + p |g| /
+// sqrt(2)).
 __device__ __forceinline__ void fast_normal(float g, float& below, float& bell) {
   const float t = fast_reciprocal(fabsf(g) * (0.3275911f * 0.707106781f) + 1.f);
   bell = fast_exp2(g * g * (-0.5f * 1.44269504f));
@@ -52,7 +53,7 @@ __device__ __forceinline__ void fast_normal(float g, float& below, float& bell) 
   below = g < 0.f ? tail : 1.f - tail;
 }
 
-// Whether results of a type are rounded by so much that what the fast functions lose is not seen.
+// Whether results of a type are rounded so coarsely that the error of the fast functions does not show.
 template <class X> constexpr bool kRoundedMore = sizeof(X) == 2;
 
 template <Activation kActivation, bool kFast = false>
@@ -74,7 +75,7 @@ __device__ __forceinline__ Activated activate(float g) {
     const float s = logistic<kFast>(g);
     return {s, s * (1.f - s)};
   } else if constexpr (kActivation == Activation::relu) {
-    return g <= 0.f ? Activated{0.f, 0.f} : Activated{g, 1.f};  // NaN stays, with a slope, as in PyTorch
+    return g <= 0.f ? Activated{0.f, 0.f} : Activated{g, 1.f};  // NaN stays NaN with slope 1, as in PyTorch
   } else {                                                      // (1 + tanh(u)) / 2 is the logistic function of 2u
     constexpr float kScale = 1.59576912f, kCubic = 0.044715f;   // 2 sqrt(2 / pi)
     const float squared = g * g, s = logistic<kFast>(g * (squared * kCubic + 1.f) * kScale);
@@ -82,17 +83,17 @@ __device__ __forceinline__ Activated activate(float g) {
   }
 }
 
-// What reaches the input of a gradient: of ReLU nothing where the slope is 0, even if the gradient is infinite or NaN.
+// The gradient of the input. For ReLU it is 0 where the slope is 0, even if the incoming gradient is infinite or NaN.
 template <Activation kActivation>
 __device__ __forceinline__ float times_slope(float grad, float derivative) {
   if constexpr (kActivation == Activation::relu) return derivative > 0.f ? grad : 0.f;
   else return grad * derivative;
 }
 
-// Of an output: any two rows are a multiple of `stride` apart.
+// Strides of an output: any two rows are a multiple of `stride` apart.
 inline RowStrides row_by_row(int64_t stride) { return {{stride, stride, stride}}; }
 
-// Calls f(Tag<X>, activation, values per read), which is one of kActivations.
+// Calls f(Tag<X>, activation, values per read) for one of kActivations.
 template <Activation... kActivations, class F>
 cudaError_t with_kinds(Dtype type, Activation activation, bool vectors, F&& f) {
   const auto sized = [&](auto x, auto kind) {

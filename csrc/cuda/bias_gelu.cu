@@ -1,10 +1,10 @@
 // An activation of x + bias, forward and backward.
 //
-// A thread takes kVec neighbouring columns (16 bytes where rows are aligned to that, else one), whose bias it keeps,
-// and goes down the rows, several at a time: it issues their reads before it uses any. Forward, a block takes
-// kForwardRows rows. Backward, the rows are split among as many blocks as the GPU holds at once; a thread reads its
-// next rows before it works on the present ones, and adds up what its columns contribute to the bias's gradient:
-// without shared memory or atomics, and always in the same order. A second kernel sums over the blocks.
+// A thread handles kVec neighbouring columns (16 bytes if rows are aligned to that, else one), keeps their bias, and
+// goes down the rows, several at a time: it issues their reads before it uses any. Forward, a block handles
+// kForwardRows rows. Backward, the rows are split among as many blocks as the GPU holds at once. A thread loads its
+// next rows while it works on the current ones and adds up the bias gradient of its columns, without shared memory or
+// atomics and always in the same order. A second kernel sums over the blocks.
 #include "bias_gelu.h"
 
 #include "activation.cuh"
@@ -18,7 +18,7 @@ namespace {
 constexpr int kForwardRows = 4, kBackwardRows = 2;
 constexpr int kThreads = 128;
 
-// The first of a thread's columns, and its block's number among those that share the columns.
+// The first of a thread's columns, and its block's index among those with the same columns.
 template <int kVec>
 struct Place {
   int64_t col;
@@ -29,7 +29,7 @@ struct Place {
         row_block(blockIdx.x / col_blocks) {}
 };
 
-// The bias of kVec columns in float; 0 where there is none.
+// The bias of kVec columns in float; 0 without a bias.
 template <class B, int kVec>
 __device__ __forceinline__ void load_bias(const void* bias, int64_t col, float (&out)[kVec]) {
   Pack<B, kVec> raw{};
@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_bias(const void* bias, int64_t col, float (
   to_floats(raw, out);
 }
 
-// kVec columns of kRows rows from `first` on, as far as there are any. All rows are found before one is read.
+// kVec columns of up to kRows rows from `first` on. All addresses are computed before the first read.
 template <class X, int kVec, int kRows>
 __device__ __forceinline__ void load_rows(const void* from, const Rows& rows, const RowStrides& strides, int64_t n_rows,
                                           int64_t first, int64_t col, Pack<X, kVec> (&to)[kRows]) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_rows(const void* from, const Rows& rows, co
 }
 
 template <class X, class B, Activation kActivation, int kVec, bool kDropout>
-__global__ void __launch_bounds__(kThreads, 4)  // without a number ptxas aims at more blocks, and spills for it
+__global__ void __launch_bounds__(kThreads, 4)  // without a number ptxas aims at more blocks, and spills
     forward_kernel(const BiasActForward a, unsigned col_blocks) {
   const Place<kVec> place(col_blocks);
   if (place.col >= a.n_cols) return;
@@ -139,7 +139,7 @@ cudaError_t bias_act_forward(const BiasActForward& a, cudaStream_t stream) {
   });
 }
 
-// Calls f(Tag<B>, columns' blocks, kernel) for a backward pass.
+// Calls f(Tag<B>, blocks along the columns, kernel) for a backward pass.
 template <class F>
 cudaError_t with_backward_kernel(const BiasActBackward& a, F&& f) {
   const bool vectors = aligned(a.x, a.type, {a.n_cols}) && aligned(a.x, a.type, a.rows, a.x_strides) &&

@@ -17,15 +17,15 @@ struct BiasActBackward : BiasActBackwardCall {
   const void* bias;
   Dtype bias_type;
   void* dbias;           // [n_cols] of bias_type, or null
-  float* dbias_partial;  // [n_row_blocks, n_cols], or null where dbias is
-  int n_row_blocks;      // of bias_act_row_blocks
+  float* dbias_partial;  // [n_row_blocks, n_cols], or null if dbias is null
+  int n_row_blocks;      // from bias_act_row_blocks
 };
 
 cudaError_t bias_act_forward(const BiasActForward& args, cudaStream_t stream);
 cudaError_t bias_act_backward(const BiasActBackward& args, cudaStream_t stream);
 
-// Into how many parts the backward pass divides the rows. `args` is complete but for what depends on it: dbias, its
-// partial sums and n_row_blocks.
+// Into how many parts the backward pass splits the rows. `args` must be complete except for what depends on this
+// number: dbias, its partial sums and n_row_blocks.
 int bias_act_row_blocks(const BiasActBackward& args, int multiprocessors);
 
 }  // namespace cuda

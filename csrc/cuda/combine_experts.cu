@@ -1,8 +1,8 @@
-// Weighted sums of rows, forward and backward: gathers, without atomics.
+// Weighted sums of rows, forward and backward, as gathers without atomics.
 //
-// Forward, a block takes a tile of a token's columns, and a thread kVec of them (16 bytes where rows are aligned to
-// that, else one): it reads the rows of several slots before it adds them, in order. Backward, a warp takes a slot and
-// goes along its row; what no slot has named is then filled with zeros.
+// Forward, a block handles a tile of a token's columns and a thread kVec of them (16 bytes if rows are aligned to that,
+// else one). It reads the rows of several slots before it adds them, in order. Backward, a warp handles a slot and
+// walks along its row. Then rows that no slot refers to are zeroed.
 #include "combine_experts.h"
 
 #include "dispatch.cuh"
@@ -11,10 +11,10 @@ namespace foundry {
 namespace cuda {
 namespace {
 
-constexpr int kMaxThreads = 128;  // of a block forward
-constexpr int kWarps = 4;         // of a block backward
-constexpr int kSlots = 4;         // rows of a token that are read at once
-constexpr int kReads = 2;         // reads of a row that are under way at once backward
+constexpr int kMaxThreads = 128;  // threads of a forward block
+constexpr int kWarps = 4;         // warps of a backward block
+constexpr int kSlots = 4;         // rows of a token read at once
+constexpr int kReads = 2;         // reads of a row in flight in backward
 
 template <class X, int kVec, bool kWeighted>
 __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const CombineExpertsForward a, unsigned tiles) {
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(32 * kWarps) backward_kernel(const CombineExpe
   }
 }
 
-// Zeros in the rows that no slot names, a warp each.
+// Zeroes the rows that no slot refers to, one warp per row.
 template <class X, int kVec>
 __global__ void __launch_bounds__(32 * kWarps) rest_kernel(const CombineExpertsBackward a, const uint8_t* named) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(32 * kWarps) rest_kernel(const CombineExpertsB
   for (int64_t col = threadIdx.x % 32 * kVec; col < a.n_cols; col += 32 * kVec) store(dx + col, zeros);
 }
 
-// Calls f(Tag<X>, Constant<values of a row at a time>).
+// Calls f(Tag<X>, Constant<values per read>).
 template <class F>
 cudaError_t with_width(Dtype type, bool vectors, F&& f) {
   return with_type(type, [&](auto x) {

@@ -8,10 +8,11 @@
 namespace foundry {
 namespace cuda {
 
-// Nothing outside of x is read: a token with a slot beyond its rows becomes NaN.
+// Never reads outside x: a token with a slot beyond its rows becomes NaN.
 cudaError_t combine_experts_forward(const CombineExpertsForward& args, cudaStream_t stream);
 
-// Rows of dx that no slot names become zeros. `named` has a byte a row of dx, zeros before; null where dx is.
+// Rows of dx that no slot refers to become zero. `named` has one byte per row of dx, zero before the call; null if dx
+// is null.
 cudaError_t combine_experts_backward(const CombineExpertsBackward& args, uint8_t* named, cudaStream_t stream);
 
 }  // namespace cuda

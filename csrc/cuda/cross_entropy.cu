@@ -1,9 +1,9 @@
 // Cross-entropy forward and backward.
 //
-// Forward: a block takes a row. A thread reads kVec neighbouring logits (16 bytes where rows are aligned to that, else
-// one) at a stride of the block, with a maximum and a sum of exponentials of its own, the target's left out; the block
-// combines them. A reduced loss is summed by one more block, always in the same order. Backward: a block takes a tile
-// of a row. A target that is no class gives NaN, for a GPU cannot raise an error without waiting for it.
+// Forward: one block per row. A thread reads kVec neighbouring logits (16 bytes if rows are aligned to that, else one)
+// at a stride of the block, with its own maximum and sum of exponentials, without the target's; the block combines
+// them. One more block sums a reduced loss, always in the same order. Backward: a block handles a tile of a row. An
+// invalid target gives NaN, because a GPU cannot raise an error without a synchronisation.
 #include "cross_entropy.h"
 
 #include <limits>
@@ -14,7 +14,7 @@ namespace foundry {
 namespace cuda {
 namespace {
 
-constexpr int kReads = 4;      // of a thread in the backward pass, issued before any is used
+constexpr int kReads = 4;      // per thread in the backward pass, issued before any is used
 constexpr int kThreads = 128;  // of a block in the backward pass, at most
 constexpr int kSumThreads = 256;
 
@@ -27,7 +27,7 @@ __device__ __forceinline__ float warp_max(float v) {
   return v;
 }
 
-// Of the block's values; every thread gets it. kTurn: calls of one kernel take different places in shared memory.
+// Reduces the block's values; every thread gets the result. kTurn: the calls of one kernel use different shared memory.
 template <int kTurn, bool kMax>
 __device__ __forceinline__ float block_combine(float v) {
   FK_SHARED(float, scratch, 32);
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(512) forward_kernel(const CrossEntropyForward 
   if (threadIdx.x != 0) return;
   const float log_sum = highest == picked ? log1pf(rest) : logf(rest + expf(picked - highest));
   const float total = highest + log_sum, part = total - highest;
-  const float lse = highest == kInfinity && picked == picked ? highest : total;  // there the sum is NaN
+  const float lse = highest == kInfinity && picked == picked ? highest : total;  // then the sum is NaN
   const float weight = a.weight ? a.weight[target] : 1.f, z = o.z_loss * weight * lse * lse;
   float loss = weight * (1.f - o.label_smoothing) * ((highest - picked) + log_sum) + z;
   if constexpr (kSmooth) {
@@ -177,11 +177,11 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const CrossEntropyBa
   for (int j = 0; j < kReads; ++j)
     if (column(j) + kVec <= a.n_cols) write(column(j), held[j]);
   if (kVec == 1 || blockIdx.x % tiles != tiles - 1) return;
-  const int64_t col = a.n_cols - a.n_cols % kVec + threadIdx.x;  // what no read covers
+  const int64_t col = a.n_cols - a.n_cols % kVec + threadIdx.x;  // what no whole read covers
   if (col < a.n_cols) write(col, read ? load<X, 1>(x + col) : Pack<X, 1>{});
 }
 
-// Calls f(Tag<X>, values a read, whether there is a cap, whether there is smoothing).
+// Calls f(Tag<X>, values per read, whether there is a cap, whether there is smoothing).
 template <class F>
 cudaError_t with_kinds(Dtype type, const CrossEntropyOptions& options, bool vectors, F&& f) {
   const auto smoothed = [&](auto x, auto vec, auto cap) {
@@ -196,15 +196,15 @@ cudaError_t with_kinds(Dtype type, const CrossEntropyOptions& options, bool vect
   });
 }
 
-// Threads for n reads: whole warps, of a power of two, at most `most`.
+// Threads for n reads: a power of two of whole warps, at most `most`.
 int threads_for(int64_t n, int most) {
   int threads = 32;
   while (threads < most && threads < n) threads *= 2;
   return threads;
 }
 
-// Whether logits are read by 16 bytes. One row is read as several that lie one behind the other would be: its sum has
-// the same bits alone.
+// Whether logits are read 16 bytes at a time. One row alone is treated like one of several contiguous rows, so that it
+// gets the same bits.
 bool by_vectors(const void* logits, Dtype type, const Rows& rows, const RowStrides& strides, int64_t n_cols) {
   return aligned(logits, type, rows, strides) && (rows.count() > 1 || aligned(logits, type, {n_cols}));
 }

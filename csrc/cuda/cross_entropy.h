@@ -8,7 +8,8 @@
 namespace foundry {
 namespace cuda {
 
-// Sums over the rows of losses and, unless null, of zs; for a mean divided by the weights of the targets that count.
+// Sums losses over the rows and, unless null, zs. For a mean, divides by the sum of the weights of the targets that are
+// not ignored.
 struct CrossEntropyReduce {
   const float* losses;
   const float* zs;

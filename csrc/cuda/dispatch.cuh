@@ -1,4 +1,4 @@
-// From what a call says at run time (memory types, sizes, alignment) to the arguments of a kernel's template.
+// Turns what is known at run time (memory types, sizes, alignment) into template arguments of kernels.
 #pragma once
 
 #include <initializer_list>
@@ -29,8 +29,8 @@ cudaError_t with_type(Dtype type, F&& f) {
 
 inline int size_of(Dtype type) { return type == Dtype::f32 ? 4 : 2; }
 
-// Whether 16 bytes can be moved at once at p, and at any sum of multiples of these element strides from it. A null
-// pointer is not accessed, and so is aligned.
+// Whether 16-byte accesses are aligned at p and at any sum of multiples of these element strides from it. A null
+// pointer is never accessed, so it counts as aligned.
 inline bool aligned(const void* p, Dtype type = Dtype::f32, std::initializer_list<int64_t> strides = {}) {
   if (p == nullptr) return true;
   if (reinterpret_cast<uintptr_t>(p) % 16 != 0) return false;
@@ -39,7 +39,7 @@ inline bool aligned(const void* p, Dtype type = Dtype::f32, std::initializer_lis
   return true;
 }
 
-// The same at every row.
+// Same for every row.
 inline bool aligned(const void* p, Dtype type, const Rows& rows, const RowStrides& strides) {
   const auto used = [&](int d) { return rows.size[d] == 1 ? 0 : strides.stride[d]; };
   static_assert(kRowRank == 3, "a stride for each dimension");

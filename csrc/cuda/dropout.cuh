@@ -1,4 +1,4 @@
-// The factors of dropout, as kernels make them while they read or write.
+// The dropout factors, which kernels compute while they read or write.
 #pragma once
 
 #include "../common/dropout.h"
@@ -23,8 +23,8 @@ __device__ __forceinline__ void philox(uint32_t (&c)[4], uint64_t seed) {
   }
 }
 
-// The factors of kVec neighbouring columns of a row, from `col` (a multiple of kVec) on: of whole counters, or of one
-// or two words of one.
+// The factors of kVec neighbouring columns of a row from `col` (a multiple of kVec) on: all words of whole counters, or
+// one or two words of one counter.
 template <int kVec>
 __device__ __forceinline__ void dropout_factors(float (&factors)[kVec], const Dropout& dropout, uint64_t seed,
                                                 int64_t row, int64_t col) {
@@ -53,7 +53,7 @@ cudaError_t with_dropout(const Dropout& dropout, F&& f) {
   return dropout.seed ? f(Constant<true>{}) : f(Constant<false>{});
 }
 
-// What elementwise kernels multiply kVec neighbouring columns by; without kDropout nothing.
+// The factor of kVec neighbouring columns in elementwise kernels; no factor without kDropout.
 template <bool kDropout, int kVec>
 struct DropoutFactors {
   float values[kVec];

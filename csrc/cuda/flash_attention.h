@@ -8,24 +8,24 @@
 namespace foundry {
 namespace cuda {
 
-// Which weights are kept: those whose 16 bits of Philox are at least the threshold.
+// Dropout keeps a weight if its 16 bits of Philox are at least the threshold.
 struct DroppedWeights {
   const int64_t* seed;   // in the memory of the tensors' device
   uint32_t threshold;    // 0 where dropout is off
-  float scale;           // of what is kept
-  const int64_t* heads;  // [sequences, H] of batch << 32 | head, or null for a head's own place
+  float scale;           // of kept weights
+  const int64_t* heads;  // [sequences, H] of batch << 32 | head, or null: a head's own index
 };
 
-// Sequence n of a batch is its n-th element, or where sequences are packed rows starts[n] to starts[n + 1].
+// Sequence n is the n-th batch element or, if sequences are packed, rows starts[n] to starts[n + 1].
 struct AttentionInputs {
   const void *q, *k, *v;
   HeadStrides q_strides, k_strides, v_strides;
   Dtype type;                          // of q, k, v, outputs and gradients
   const int32_t *starts_q, *starts_k;  // or null
   int64_t n_sequences, n_heads;
-  int64_t n_queries, n_keys;  // of a sequence, at most
+  int64_t n_queries, n_keys;  // of the longest sequence
   int64_t total_q, total_k;   // of packed tensors
-  int64_t group;              // query heads a key-value head
+  int64_t group;              // query heads per key-value head
   int head_dim, head_dim_v;   // D, Dv
   float scale;
   float softcap;                      // 0 for none
@@ -34,8 +34,8 @@ struct AttentionInputs {
   const float* sinks;                 // [H] or null
   int64_t window_left, window_right;  // kUnbounded for none
   bool bottom_right;
-  bool batch_invariant;     // tiles and splits by nothing that another batch would change
-  HeadStrides row_strides;  // of lse and the other numbers a row
+  bool batch_invariant;     // tiles and splits do not depend on the rest of the batch
+  HeadStrides row_strides;  // of lse and the other per-row numbers
   const uint8_t* mask;      // not 0 where a pair is seen, or null
   PairStrides mask_strides;
   AttentionTiles tiles;
@@ -48,7 +48,7 @@ struct AttentionInputs {
 struct AttentionForward : AttentionInputs {
   void* out;
   HeadStrides out_strides;
-  double* lse;  // or null, as the next: in double, as of a float's rounding all weights of a row would change alike
+  double* lse;  // or null, as the next; double, because rounding to float would scale all weights of a row
   float *entropy, *max_logit;
 };
 
@@ -57,45 +57,44 @@ struct AttentionBackward : AttentionInputs {
   HeadStrides out_strides, dout_strides;
   const double* lse;
   const float* dlse;  // or null
-  float* delta;       // sum(dout * out) - dlse of each row, made by the first of the launches
-  // For the kernels with matrix instructions, of each row its log-sum-exp in powers of 2, infinite where it sees no
-  // key, so that its weights are 0, and its delta; or null.
+  float* delta;       // sum(dout * out) - dlse of each row, computed by the first launch
+  // For the tensor core kernels: each row's lse in powers of 2 (infinite for a row without keys, whose weights are then
+  // 0) and its delta; or null.
   float* numbers;
-  void *dq, *dk, *dv;  // each null where no gradient is wanted
+  void *dq, *dk, *dv;  // each null if not needed
   HeadStrides dq_strides, dk_strides, dv_strides;
   float* dsinks;  // [H], or null
   void* dbias;    // of bias_type, or null
   PairStrides dbias_strides;
   int64_t dbias_sizes[4];
-  bool
-      own_dbias;  // each pair has an element of its own, which the kernel of dq may write; those not seen are 0 already
+  bool own_dbias;  // each pair has an element of its own, which the dq kernel may write; those of hidden pairs are 0
 };
 
-// What decides about tiles, of the GPU: its multiprocessors, the bytes of shared memory of each and whether its compute
+// The GPU properties on which tiles depend: multiprocessors, bytes of shared memory of each, and whether the compute
 // capability is 8.x.
 struct Gpu {
   int multiprocessors, shared;
   bool is_8x;
 };
 
-// How the rows and keys of a forward pass are divided, where matrix instructions do it.
+// How a forward pass with tensor cores splits rows and keys.
 struct Splits {
-  int pack;      // heads of a group whose rows follow one another: row = query * pack + head in group
+  int pack;      // heads of a group packed into rows: row = query * pack + head in group
   int count;     // parts of the keys
   bool large;    // tiles of 128 rows
   int64_t rows;  // of all sequences and heads
-  float* sums;   // where keys are split, the unfinished rows [count, rows, row_floats], else null
+  float* sums;   // if keys are split, the unfinished rows [count, rows, row_floats], else null
 
-  // Dv sums of values, then RowSums, padded to whole pairs.
+  // Dv sums of values, then RowSums, padded to an even number.
   FK_HOST_DEVICE int64_t row_floats(int head_dim_v) const { return head_dim_v + 4; }
   int64_t floats(int head_dim_v) const { return count > 1 ? count * rows * row_floats(head_dim_v) : 0; }
 };
 
 Splits plan_forward(const AttentionForward& args, const Gpu& gpu);
 cudaError_t attention_forward(const AttentionForward& args, const Splits& splits, cudaStream_t stream);
-bool backward_in_tiles(const AttentionBackward& args);  // whether matrix instructions do it, which need `numbers`
+bool backward_in_tiles(const AttentionBackward& args);  // whether tensor cores compute it; they need `numbers`
 cudaError_t attention_backward(const AttentionBackward& args, cudaStream_t stream);
-// dsinks alone, of delta and lse; attention_backward does it too.
+// Only dsinks, from delta and lse. attention_backward computes it too.
 cudaError_t attention_dsinks(const AttentionBackward& args, cudaStream_t stream);
 
 }  // namespace cuda

@@ -1,6 +1,6 @@
-// Attention, backward: by warps for all inputs that the matrix instructions do not take. One kernel for dq and one for
-// dk and dv, each of which computes the weights anew: there is nothing that two blocks add to, so equal inputs give
-// equal bits.
+// Attention backward with one warp per few rows, for all inputs that the tensor core kernels do not support. One kernel
+// computes dq and one dk and dv; each recomputes the weights. No two blocks add to the same element, so equal inputs
+// give equal bits.
 #include "flash_attention_backward.cuh"
 #include "flash_attention_rows.cuh"
 
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(32 * kDeltaWarps) attention_delta(AttentionBac
 
 constexpr int kSinkThreads = 256;
 
-// A block for each head, over all rows of it.
+// One block per head, over all its rows.
 __global__ void __launch_bounds__(kSinkThreads) sum_dsinks(AttentionBackward a) {
   FK_SHARED(double, sums, kSinkThreads);
   const int head = blockIdx.x;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kSinkThreads) sum_dsinks(AttentionBackward a) 
 // --- dq
 // ---------------------------------------------------------------------------------------------------------------
 
-// Shared memory of a warp: its rows of two tensors, and two weights of 32 rows of others.
+// A warp's shared memory: its rows of two tensors, and two weights for 32 rows of the others.
 inline __host__ __device__ int backward_floats(int head_dim, int head_dim_v) {
   return kRows * (head_dim + head_dim_v + 64);
 }
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1) attention_dkdv_rows(AttentionB
 
 constexpr int kBiasWarps = 4;
 
-// What dbias has along a dimension: one index, or all that share an element.
+// The range that one element of dbias covers in a dimension: one index, or all that share it.
 struct Shared {
   int begin, end;
   __device__ Shared(int64_t size, int64_t index, int64_t all)
@@ -211,7 +211,7 @@ struct Shared {
         end(static_cast<int>(size == 1 ? all : index + 1)) {}
 };
 
-// A warp for 32 neighbouring elements of a row of dbias, or for one that all keys of it share.
+// One warp for 32 neighbouring elements of a row of dbias, or for one element that all its keys share.
 template <class T>
 __global__ void __launch_bounds__(32 * kBiasWarps) attention_dbias(AttentionBackward a, int64_t n_warps) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kBiasWarps + threadIdx.x / 32;
@@ -285,7 +285,7 @@ cudaError_t backward_rows(const AttentionBackward& a, cudaStream_t stream) {
   const auto of_keys = [&](auto kernel) {
     return launch_blocks(kernel, blocks_of(a, a.n_heads / a.group, a.n_keys, kWarps * kRows), kWarps, bytes, stream, a);
   };
-  if constexpr (kCols <= 4)  // of wide heads registers do not hold both
+  if constexpr (kCols <= 4)  // for wide heads the registers do not hold both
     if (error == cudaSuccess && a.dk && a.dv) return of_keys(attention_dkdv_rows<T, kCols, true, true>);
   if (error == cudaSuccess && a.dk) error = of_keys(attention_dkdv_rows<T, kCols, true, false>);
   if (error == cudaSuccess && a.dv) error = of_keys(attention_dkdv_rows<T, kCols, false, true>);

@@ -1,4 +1,4 @@
-// What the backward kernels with matrix instructions are made of.
+// Shared by the backward kernels with tensor cores.
 #pragma once
 
 #include "flash_attention_scores.cuh"
@@ -7,10 +7,10 @@
 namespace foundry {
 namespace cuda {
 
-// The launches of the kernels with matrix instructions.
+// The launches of the tensor core kernels.
 cudaError_t backward_tiles(const AttentionBackward& a, cudaStream_t stream);
 
-// Writes the gradient of what was added to a score, in an element that no other score has.
+// Writes the gradient of the bias of one score, if no other score shares the element.
 __device__ __forceinline__ void write_bias_at(const AttentionBackward& a, int64_t at, float value) {
   if (a.bias_type == Dtype::f32) static_cast<float*>(a.dbias)[at] = value;
   else if (a.bias_type == Dtype::bf16) static_cast<__nv_bfloat16*>(a.dbias)[at] = from_float<__nv_bfloat16>(value);
@@ -23,14 +23,14 @@ __device__ __forceinline__ void write_bias(const AttentionBackward& a, const Hea
   write_bias_at(a, pair_at(a.dbias_strides, h, i, j), value);
 }
 
-// A query's log-sum-exp in powers of 2 and its delta, see AttentionBackward.
+// A query's lse in powers of 2, and its delta; see AttentionBackward.
 __device__ __forceinline__ float2 row_numbers(const AttentionBackward& a, const Head& h, int i) {
   if (i >= h.q_len) return float2{INFINITY, 0.f};
   return reinterpret_cast<const float2*>(a.numbers)[h.row_at(a, i)];
 }
 
-// Whether the mask's tiles hide all pairs of the owned rows [first, last] and the others [from, to]: of queries and
-// keys, or of keys and queries.
+// Whether the mask's tiles hide all pairs of the owned rows [first, last] and the others [from, to]. Owned rows are
+// queries or keys.
 __device__ __forceinline__ bool is_hidden(const AttentionInputs& a, const Head& h, int first, int last, int from,
                                           int to, bool own_keys) {
   constexpr int kTile = static_cast<int>(kMaskTile);
@@ -42,8 +42,8 @@ __device__ __forceinline__ bool is_hidden(const AttentionInputs& a, const Head& 
   return true;
 }
 
-// results0 = 16 rows x kRead rows of another tile, both of kDim columns, and where kSecond results1 likewise of tiles
-// that lie kLeft1 and kRight1 bytes further: addresses are the same but for constants.
+// results0 = 16 rows x kRead rows of another tile, both with kDim columns. With kSecond, results1 is the same for tiles
+// kLeft1 and kRight1 bytes further, so the addresses differ only by constants.
 template <class T, int kDim, int kRead, bool kSecond, uint32_t kLeft1, uint32_t kRight1, class Shared>
 __device__ __forceinline__ void multiply(float (&results0)[kRead / 8][4], float (&results1)[kRead / 8][4],
                                          Shared& shared, uint32_t left_lane, uint32_t right_lane) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void multiply(float (&results0)[kRead / 8][4], float 
   }
 }
 
-// Results as the left side of the next product.
+// Results converted to the left operand of the next matmul.
 template <class T, int kTilesN>
 __device__ __forceinline__ void pack_left(uint32_t (&left)[kTilesN / 2][4], const float (&results)[kTilesN][4]) {
   FK_UNROLL for (int n = 0; n < kTilesN; ++n) FK_UNROLL for (int half = 0; half < 2; ++half)

@@ -1,10 +1,10 @@
-// Attention, backward, with matrix instructions (sm_80 and later): 16-bit inputs, heads of up to 256 numbers.
+// Attention backward with tensor cores (sm_80 and later): 16-bit inputs, head dimensions up to 256.
 //
-// dq is one kernel, dk and dv another, and both are the same: a block of 4 warps owns 64 rows, 16 a warp, of two
-// tensors (queries and dout, or keys and values), and reads tiles of two others (keys and values, or queries and dout).
-// From the products of the first two, the scores, and of the second two come the weights and the gradients of the
-// scores in the registers where the next product takes its left side: no result passes through shared memory, and
-// nothing is added to by two blocks. The price is that scores are computed twice, seven products for five.
+// dq has one kernel and dk with dv another, from the same template. A block of 4 warps owns 64 rows, 16 per warp, of
+// two tensors (queries and dout, or keys and values), and reads tiles of the other two. It computes the scores from the
+// first of each, and the gradients of the weights from the second. Weights and score gradients stay in the registers
+// where the next matmul reads its left operand: no intermediate result passes through shared memory, and no two blocks
+// add to the same element. The price is that scores are computed twice: seven matmuls instead of five.
 #include "flash_attention_backward.cuh"
 #include "flash_attention_tiles.cuh"
 
@@ -14,19 +14,20 @@ namespace {
 
 using namespace tiles;
 
-// What a kernel makes: for the owner of queries dq; for that of keys dk and dv, or where registers are few one of them.
+// What a kernel computes. The owner of queries: dq. The owner of keys: dk and dv, or only one of them if registers are
+// scarce.
 enum class Makes { dq, dkdv, dk, dv };
 
 template <int kDim, Makes kMakes, bool kOptions>
 struct Shape {
   static constexpr bool kKeys = kMakes != Makes::dq;
-  static constexpr bool kFirst = kMakes != Makes::dv;  // dq or dk: sums over ds
+  static constexpr bool kFirst = kMakes != Makes::dv;  // dq or dk: sums over score gradients
   static constexpr bool kBoth = kMakes == Makes::dkdv;
   static constexpr bool kSecond = kBoth || kMakes == Makes::dv;  // dv: sums over weights
-  static constexpr bool kCrowded = kOptions && kBoth;            // in registers
+  static constexpr bool kCrowded = kOptions && kBoth;            // registers are scarce
   static constexpr int kOwn = 64, kRead = kDim == 256 ? 16 : (kDim == 64 ? 64 : 32) / (kCrowded ? 2 : 1);
   static constexpr int kRow = kDim * 2, kTile = kRead * kRow;
-  // Bytes: the two tensors owned, and two places each for those that are read, which differ in one bit.
+  // Byte offsets of the two tensors owned, and of two buffers for each tensor that is read, which differ in one bit.
   static constexpr uint32_t kRead0 = 0, kRead1 = 2 * kTile, kOwn0 = 4 * kTile, kOwn1 = kOwn0 + kOwn * kRow;
   static constexpr int kShared = kOwn1 + kOwn * kRow;
 };
@@ -34,7 +35,7 @@ struct Shape {
 template <bool kKeys, int kOwn>
 __device__ __forceinline__ Place place_of(const AttentionBackward& a, unsigned block) {
   if (kKeys) return Place(a.n_heads / a.group, a.n_keys, kOwn, block);
-  Place place(a.n_heads, a.n_queries, kOwn, block);  // the rows that see most keys first
+  Place place(a.n_heads, a.n_queries, kOwn, block);  // rows that see the most keys go first
   place.tile = static_cast<int>((a.n_queries + kOwn - 1) / kOwn) - 1 - place.tile;
   return place;
 }
@@ -48,29 +49,30 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
   FK_DYNAMIC_SHARED(uint4, shared);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = kKeys ? static_cast<int>(a.group) : 1;
   const Place place = place_of<kKeys, S::kOwn>(a, blockIdx.x);
-  Head h(a, place.sequence, place.head * group);  // of keys' owner one head of the group after the other
+  Head h(a, place.sequence, place.head * group);  // the owner of keys loops over the heads of the group
   const int first = place.tile * S::kOwn, n_own = kKeys ? h.k_len : h.q_len, n_read = kKeys ? h.q_len : h.k_len;
   if (first >= n_own) return;
   const int last = min(first + S::kOwn, n_own) - 1;
-  // What the owned rows see of the others: that of each row begins and ends no earlier than that of the row before.
+  // The range that an owned row sees of the other tensor. Its start and its end never decrease from one row to the
+  // next.
   const auto first_seen = [](const Head& h, int row) { return kKeys ? h.first_query(row) : h.first_key(row); };
   const auto end_seen = [](const Head& h, int row) { return kKeys ? h.end_query(row) : h.end_key(row); };
-  // h, made anew of little that is kept in registers from one tile to the next.
+  // Recomputes h from a few registers, so that the rest need not stay in registers across tiles.
   const auto h_again = [&] { return Head(a, static_cast<int>(hidden(h.n)), static_cast<int>(hidden(h.head))); };
-  // Tiles that some row sees, which are visited from the last to the first, and of these the ones that all see whole.
+  // The tiles that some row sees, visited from last to first, and among them those that every row sees fully.
   const int begin = first_seen(h, first), end = end_seen(h, last);
   const int first_tile = begin / kRead, end_tile = end > begin ? (end + kRead - 1) / kRead : first_tile;
   const auto end_whole = [&] {
     const Head g = h_again();
     return first + S::kOwn <= (kKeys ? g.k_len : g.q_len) ? max(end_seen(g, first), 0) / kRead : 0;
   };
-  const int first_whole = max((first_seen(h, last) + kRead - 1) / kRead, first_tile + 1);  // the first prepares a head
+  const int first_whole = max((first_seen(h, last) + kRead - 1) / kRead, first_tile + 1);  // the first sets up a head
   const uint64_t seed = kOptions && a.dropout.threshold ? static_cast<uint64_t>(*a.dropout.seed) : 0;
 
   const auto start = [&](const void* data, const HeadStrides& s, bool of_keys) {
     return static_cast<const T*>(data) + (of_keys ? h.key_at(s, 0) : h.query_at(s, 0));
   };
-  // The tensors that are read, each at the end of the tile that is copied next.
+  // The tensors that are read, each positioned at the end of the tile to copy next.
   const HeadStrides &strides0 = kKeys ? a.q_strides : a.k_strides, &strides1 = kKeys ? a.dout_strides : a.v_strides;
   Walker<kDim> read0(start(kKeys ? a.q : a.k, strides0, !kKeys), strides0.token, a.head_dim, end_tile * kRead);
   Walker<kDim> read1(start(kKeys ? a.dout : a.v, strides1, !kKeys), strides1.token, a.head_dim_v, end_tile * kRead);
@@ -107,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
   const auto step = [&](auto masked, int tile) {
     constexpr bool kMasked = decltype(masked)::value;
     cp_async_wait<0>();
-    __syncthreads();  // the tiles are here; nobody reads the other place any more
+    __syncthreads();  // the tiles have arrived; the other buffer is no longer read
     if (!kMasked || tile > first_tile) {
       copy_tiles(std::false_type(), place_now ^ S::kTile);
     } else if ((h.head + 1) % group != 0) {
@@ -128,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
     multiply<T, kDim, kRead, S::kFirst, S::kOwn1 - S::kOwn0, S::kRead1 - S::kRead0>(s, dp, shared, S::kOwn0 + own_at,
                                                                                     at0 + right);
 
-    // From scores and their products with dout to weights, in s, and gradients, in dp.
+    // Turns scores and the matmul with dout into weights (in s) and score gradients (in dp).
     const int column = tile * kRead + static_cast<int>(threadIdx.x % 4 * 2),
               row0 = kMasked ? static_cast<int>(hidden(own_row)) : own_row;
     const float2* numbers_of = reinterpret_cast<const float2*>(a.numbers) + h.row_at(a, column);
@@ -147,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
       const int other = column + n * 8 + e;
       float2 numbers = {0.f, 0.f};
       if (kKeys && (!kMasked || other < n_others)) numbers = numbers_of[n * 8 + e];
-      if (kOptions && a.dropout.threshold) {  // one call of Philox for what this lane has of it
+      if (kOptions && a.dropout.threshold) {  // one Philox call for all that this lane holds
         if (kKeys && n % 2 == 0) bits[e] = kept_weights(a.dropout, seed, h, other, own_row - own_row % 32 / 8 * 8);
         if (!kKeys && (n == 0 || other % 32 < 8))
           bits[e] = kept_weights(a.dropout, seed, h, own_row, other - other % 32 / 8 * 8);

@@ -1,5 +1,5 @@
-// Attention, forward: by warps for all inputs that the matrix instructions do not take; how the work of those that they
-// take is divided, and the combination of split keys.
+// Attention forward with one warp per few rows, for all inputs that the tensor core kernels do not support. Also: how
+// the work of the tensor core kernels is split, and how split keys are combined.
 #include "flash_attention_forward.cuh"
 #include "flash_attention_rows.cuh"
 
@@ -11,7 +11,7 @@ namespace {
 
 using namespace rows;
 
-// Shared memory of a warp: its queries, and the weights of 32 keys.
+// A warp's shared memory: its queries, and the weights of 32 keys.
 inline __host__ __device__ int forward_floats(int head_dim) { return kRows * (head_dim + 32); }
 
 template <class T, int kCols>
@@ -85,10 +85,10 @@ cudaError_t forward_rows(const AttentionForward& a, cudaStream_t stream) {
 // --- split keys
 // -------------------------------------------------------------------------------------------------------
 
-constexpr int kMostSplits = 64, kInFlight = 32;  // numbers that a thread loads before it uses any
+constexpr int kMostSplits = 64, kInFlight = 32;  // kInFlight: loads that a thread issues before it uses any
 
-// A warp for each row. Its splits' maxima and sums are read at once, two splits a lane; then the sums of values are
-// added in the order of the splits, several loaded at a time: one after the other each would wait for memory.
+// One warp per row. It reads the maxima and sums of all splits at once, two splits per lane. Then it adds the sums of
+// values in the order of the splits, with several loads in flight to hide memory latency.
 template <class T, int kCols>
 __global__ void __launch_bounds__(32, 16) attention_combine(AttentionForward a, Splits splits) {
   constexpr int kAtOnce = kInFlight / kCols;
@@ -151,7 +151,7 @@ Splits plan_forward(const AttentionForward& a, const Gpu& gpu) {
     plan.rows = a.n_sequences * a.n_heads * a.n_queries;
     return plan;
   }
-  constexpr int64_t kRows = 64, kTwoBlocks = 160 << 10;  // shared memory for two blocks of the largest tiles
+  constexpr int64_t kRows = 64, kTwoBlocks = 160 << 10;  // shared memory of two blocks with the largest tiles
   if (a.n_queries * a.group <= kRows) plan.pack = static_cast<int>(a.group);
   const int64_t rows = a.n_queries * plan.pack, heads = a.n_sequences * (a.n_heads / plan.pack);
   plan.rows = heads * rows;
@@ -159,7 +159,7 @@ Splits plan_forward(const AttentionForward& a, const Gpu& gpu) {
   const bool room = width <= 64 || (width <= 128 && gpu.shared >= kTwoBlocks && gpu.is_8x);
   plan.large = room && heads * ((rows + 2 * kRows - 1) / (2 * kRows)) >= gpu.multiprocessors && rows > kRows;
   const int64_t blocks = heads * ((rows + kRows - 1) / kRows), key_tiles = (a.n_keys + 63) / 64;
-  if (blocks < gpu.multiprocessors) {  // two blocks a multiprocessor, of two tiles of keys at least
+  if (blocks < gpu.multiprocessors) {  // two blocks per multiprocessor, each with at least two tiles of keys
     const int64_t wanted = std::min((2 * gpu.multiprocessors + blocks - 1) / blocks, key_tiles / 2);
     plan.count = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(wanted, kMostSplits)));
   }

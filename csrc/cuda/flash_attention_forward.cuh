@@ -1,4 +1,4 @@
-// What the forward kernels with matrix instructions are made of, and how their splits of the keys are combined.
+// Shared by the forward kernels with tensor cores, and how their key splits are combined.
 #pragma once
 
 #include "flash_attention_scores.cuh"
@@ -7,14 +7,13 @@
 namespace foundry {
 namespace cuda {
 
-// Whether the kernels with matrix instructions take the call, and their launch.
+// Whether the tensor core kernels support the call, and their launch.
 bool forward_in_tiles(const AttentionForward& a);
 cudaError_t forward_tiles(const AttentionForward& a, const Splits& splits, cudaStream_t stream);
 
 namespace tiles {
 
-// Whether the mask's tiles say that none of these queries, of `pack` heads, sees any of the 32 or 64 keys from `key`
-// on.
+// Whether the mask's tiles hide the 32 or 64 keys from `key` on from all these queries, of `pack` heads.
 __device__ __forceinline__ bool is_hidden(const AttentionInputs& a, const Head& h, int first_query, int last_query,
                                           int pack, int key) {
   constexpr int kTile = static_cast<int>(kMaskTile);
@@ -27,7 +26,8 @@ __device__ __forceinline__ bool is_hidden(const AttentionInputs& a, const Head& 
   return true;
 }
 
-// Rows of queries [first, first + kRows) to shared memory, zeros from n_rows on; row = query * pack + head in group.
+// Copies rows of queries [first, first + kRows) to shared memory, zeros from n_rows on; row = query * pack + head in
+// group.
 template <class T, int kDim, int kRows, class Shared>
 __device__ __forceinline__ void copy_queries(Shared& shared, uint32_t at, const AttentionInputs& a, const Head& h,
                                              int first, int n_rows, int pack) {
@@ -41,13 +41,13 @@ __device__ __forceinline__ void copy_queries(Shared& shared, uint32_t at, const 
   }
 }
 
-// Packs the weights of a lane's two rows, row and row + 8, times what dropout makes of them.
+// Packs the weights of a lane's two rows, row and row + 8, after dropout.
 template <class T, int kTilesN>
 __device__ __forceinline__ void drop(const float (&weights)[kTilesN][4], uint32_t (&packed)[kTilesN / 2][4],
                                      const AttentionInputs& a, uint64_t seed, const Head& h, int row, int n_rows,
                                      int pack_heads, int first_key, int lane) {
   FK_UNROLL for (int n = 0; n < kTilesN; n += 4) {
-    uint32_t bits[2] = {0, 0};  // of columns 2 t and 2 t + 1, as kept_weights has them
+    uint32_t bits[2] = {0, 0};  // of columns 2 t and 2 t + 1, in the order of kept_weights
     FK_UNROLL for (int e = 0; e < 2; ++e) {
       const int j = first_key + n * 8 + lane % 4 * 2 + e;
       if (pack_heads == 1) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void drop(const float (&weights)[kTilesN][4], uint32_
   }
 }
 
-// An unfinished row: its sums of values, then RowSums. `to` is null for a row that does not exist.
+// An unfinished row: its sums of values, then RowSums. `to` is null if the row does not exist.
 template <int kDim>
 __device__ __forceinline__ void write_split(float* to, const float (&sums)[kDim / 8][4], int half, const RowSums& r,
                                             int width, int lane) {

@@ -1,11 +1,11 @@
-// Attention, forward, with matrix instructions (mma.sync, ldmatrix, cp.async; sm_80 and later): 16-bit inputs, heads of
-// up to 256 numbers.
+// Attention forward with tensor cores (mma.sync, ldmatrix, cp.async; sm_80 and later): 16-bit inputs, head dimensions
+// up to 256.
 //
-// A block of 4 warps has 64 * kTilesM rows of one head and all keys that they see, a warp 16 * kTilesM of the rows with
-// all these keys: softmax needs no other warp. Where queries are few, the rows of all heads of a group follow one
-// another (row = query * pack + head in group), since they read the same keys, and keys are split over several blocks,
-// whose results attention_combine puts together in a fixed order. Keys go from the last tile to the first, the first of
-// which the window's edge crosses, so that the loop over the others has no masks.
+// A block of 4 warps has 64 * kTilesM rows of one head and all keys that they see. A warp has 16 * kTilesM of the rows
+// with all these keys, so softmax needs no other warp. With few queries, the rows of all heads of a group are packed
+// (row = query * pack + head in group), because they read the same keys, and the keys are split over several blocks,
+// whose results attention_combine adds in a fixed order. Keys go from the last tile to the first. The edge of the
+// window crosses only the first few, so the loop over the others has no masks.
 #include "flash_attention_forward.cuh"
 #include "flash_attention_tiles.cuh"
 
@@ -15,24 +15,24 @@ namespace {
 
 using namespace tiles;
 
-// Which calls a kernel is for: those without options, of heads of kDim numbers, with one head a block and all keys that
-// its rows see; the others without options; all.
+// Which calls a kernel supports. whole: no options, head dimension kDim, one head per block and all keys that its rows
+// see. plain: other calls without options. all: any call.
 enum class Calls { whole, plain, all };
 
 template <int kDim, int kTilesM>
 struct Shape {
   static constexpr int kBlockM = 64 * kTilesM, kBlockN = kDim <= 128 ? 64 : 32;
-  static constexpr bool kKeepQ = kTilesM == 1 && kDim <= 128;  // in registers; it passes through the place of V
+  static constexpr bool kKeepQ = kTilesM == 1 && kDim <= 128;  // in registers; it arrives in V's buffer
   static constexpr int kRow = kDim * 2, kTile = kBlockN * kRow;
-  // Bytes: K's two places, which differ in one bit and take turns, V's and Q's.
+  // Byte offsets. K has two buffers, which differ in one bit and alternate; V and Q have one each.
   static constexpr uint32_t kK = 0, kV = 2 * kTile, kQ = kKeepQ ? kV : kV + kTile;
   static constexpr int kShared = kQ + kBlockM * kRow;
 };
 
-// A block's rows: those of a tile of `size`, of `pack` heads from `h` on, with a part of the keys.
+// A block's rows: a tile of `size` rows, of `pack` heads from `h` on, with a part of the keys.
 struct Block {
   int split;
-  int64_t place;  // of the sequence and heads among all
+  int64_t place;  // index among all sequences and heads
   Head h;
   int first_row, n_rows;
 
@@ -45,14 +45,14 @@ struct Block {
       : split(split),
         place(index / tiles),
         h(a, static_cast<int>(place / (a.n_heads / s.pack)), static_cast<int>(place % (a.n_heads / s.pack) * s.pack)),
-        first_row(static_cast<int>(tiles - 1 - index % tiles) * size),  // the rows that see most keys first
+        first_row(static_cast<int>(tiles - 1 - index % tiles) * size),  // rows that see the most keys go first
         n_rows(h.q_len * s.pack) {}
 };
 
 template <class T, int kDim, int kTilesM, Calls kCalls>
 __global__ void __launch_bounds__(kThreads, kCalls == Calls::all || kDim > 128 ? 1 : 2)
     attention_forward_tiles(AttentionForward a, Splits given) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900  // for which it would spill: see plan_forward
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900  // it would spill there: see plan_forward
   if constexpr (kDim == 128 && kTilesM == 2) return;
 #endif
   using S = Shape<kDim, kTilesM>;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, kCalls == Calls::all || kDim > 128 ?
   const int first_query = first_row / pack_heads;
   const int last_query = (min(first_row + kBlockM, n_rows) - 1) / pack_heads;
 
-  // Tiles of keys that some row sees, and of these the ones that all rows see whole.
+  // The tiles of keys that some row sees, and among them those that every row sees fully.
   const int begin = h.first_key(first_query), end = h.end_key(last_query);
   int first_tile = begin / kBlockN, end_tile = end > begin ? (end + kBlockN - 1) / kBlockN : first_tile;
   const int first_whole = (h.first_key(last_query) + kBlockN - 1) / kBlockN;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, kCalls == Calls::all || kDim > 128 ?
     first_tile += block.split * each;
     end_tile = min(end_tile, first_tile + each);
   }
-  // The next tile down from `tile` that a mask does not hide from all rows; below first_tile where there is none.
+  // The next tile below `tile` that the mask does not hide from all rows; below first_tile if there is none.
   const auto visible = [&](int tile) {
     if (kOptions && a.tiles.index)
       while (tile >= first_tile && is_hidden(a, h, first_query, last_query, pack_heads, tile * kBlockN)) --tile;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, kCalls == Calls::all || kDim > 128 ?
   const uint64_t seed = kOptions && a.dropout.threshold ? static_cast<uint64_t>(*a.dropout.seed) : 0;
 
   float out[kTilesM][kDim / 8][4] = {};
-  RowSums rows[kTilesM][2];  // of products, unscaled, where there are no options; sums are of this lane's columns
+  RowSums rows[kTilesM][2];  // unscaled without options; sums are of this lane's columns
   FK_UNROLL for (int m = 0; m < kTilesM; ++m) rows[m][0] = rows[m][1] = {kNone, 0.f, 0.f};
   const auto row_of = [&](int m, int half) { return first_row + (warp * kTilesM + m) * 16 + half * 8 + lane / 4; };
 
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, kCalls == Calls::all || kDim > 128 ?
   uint32_t q_kept[S::kKeepQ ? kDim / 16 : 1][4];
 
   int tile = visible(end_tile - 1);
-  // Each is at the end of the tile that it copies next.
+  // Each is positioned at the end of the tile to copy next.
   Walker<kDim, kWhole> k(static_cast<const T*>(a.k) + h.key_at(a.k_strides, 0), a.k_strides.token, a.head_dim,
                          (tile + 1) * kBlockN);
   Walker<kDim, kWhole> v(static_cast<const T*>(a.v) + h.key_at(a.v_strides, 0), a.v_strides.token, a.head_dim_v,
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, kCalls == Calls::all || kDim > 128 ?
     constexpr bool kMasked = decltype(masked)::value;
     const uint32_t q_at = kMasked ? hidden(q_lane) : q_lane, v_at = kMasked ? hidden(v_lane) : v_lane;
     cp_async_wait<0>();
-    __syncthreads();  // K's tile is here; nobody reads V's place or the other place of K any more
+    __syncthreads();  // K's tile has arrived; V's buffer and K's other buffer are no longer read
     v.template copy<kBlockN, kMasked>(shared, S::kV, h.k_len - tile * kBlockN);
     if (kOptions) v.move((next + 1 - tile) * kBlockN);
     cp_async_commit();
@@ -190,8 +190,7 @@ __global__ void __launch_bounds__(kThreads, kCalls == Calls::all || kDim > 128 ?
         if (kOptions && a.dropout.threshold) {
           s[m][n][2 * half] = p0, s[m][n][2 * half + 1] = p1;
         } else {
-          p[m][n / 2][n % 2 * 2 + half] =
-              pack<T>(p0, p1);  // the scores' layout is that of the next product's left side
+          p[m][n / 2][n % 2 * 2 + half] = pack<T>(p0, p1);  // the scores' layout is that of the next left operand
         }
       }
       r.sum = sum;
@@ -203,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, kCalls == Calls::all || kDim > 128 ?
           drop<T>(s[m], p[m], a, seed, h, row_of(m, 0), n_rows, pack_heads, tile * kBlockN, lane);
 
     cp_async_wait<1>();
-    __syncthreads();  // V's tile is here
+    __syncthreads();  // V's tile has arrived
     add_product<T, kDim>(out, p, shared, v_at);
     tile = next;
   };

@@ -1,5 +1,5 @@
-// Attention by warps, for any dtype, width and alignment: what the matrix instructions do not take. A warp has kRows
-// queries (or keys) and reads 32 keys (or queries) at a time: for their products each lane has one of these, for the
+// Attention by warps, for any dtype, width and alignment: what the tensor core kernels do not support. A warp has kRows
+// queries (or keys) and reads 32 keys (or queries) at a time. For dot products each lane has one of the 32; for the
 // sums over them each lane has every 32nd column. Fused multiply-adds in float, in a fixed order.
 #pragma once
 
@@ -9,11 +9,11 @@ namespace foundry {
 namespace cuda {
 namespace rows {
 
-constexpr int kWarps = 2, kRows = 4;  // what two rows of 512 floats for each fit into 48 KB of shared memory
+constexpr int kWarps = 2, kRows = 4;  // two rows of 512 floats for each fit in 48 KB of shared memory
 constexpr int kMaxDim = 512;
 constexpr unsigned kAll = 0xFFFFFFFFu;
 
-// `width` numbers of each of the warp's rows that are in [first, end), as floats, zeros for the others.
+// Loads `width` numbers of each of the warp's rows within [first, end) as floats; zeros for the other rows.
 template <class T, class Shared>
 __device__ __forceinline__ void read_rows(Shared& shared, int at, int stride, const T* from, int64_t step, int first,
                                           int end, int width) {

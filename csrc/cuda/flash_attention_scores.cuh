@@ -1,5 +1,5 @@
-// From the product of a query and a key to its weight: scale, soft cap, ALiBi, bias, what is hidden and what is
-// dropped. The kernels of all tiles ask here, a pair at a time.
+// Turns the matmul of a query and a key into its weight: scale, soft cap, ALiBi, bias, masks and dropout. All attention
+// kernels use this, one pair at a time.
 #pragma once
 
 #include "dispatch.cuh"
@@ -10,22 +10,22 @@ namespace foundry {
 namespace cuda {
 
 constexpr float kNone = -INFINITY;
-constexpr int kFar = 1 << 30;  // more than any position
+constexpr int kFar = 1 << 30;  // beyond any position
 
-// A sequence and a query head of it.
+// A query head of a sequence.
 struct Head {
   int n;  // the sequence
   int head, kv_head;
-  int64_t q_start, k_start;  // where its tokens begin, in packed tensors
+  int64_t q_start, k_start;  // first token in packed tensors
   int q_len, k_len;
-  int offset;  // the position that query 0 has among the keys
+  int offset;  // the position of query 0 among the keys
   int left, right;
   float slope;
-  uint32_t drop_head, drop_batch;  // by which weights are dropped
+  uint32_t drop_head, drop_batch;  // seed the dropout of this head
 
   __device__ static int clamped(int64_t x) { return static_cast<int>(x < -kFar ? -kFar : x > kFar ? kFar : x); }
 
-  // Where a sequence begins and ends, within the tensor whatever cu_seqlens say.
+  // The start or end of a sequence, clamped to the tensor for any cu_seqlens.
   __device__ static int64_t bounded(int64_t x, int64_t total) { return x < 0 ? 0 : x > total ? total : x; }
 
   __device__ Head(const AttentionInputs& a, int n, int head)
@@ -57,18 +57,18 @@ struct Head {
     }
   }
 
-  // Keys [first_key, end_key) that query i sees, if a mask does not hide them; none where the second is not larger.
+  // Query i sees keys [first_key, end_key) unless a mask hides them. The range is empty if end_key <= first_key.
   __device__ int first_key(int i) const { return max(0, i + offset - left); }
   __device__ int end_key(int i) const { return min(k_len, i + offset + right + 1); }
   // Queries [first_query, end_query) that see key j.
   __device__ int first_query(int j) const { return max(0, j - offset - right); }
   __device__ int end_query(int j) const { return min(q_len, j - offset + left + 1); }
 
-  // Element offset of a token: of q's kind for queries, of k's for keys.
+  // Element offset of a query (with q's strides) or a key (with k's).
   __device__ int64_t query_at(const HeadStrides& s, int i) const {
     return n_batch(s) + head * s.head + (q_start + i) * s.token;
   }
-  // Of a query's lse and the other numbers a row, which have no gaps.
+  // Element offset of a query's lse and other per-row numbers, which are contiguous.
   __device__ int64_t row_at(const AttentionInputs& a, int i) const {
     return n_batch(a.row_strides) + head * a.row_strides.head + (q_start + i);
   }
@@ -84,12 +84,12 @@ __device__ __forceinline__ int64_t pair_at(const PairStrides& s, const Head& h, 
   return h.n * s.batch + h.head * s.head + i * s.query + j * s.key;
 }
 
-// Whether scores are more than products with the scale that a window hides.
+// Whether scores need more than the scale and a window.
 inline bool has_options(const AttentionInputs& a) {
   return a.softcap > 0.f || a.alibi_slopes || a.mask || a.tiles.index || a.bias || a.dropout.threshold;
 }
 
-// Whether a mask lets query i see key j, which lies in its window.
+// Whether the mask shows key j, which lies in the window, to query i.
 __device__ __forceinline__ bool shown(const AttentionInputs& a, const Head& h, int i, int j) {
   if (a.mask && !a.mask[pair_at(a.mask_strides, h, i, j)]) return false;
   if (!a.tiles.index) return true;
@@ -105,7 +105,7 @@ __device__ __forceinline__ float bias_of(const AttentionInputs& a, const Head& h
   return to_float(static_cast<const __half*>(a.bias)[at]);
 }
 
-// The logit of query i and key j from their product; `derivative` is that of the logit by the scaled product.
+// The logit of query i and key j from their dot product. `derivative` is d logit / d (scaled product).
 __device__ __forceinline__ float logit(const AttentionInputs& a, const Head& h, float product, int i, int j,
                                        float& derivative) {
   float s = product * a.scale;
@@ -123,8 +123,8 @@ __device__ __forceinline__ float logit(const AttentionInputs& a, const Head& h, 
   return shown(a, h, i, j) ? s : kNone;
 }
 
-// Which weights of queries i and i + 8 and of keys j, j + 8, j + 16 and j + 24 are kept, for i % 16 < 8 and j % 32 < 8:
-// bit 4 r + c is that of query i + 8 r and key j + 8 c. See ops/flash_attention/dropout.py.
+// Which weights dropout keeps for queries i and i + 8 and keys j, j + 8, j + 16 and j + 24, where i % 16 < 8 and j % 32
+// < 8. Bit 4 r + c is for query i + 8 r and key j + 8 c. See ops/flash_attention/dropout.py.
 __device__ __forceinline__ uint32_t kept_weights(const DroppedWeights& d, uint64_t seed, const Head& h, int i, int j) {
   uint32_t words[4] = {static_cast<uint32_t>(j / 32 * 8 + j % 8), static_cast<uint32_t>(i / 16 * 8 + i % 8),
                        h.drop_head, h.drop_batch};
@@ -138,18 +138,18 @@ __device__ __forceinline__ uint32_t kept_weights(const DroppedWeights& d, uint64
   return bits;
 }
 
-// What dropout multiplies one weight by.
+// The dropout factor of one weight.
 __device__ __forceinline__ float dropout_factor(const DroppedWeights& d, uint64_t seed, const Head& h, int i, int j) {
   const uint32_t bits = kept_weights(d, seed, h, i - i % 16 / 8 * 8, j - j % 32 / 8 * 8);
   return bits >> (i % 16 / 8 * 4 + j % 32 / 8) & 1u ? d.scale : 0.f;
 }
 
-// A weight from its logit and its row's log-sum-exp in two floats, which differ by little where the weight is large.
+// A weight from its logit and its row's lse in two floats. For large weights logit and lse nearly cancel.
 __device__ __forceinline__ float weight_of(float logit, float lse, float lse_rest) {
   return logit == kNone ? 0.f : expf((logit - lse) - lse_rest);
 }
 
-// What a block does of a grid that has one for each tile of `size` of n rows, of each head of each sequence.
+// The place of a block in a grid with one block per tile of `size` of n rows, per head and per sequence.
 struct Place {
   int sequence, head, tile;
 
@@ -165,12 +165,12 @@ inline int64_t blocks_of(const AttentionInputs& a, int64_t heads, int64_t n, int
   return a.n_sequences * heads * ((n + size - 1) / size);
 }
 
-// What is known of a row's softmax: its largest logit and, relative to it, the sum of the weights and of the weights
-// times their logarithms.
+// A row's softmax state: its largest logit and, relative to it, the sum of the weights and the sum of weights times
+// their logarithms.
 struct RowSums {
   float max, sum, entropy;
 
-  // Adds another part of the row; sums of values are to be multiplied by `mine` and `theirs`.
+  // Adds another part of the row. The caller multiplies the two sums of values by `mine` and `theirs`.
   __device__ void combine(const RowSums& other, float& mine, float& theirs) {
     const float top = fmaxf(max, other.max);
     mine = max == kNone ? 0.f : expf(max - top);
@@ -182,10 +182,10 @@ struct RowSums {
   }
 };
 
-// Writes what was asked for of a row, by one thread; returns what its sum of values is to be multiplied by.
+// Writes a row's requested outputs, on one thread. Returns the factor for its sum of values.
 __device__ __forceinline__ float finish_row(const AttentionForward& a, const Head& h, int i, RowSums r, bool writes) {
   const int64_t at = h.row_at(a, i);
-  const bool empty = r.sum == 0.f;  // of NaN there is no maximum, but a sum
+  const bool empty = r.sum == 0.f;  // a row with NaN has no maximum, but a sum
   if (writes && a.max_logit) a.max_logit[at] = r.sum == r.sum ? r.max : r.sum;
   float factor = 1.f, unused;
   if (a.sinks && !empty) r.combine({a.sinks[h.head], 1.f, 0.f}, factor, unused);

@@ -1,7 +1,7 @@
-// What the attention kernels with matrix instructions share: tiles in shared memory, and fragments in registers.
+// Shared by the attention kernels with tensor cores: tiles in shared memory, and fragments in registers.
 //
-// A block has 4 warps, and a warp 16 rows, or kTilesM times as many, of what the block owns. Of a product's 16x8
-// results a lane has, with g = lane / 4 and t = lane % 4, columns 2 t and 2 t + 1 of rows g and g + 8.
+// A block has 4 warps, and a warp has 16 rows (or kTilesM times as many) of what the block owns. Of a 16x8 result a
+// lane holds, with g = lane / 4 and t = lane % 4, columns 2 t and 2 t + 1 of rows g and g + 8.
 #pragma once
 
 #include <type_traits>
@@ -16,7 +16,8 @@ namespace tiles {
 constexpr int kThreads = 128;
 constexpr float kLog2e = 1.4426950408889634f;
 
-// blockIdx.x; hidden from the compiler, so that what follows from it is computed again and not kept through a loop.
+// blockIdx.x, hidden from the compiler, so that it recomputes what follows from it instead of keeping it through a
+// loop.
 __device__ __forceinline__ unsigned block_index_again() {
 #if defined(FK_CUDA_ON_CPU)
   return blockIdx.x;
@@ -27,7 +28,7 @@ __device__ __forceinline__ unsigned block_index_again() {
 #endif
 }
 
-// x; hidden from the compiler, which would keep what follows from it in registers from one tile to the next, and spill.
+// x, hidden from the compiler, which would otherwise keep derived values in registers across tiles, and spill.
 __device__ __forceinline__ uint32_t hidden(uint32_t x) {
 #if !defined(FK_CUDA_ON_CPU)
   asm volatile("" : "+r"(x));
@@ -35,7 +36,8 @@ __device__ __forceinline__ uint32_t hidden(uint32_t x) {
   return x;
 }
 
-// from - step, in bytes; hidden from the compiler, which would keep an address for each of a tile's copies and spill.
+// from - step, in bytes, hidden from the compiler, which would otherwise keep an address for each copy of a tile, and
+// spill.
 __device__ __forceinline__ void step_back(const char*& from, int64_t step) {
 #if defined(FK_CUDA_ON_CPU)
   from -= step;
@@ -44,18 +46,17 @@ __device__ __forceinline__ void step_back(const char*& from, int64_t step) {
 #endif
 }
 
-// As Copier, from the last tile to the first: it keeps its place in place of where a tensor begins, as registers are
-// few. Chunks that the tensor's rows do not have are zeros from clear() on, and no copy touches them. kFull: rows have
-// kDim numbers, none less.
+// As Copier, but from the last tile to the first: to save registers it keeps its position, not the tensor's start.
+// Chunks beyond the tensor's columns are zeroed by clear() and never copied to. kFull: rows have all kDim numbers.
 template <int kDim, bool kFull = false>
 struct Walker {
-  static constexpr int kChunks = kDim / 8, kPass = kThreads / kChunks;  // rows at once
-  static constexpr bool kRepeats = kPass % 8 == 0;                      // whether all passes are swizzled alike
-  const char* from;                                                     // its chunk of the row that is copied next
-  int64_t pass_bytes;                                                   // from a pass to the next
-  bool in_width;                                                        // whether the tensor's rows have it
+  static constexpr int kChunks = kDim / 8, kPass = kThreads / kChunks;  // rows per pass
+  static constexpr bool kRepeats = kPass % 8 == 0;                      // whether all passes have the same swizzle
+  const char* from;                                                     // this thread's chunk of the next row to copy
+  int64_t pass_bytes;                                                   // distance between passes
+  bool in_width;                                                        // whether the tensor has this chunk
 
-  // For tiles of rows that end at `end` and, after move(), others.
+  // For tiles of rows that end at `end` and, after move(), of other rows.
   template <class T>
   __device__ Walker(const T* data, int64_t row_stride, int width, int end)
       : from(reinterpret_cast<const char*>(data + chunk() * 8 + (end - kPass + row()) * row_stride)),
@@ -67,7 +68,7 @@ struct Walker {
   __device__ static uint32_t place(int i) {
     return kRepeats ? swizzled<kDim>(row(), chunk()) + i * kDim * 2 : swizzled<kDim>(row() + i, chunk());
   }
-  // From where it is, at the end of `rows`, to the end of other rows.
+  // Moves from the end of `rows` rows to the end of others.
   __device__ void move(int rows) { from += pass_bytes / kPass * rows; }
 
   template <int kRows, class Shared>
@@ -76,8 +77,8 @@ struct Walker {
     FK_UNROLL for (int i = 0; i < kRows; i += kPass) cp_async(shared, at + place(i), from, false);
   }
 
-  // The kRows rows before it to the tile at byte `at`, and goes on to what lies before these. Of the rows those from
-  // the n-th on become zeros, if some may be so.
+  // Copies the previous kRows rows to the tile at byte `at` and steps back. Rows from the n-th on become zero, with
+  // kCheck.
   template <int kRows, bool kCheck, class Shared>
   __device__ __forceinline__ void copy(Shared& shared, uint32_t at, int n = 0) {
     if (!kFull && !in_width) return;
@@ -102,7 +103,8 @@ __device__ __forceinline__ void add_product(float (&sums)[kTilesM][kDim / 8][4],
   }
 }
 
-// What the kernels with matrix instructions take: 16-bit numbers, rows of whole chunks of 16 bytes, aligned to them.
+// What the tensor core kernels support: 16-bit numbers, with rows that are aligned to 16 bytes and consist of 16-byte
+// chunks.
 inline bool rows_are_aligned(const void* p, const HeadStrides& s, int width, Dtype type) {
   return width % 8 == 0 && aligned(p, type, {s.batch, s.head, s.token});
 }

@@ -1,10 +1,10 @@
-// Products of groups of rows: y and dx are one kernel, which is given the strides of the matrices, and the gradient of
-// the matrices is another. A block computes a tile of one group's result and walks the whole inner dimension, in order:
-// no atomics, and no sum in memory.
+// Grouped matmuls. y and dx share one kernel, which takes the strides of the matrices; the gradient of the matrices is
+// another kernel. A block computes a tile of one group's result and walks the whole inner dimension in order: no
+// atomics, no partial sums in memory.
 //
-// 16-bit operands in aligned rows go through matrix instructions: kStages tiles of each operand are on their way to
-// shared memory while one is multiplied. Along the inner dimension or across it, ldmatrix reads either order. All else
-// (float32, and what is not aligned) is multiplied by fused multiply-adds, of any strides.
+// Aligned 16-bit operands use tensor cores: kStages tiles of each operand are on their way to shared memory while one
+// is multiplied. ldmatrix reads operands whose inner dimension is contiguous or strided. Everything else (float32,
+// unaligned rows) uses fused multiply-adds and supports any strides.
 #include "grouped_mm.h"
 
 #include "dispatch.cuh"
@@ -18,7 +18,7 @@ using namespace tiles;
 
 // --- what a block computes -------------------------------------------------------------------------------------------
 
-// One side of a product from a tile's first row, or column, on: `n` of them, each of the inner dimension's numbers.
+// One operand of a matmul, from a tile's first row or column on: `n` rows or columns along the inner dimension.
 template <class T>
 struct Operand {
   const T* data;
@@ -26,7 +26,7 @@ struct Operand {
   int n;
 };
 
-// out [left.n, right.n] = the sum over `n_sum` numbers of left times right.
+// out [left.n, right.n] = left times right, summed over `n_sum` numbers.
 template <class T>
 struct Job {
   Operand<T> left, right;
@@ -35,13 +35,14 @@ struct Job {
   int out_stride;
 };
 
-// Tiles of the results: of one group's, or, where the groups' rows lie one after another, of all of them at most.
+// The tiles of the results: those of one group or, if the groups' rows follow one another, an upper bound for all
+// groups.
 struct Grid {
   int down, across;
 };
 
-// Row and column of tile `i`: blocks that run at a time take kTogether rows of tiles, column by column, so that what
-// they read of either side is in the L2 cache for several of them.
+// Row and column of tile `i`. Blocks that run at the same time handle kTogether rows of tiles, column by column, so
+// that several of them find both operands in the L2 cache.
 constexpr int kTogether = 8;
 
 struct Place {
@@ -57,18 +58,18 @@ struct Place {
 
 struct Group {
   int index, start, end;
-  int tile;  // of its rows
+  int tile;  // within its rows
 };
 
-// The rows of a group, of number n_groups those of none; within 0 .. n_rows whatever the ends are.
+// The rows of a group; group n_groups means the rows in no group. Clamped to 0 .. n_rows for any offs.
 __device__ __forceinline__ Group rows_of(const int32_t* offs, int group, int n_rows, int n_groups) {
   const int start = group == 0 ? 0 : min(max(offs[group - 1], 0), n_rows);
   const int end = group == n_groups ? n_rows : max(start, min(offs[group], n_rows));
   return Group{group, start, end, 0};
 }
 
-// The group that has tile `tile` when those of all groups are counted one after another; index -1 if there are fewer.
-// Every warp looks by itself, 32 groups at a time. Their tiles, of 16 rows or more, are less than 2^32.
+// The group of tile `tile`, counting the tiles of all groups one after another; index -1 if there are fewer. Every warp
+// searches by itself, 32 groups at a time. A tile has at least 16 rows, so there are fewer than 2^32 tiles.
 template <int kRows>
 __device__ __forceinline__ Group find_group(const int32_t* offs, unsigned tile, int n_rows, int n_groups) {
   const int lane = threadIdx.x % 32;
@@ -94,7 +95,7 @@ __device__ __forceinline__ Group find_group(const int32_t* offs, unsigned tile, 
   return Group{-1, 0, 0, 0};
 }
 
-// Returns false where there is nothing to do; the whole block agrees.
+// Returns false if there is nothing to do. The result is the same for the whole block.
 template <int kM, int kN, class T>
 __device__ __forceinline__ bool find_job(const GroupedMm& a, const Grid& grid, Job<T>& job) {
   const Place place(blockIdx.x, grid);
@@ -130,18 +131,18 @@ __device__ __forceinline__ bool find_job(const GroupedMmGradient& a, const Grid&
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
 
-constexpr int kColumns = 128;  // of a block's results; a warp has 32 of them
-constexpr int kDepth = 64;     // numbers of the inner dimension in a tile
+constexpr int kColumns = 128;  // columns of a block's result; a warp has 32 of them
+constexpr int kDepth = 64;     // length of a tile along the inner dimension
 
 template <int kRows_, int kWarpsDown_, int kStages_>
 struct Shape {
   static constexpr int kRows = kRows_, kStages = kStages_;
-  static constexpr int kThreads = kWarpsDown_ * 128, kBlocks = kRows / kWarpsDown_ / 16;  // of 16 rows, of a warp
+  static constexpr int kThreads = kWarpsDown_ * 128, kBlocks = kRows / kWarpsDown_ / 16;         // of 16 rows
   static constexpr uint32_t kLeft = kRows * kDepth * 2, kStage = kLeft + kColumns * kDepth * 2;  // bytes
   static constexpr size_t kShared = kStages * kStage;
 };
 
-// The tiles of one side in shared memory: kOwn rows of the inner dimension's numbers or, where its numbers lie apart
+// One operand's tiles in shared memory: kOwn rows along the inner dimension or, if the inner dimension is strided
 // (kAcross), rows of kOwn numbers.
 template <int kOwn, bool kAcross, int kThreads>
 struct Side {
@@ -156,7 +157,8 @@ struct Side {
       Copier<kRow, kThreads>(from.data + first, from.own_stride, n_sum - first)
           .template copy<kOwn, true>(shared, at, 0, from.n);
   }
-  // A lane's address of 16 rows, or columns, number `block`, and 16 numbers of the inner dimension, number `step`.
+  // A lane's ldmatrix address for block number `block` of 16 rows or columns, and step number `step` of 16 along the
+  // inner dimension.
   static __device__ __forceinline__ uint32_t fragment(uint32_t lane_at, int block, int step) {
     return kAcross ? (lane_at ^ (block * 32)) + step * 32 * kRow : (lane_at ^ (step * 32)) + block * 32 * kRow;
   }
@@ -184,8 +186,8 @@ __global__ void __launch_bounds__(S::kThreads, 2) tiles_kernel(const Args a, con
     }
     cp_async_commit();
   };
-  // A left operand across the inner dimension is read as a right one along it, and the other way round: what ldmatrix
-  // transposes of either is in the order that the other has.
+  // A left operand with a strided inner dimension is read like a right one with a contiguous one, and vice versa:
+  // transposing by ldmatrix yields the other operand's order.
   const uint32_t left_at =
       Left::fragment(kLeftAcross ? right_lane<Left::kRow>(lane) : left_lane<Left::kRow>(0, lane), down * S::kBlocks, 0);
   const uint32_t right_at =
@@ -195,10 +197,10 @@ __global__ void __launch_bounds__(S::kThreads, 2) tiles_kernel(const Args a, con
   FK_UNROLL for (int step = 0; step < S::kStages - 1; ++step) copy(step);
   for (int step = 0; step < n_steps; ++step) {
     cp_async_wait<S::kStages - 2>();
-    __syncthreads();  // the tiles are here; nobody reads those of the step before any more
+    __syncthreads();  // this step's tiles have arrived; the previous step's are no longer read
     copy(step + S::kStages - 1);
     const uint32_t at = step % S::kStages * S::kStage;
-#pragma unroll 2  // whole it takes more registers than the 128 that two blocks of 256 threads leave
+#pragma unroll 2  // full unrolling needs more than the 128 registers that two blocks of 256 threads leave
     for (int k = 0; k < kDepth / 16; ++k) {
       uint32_t right[2][4];
       FK_UNROLL for (int n = 0; n < 2; ++n) Right::load(right[n], shared, Right::fragment(at + right_at, n, k));
@@ -223,19 +225,19 @@ __global__ void __launch_bounds__(S::kThreads, 2) tiles_kernel(const Args a, con
 
 // --- fused multiply-adds ---------------------------------------------------------------------------------------------
 
-constexpr int kSide = 64;  // rows and columns of a block's results; a thread has 8 and 4 of them
-constexpr int kStep = 16;  // numbers of the inner dimension in a tile
+constexpr int kSide = 64;  // rows and columns of a block's result; a thread has 8 by 4 of them
+constexpr int kStep = 16;  // length of a tile along the inner dimension
 constexpr int kSimpleThreads = 128;
-constexpr int kPitch = kSide / 4 + 1;  // Fours of numbers of one step, and one that keeps the next off their banks
+constexpr int kPitch = kSide / 4 + 1;  // Fours per step, plus one to avoid bank conflicts
 
 using Four = Pack<float, 4>;
 
-// A thread's share of a tile on its way through registers: 4 rows, or columns, of one number of the inner dimension.
+// A thread's share of a tile, on its way through registers: 4 rows or columns at one index of the inner dimension.
 struct Fetched {
   static constexpr int kShare = kSide / 4 * kStep / kSimpleThreads;
   Four values[kShare];
 
-  // Neighbouring threads read along the inner dimension where its numbers lie side by side, else across it.
+  // Neighbouring threads read along the inner dimension if it is contiguous, else across it.
   static __device__ int step_of(int i, bool along) { return along ? i % kStep : i / (kSide / 4); }
   static __device__ int four_of(int i, bool along) { return along ? i / kStep : i % (kSide / 4); }
 
@@ -303,10 +305,11 @@ __global__ void __launch_bounds__(kSimpleThreads) simple_kernel(const Args a, co
 
 constexpr int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
-// An upper bound on the tiles of `rows` rows over all sizes of groups; the rows of no group are one group more.
+// An upper bound on the number of tiles with `rows` rows, for any group sizes. The rows in no group count as one more
+// group.
 Grid grid_of(const GroupedMm& a, int rows, int columns) {
   const int64_t some = min(static_cast<int64_t>(a.n_groups) + 1, static_cast<int64_t>(a.n_rows));
-  return Grid{static_cast<int>((a.n_rows + some * (rows - 1)) / rows),  // of each of them all but one tile is full
+  return Grid{static_cast<int>((a.n_rows + some * (rows - 1)) / rows),  // in each group all tiles but one are full
               static_cast<int>(divide_up(a.n_out, columns))};
 }
 int64_t grids(const GroupedMm&) { return 1; }
@@ -365,7 +368,7 @@ cudaError_t grouped_mm(const GroupedMm& a, cudaStream_t stream) {
       using S = FK_TYPE(shape);
       return across ? launch_tiles<T, S, false, true>(a, stream) : launch_tiles<T, S, false, false>(a, stream);
     };
-    const int rows = a.n_rows / a.n_groups;  // of a group on average
+    const int rows = a.n_rows / a.n_groups;  // average rows per group
     return rows <= 16 ? of_shape(Tag<Few>{}) : rows <= 64 ? of_shape(Tag<Some>{}) : of_shape(Tag<Most>{});
   });
 }

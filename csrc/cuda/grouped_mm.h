@@ -1,7 +1,7 @@
-// Products of groups of rows on a GPU over raw pointers and a stream. Each launcher returns the error of its launch.
+// Grouped matmuls on a GPU over raw pointers and a stream. Each launcher returns the error of its launch.
 //
-// The rows of group e end before offs[e], which is on the device alone. Nothing outside of the tensors is read or
-// written whatever offs holds. Sizes are less than kMostRows.
+// Group e ends before row offs[e]. offs is only on the device, so it is not checked, but no access leaves the tensors
+// for any offs. Sizes are less than kMostRows.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,9 +11,9 @@
 namespace foundry {
 namespace cuda {
 
-constexpr int kMostRows = 0x7FFFFFFF - 1024;  // the end of a tile is a number too
+constexpr int kMostRows = 0x7FFFFFFF - 1024;  // leaves room for the end of the last tile
 
-// y = x times the matrix of each row's group; rows of no group become zeros.
+// y = x times the matrix of each row's group. Rows in no group become zero.
 struct GroupedMm {
   const void* x;        // [n_rows, n_in]
   const void* weight;   // [n_groups, n_in, n_out]

@@ -1,5 +1,5 @@
-// How kernels are launched, and device functions that all of them use. nvcc compiles this for a GPU; g++ compiles it
-// against tests/support/cuda_on_cpu, which runs a block's threads one after another and checks their accesses.
+// Kernel launches, and device functions that all kernels use. nvcc compiles this for a GPU. g++ compiles it against
+// tests/support/cuda_on_cpu, which runs a block's threads one after another and checks their accesses.
 #pragma once
 
 #include <cstdint>
@@ -15,20 +15,21 @@ using std::min;
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-// Arrays in shared memory; a kernel has at most one of the dynamic kind. Under the checker they detect indices out of
-// range, reads of values never written, and races of two threads on an element.
+// Arrays in shared memory. A kernel has at most one dynamic array. The checker's versions detect out-of-range indices,
+// reads of uninitialised values, and races between threads.
 #define FK_SHARED(type, name, count) __shared__ type name[count]
 #define FK_DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char fk_dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(fk_dynamic_shared)
-// A GPU faults on a misaligned access; for the checker it has to be said.
+// A GPU faults on a misaligned access by itself; the checker needs this macro.
 #define FK_CHECK_ALIGNED(p, bytes)
 // Barrier number `id` (1..15) of `count` threads, a multiple of 32.
 #define FK_NAMED_BARRIER(id, count) asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory")
 
 namespace foundry {
 
-// <<<grid, block, shared_bytes, stream>>> as a function, which g++ can parse; returns the error of the launch.
+// kernel<<<grid, block, shared_bytes, stream>>>(...) as a function, because g++ cannot parse that syntax. Returns the
+// launch error.
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
                    Args... args) {
@@ -40,8 +41,8 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shar
   return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
 
-// Blocks of a kernel without dynamic shared memory that a multiprocessor holds at once: a persistent grid of more would
-// run its last blocks alone.
+// How many blocks of a kernel without dynamic shared memory fit on a multiprocessor. A persistent grid with more blocks
+// would run the last ones alone.
 template <class... Params>
 int resident_blocks(void (*kernel)(Params...), int threads) {
   int blocks = 0;
@@ -54,7 +55,7 @@ int resident_blocks(void (*kernel)(Params...), int threads) {
 
 namespace foundry {
 
-// kCount values of T moved by one instruction.
+// kCount values of T, moved by one instruction.
 template <class T, int kCount>
 struct alignas(sizeof(T) * kCount) Pack {
   T values[kCount];
@@ -82,7 +83,7 @@ template <> __device__ __forceinline__ float from_float(float v) { return v; }
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
 
-// Sum over groups of kThreads neighbouring lanes of a warp, in every lane.
+// Sums over groups of kThreads neighbouring lanes of a warp. Every lane gets the result.
 template <int kThreads>
 __device__ __forceinline__ float warp_sum(float v) {
   constexpr int kWidth = kThreads < 32 ? kThreads : 32;
@@ -91,7 +92,7 @@ __device__ __forceinline__ float warp_sum(float v) {
   return v;
 }
 
-// out[c] = sum over blocks of partial[., c], rounded. A block takes 32 columns, with kSumRows threads for each.
+// out[c] = sum over blocks of partial[., c], rounded. A block handles 32 columns, with kSumRows threads for each.
 constexpr int kSumRows = 16;
 
 template <class W>
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(32 * kSumRows)
   const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + lane;
   float total = 0.f;
   if (col < n_cols) {
-#pragma unroll 8  // that many reads at a time: what they take is mostly the time of one
+#pragma unroll 8  // reads in flight: together they take about as long as one
     for (int b = part; b < n_blocks; b += kSumRows) total += partial[b * n_cols + col];
   }
   sums[threadIdx.x] = total;

@@ -1,9 +1,8 @@
-// Instructions of matrix units and asynchronous copies (sm_80 and later), each as a function: mma.sync, ldmatrix,
-// cp.async and what goes with them. Under the checker they are those of
-// tests/support/cuda_on_cpu/include/matrix_units.h.
+// Tensor core and asynchronous copy instructions (sm_80 and later) as functions: mma.sync, ldmatrix, cp.async and
+// related ones. The checker's versions are in tests/support/cuda_on_cpu/include/matrix_units.h.
 //
-// A lane of a warp is g = lane / 4, t = lane % 4; a register holds two 16-bit values, the lower half first.
-// `shared` is what FK_DYNAMIC_SHARED(uint4, shared) declares, and `byte` an offset in it.
+// A lane of a warp is g = lane / 4, t = lane % 4; a register holds two 16-bit values, the lower half first. `shared` is
+// what FK_DYNAMIC_SHARED(uint4, shared) declares, and `byte` an offset in it.
 #pragma once
 
 #include "launch.cuh"
@@ -42,8 +41,8 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
   }
 }
 
-// Four 8 x 8 matrices of 16-bit values. Lanes 8i .. 8i + 7 say where the 8 rows of matrix i begin, multiples of 16
-// bytes. r[i] becomes row g, columns 2t, 2t + 1 of matrix i. The whole warp takes part.
+// Loads four 8 x 8 matrices of 16-bit values. Lanes 8i .. 8i + 7 hold the addresses of the 8 rows of matrix i,
+// multiples of 16 bytes. r[i] becomes row g, columns 2t, 2t + 1 of matrix i. The whole warp takes part.
 __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], const uint4* shared, uint32_t byte) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -51,7 +50,7 @@ __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], const uint4* shared, 
                : "memory");
 }
 
-// The same of the matrices transposed: r[i] becomes column g, rows 2t, 2t + 1 of matrix i.
+// Same for the transposed matrices: r[i] becomes column g, rows 2t, 2t + 1 of matrix i.
 __device__ __forceinline__ void ldmatrix_trans(uint32_t (&r)[4], const uint4* shared, uint32_t byte) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -59,12 +58,12 @@ __device__ __forceinline__ void ldmatrix_trans(uint32_t (&r)[4], const uint4* sh
                : "memory");
 }
 
-// Two 16-bit values into shared memory, at a multiple of 4 bytes.
+// Stores two 16-bit values to shared memory, at a multiple of 4 bytes.
 __device__ __forceinline__ void store_pair(uint4* shared, uint32_t byte, uint32_t pair) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared_address(shared, byte)), "r"(pair) : "memory");
 }
 
-// Two values rounded to nearest even, `low` in the lower half.
+// Rounds two values to nearest even and packs them, `low` in the lower half.
 template <class T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   static_assert(std::is_same<T, __nv_bfloat16>::value || std::is_same<T, __half>::value, "16-bit types");
@@ -75,7 +74,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return pair;
 }
 
-// Both values of a register, the lower half in x.
+// Unpacks both values of a register, the lower half into x.
 template <class T>
 __device__ __forceinline__ float2 unpack(uint32_t pair) {
   static_assert(std::is_same<T, __nv_bfloat16>::value || std::is_same<T, __half>::value, "16-bit types");
@@ -86,27 +85,28 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
                   __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16)))};
 }
 
-// Starts a copy of 16 bytes from global to shared memory, both aligned to that; of zeros where not valid, and then
-// `source` is not read. Nobody may touch its place until this thread has waited for its group and a barrier has passed.
+// Starts a 16-byte copy from global to shared memory, both aligned to 16 bytes. If not valid it writes zeros and does
+// not read `source`. No thread may touch the destination until this thread has waited for the group and a barrier has
+// passed.
 __device__ __forceinline__ void cp_async(uint4* shared, uint32_t byte, const void* source, bool valid = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared, byte)),
                "l"(__cvta_generic_to_global(source)), "r"(valid ? 16 : 0)
                : "memory");
 }
 
-// The copies since the last commit become a group; it may be empty.
+// Groups the copies since the last commit. A group may be empty.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until at most kLeft of this thread's groups, the youngest, are still under way.
+// Waits until at most kLeft of this thread's groups, the youngest, are in flight.
 template <int kLeft>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// At a kernel's end: every copy has been waited for, which the checker sees to.
+// At the end of a kernel. The checker verifies that every copy was waited for.
 __device__ __forceinline__ void cp_async_finished() {}
 
-// 2^x; denormal arguments and results count as 0.
+// 2^x; subnormal arguments and results count as 0.
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

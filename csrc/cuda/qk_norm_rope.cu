@@ -1,8 +1,8 @@
-// RMSNorm of each head of q and k followed by the rotation, forward and backward.
+// RMSNorm of each head of q and k followed by RoPE, forward and backward.
 //
-// A group of kThreads lanes of a warp takes a head. The heads of a token follow each other, so that after the first its
-// row of the tables comes from the L1 cache. Backward blocks are persistent and take head after head; dW is summed as
-// RMSNorm's: by each block over its heads, then over the blocks by a second kernel, always in the same order.
+// A group of kThreads lanes of a warp handles a head. The heads of a token are adjacent, so only the first one loads
+// the table row from beyond the L1 cache. Backward blocks are persistent and loop over heads. dW is summed as in
+// rms_norm.cu: each block over its heads, then a second kernel over the blocks, always in the same order.
 #include "rope.cuh"
 
 namespace foundry {
@@ -13,7 +13,7 @@ namespace {
 template <int kVec>
 constexpr int kCached = kVec == 1 ? 4 : 1;
 
-// weight + offset of a unit; 1 where there is no weight.
+// weight + offset of a unit; 1 without a weight.
 template <int kVec, bool kInterleaved>
 __device__ __forceinline__ void load_weight(const void* weight, Dtype type, float offset,
                                             const Units<kVec, kInterleaved>& units, int64_t unit,
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kRopeBlock) norm_forward_kernel(const QkNormRo
   const int lane = threadIdx.x % kThreads;
   const int64_t all_heads = a.heads[0].n_heads + a.heads[1].n_heads, n_rows = a.all_tokens * all_heads;
   const int64_t wanted = static_cast<int64_t>(blockIdx.x) * (kRopeBlock / kThreads) + threadIdx.x / kThreads;
-  // A group past the last head repeats it, so that all lanes meet at every shuffle; it writes nothing.
+  // A group past the last head repeats it without writing, so that all lanes reach every shuffle.
   const bool live = wanted < n_rows;
   const int64_t at = live ? wanted : n_rows - 1, token = at / all_heads;
   int64_t h = at % all_heads;
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kRopeBlock) norm_forward_kernel(const QkNormRo
     write(unit, load_unit(x, units, unit));
 }
 
-// blockIdx.y: q or k. A block whose heads have more units than are cached is one group.
+// blockIdx.y selects q or k. If a head has more units than are cached, the block is a single group.
 template <class X, int kVec, int kThreads, bool kInterleaved>
 __global__ void __launch_bounds__(kRopeBlock, 1) norm_backward_kernel(const QkNormRopeBackward a) {
   constexpr int kUnits = kCached<kVec>;
@@ -116,8 +116,8 @@ __global__ void __launch_bounds__(kRopeBlock, 1) norm_backward_kernel(const QkNo
     X* dx = static_cast<X*>(heads.dx) + heads.dx_strides.offset(b, h, t);
     const float rstd = heads.rstd[(b * heads.n_heads + h) * a.n_tokens + t];
 
-    // grad = the gradient rotated back, times the weight; adds to the sum of grad * x * rstd. What the unit adds to dW
-    // goes to `add`.
+    // grad = the gradient rotated back, times the weight. Adds to the sum of grad * x * rstd. Calls `add` with the
+    // unit's contribution to dW.
     float products = 0.f;
     const auto accumulate = [&](int64_t unit, const Raw<X, kVec>& raw_x, const Raw<X, kVec>& raw_dy,
                                 float (&grad)[2 * kVec], auto&& add) {
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kRopeBlock, 1) norm_backward_kernel(const QkNo
         accumulate(unit_of(j), cached[j], load_unit(dy, units, unit_of(j)), cached_grad[j],
                    [&](int i, float v) { dw[j][i] += live ? v : 0.f; });
       }
-    for (int64_t unit = unit_of(kUnits); unit < units.count(); unit += kThreads) {  // only where a block is one group
+    for (int64_t unit = unit_of(kUnits); unit < units.count(); unit += kThreads) {  // only if the block is one group
       float grad[2 * kVec];
       accumulate(unit, load_unit(x, units, unit), load_unit(dy, units, unit), grad, [&](int i, float v) {
         const int64_t col = (i < kVec ? units.first(unit) : units.second(unit)) + i % kVec;
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kRopeBlock, 1) norm_backward_kernel(const QkNo
   }
   if (!partial) return;
 
-  // The groups of the block add up in shared memory, one after another.
+  // The groups of the block add to shared memory one after another.
   constexpr int kSums = kThreads * kUnits * 2 * kVec;
   FK_SHARED(float, sums, kSums);
   for (int adding = 0; adding < groups; ++adding) {
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kRopeBlock, 1) norm_backward_kernel(const QkNo
   }
 }
 
-// Calls f(lanes of a head).
+// Calls f(lanes per head).
 template <int kVec, class F>
 cudaError_t with_threads(int64_t units, F&& f) {
   if constexpr (kVec > 1) {
@@ -227,7 +227,7 @@ cudaError_t qk_norm_rope_forward(const QkNormRopeForward& a, cudaStream_t stream
 }
 
 int qk_norm_rope_backward_blocks(int64_t n_rows, int multiprocessors) {
-  const int64_t useful = (n_rows + 15) / 16, resident = 4LL * multiprocessors;  // a block takes up to 16 at a time
+  const int64_t useful = (n_rows + 15) / 16, resident = 4LL * multiprocessors;  // a block handles up to 16 at a time
   return static_cast<int>(useful < resident ? useful : resident);
 }
 

@@ -1,15 +1,14 @@
 // RMSNorm and, with kCentered, LayerNorm, forward and backward.
 //
-// A group of kThreads threads takes a row; narrow rows share a block. A thread reads kVec neighbouring values (16 bytes
-// where rows are aligned to that, else one value) at a stride of the group. It keeps the first kCached of those reads
-// in registers, and issues all of them before it uses any; the rest of a wider row is read again. Sums are in float.
-// LayerNorm's variance is that around the mean as it is rounded, corrected by what this leaves, so that no digits are
-// lost where the mean is large.
+// A group of kThreads threads handles a row; narrow rows share a block. A thread reads kVec neighbouring values (16
+// bytes if rows are aligned to that, else one value) at a stride of the group. It keeps the first kCached reads in
+// registers and issues all of them before it uses any; the rest of a wider row is read again. Sums are in float.
+// LayerNorm computes the variance around the rounded mean and then corrects for the rounding, which avoids cancellation
+// for large means.
 //
-// Backward: the blocks are persistent and take row after row, and read the next row before they work on the present
-// one. Each block sums dW over its rows (in registers, or in the block's row of the partial buffer for what is not
-// cached), and the bias's gradient too; a second kernel sums over the blocks, always in the same order and without
-// atomics.
+// Backward blocks are persistent: they loop over rows and load the next row while they work on the current one. Each
+// block sums dW and the bias gradient over its rows (in registers or, for columns that are not cached, in the block's
+// row of the partial buffer). A second kernel sums over the blocks, always in the same order and without atomics.
 #include "rms_norm.h"
 
 #include "dropout.cuh"
@@ -23,7 +22,7 @@ template <class X, class W, class Y, int kVec, int kThreads, int kCached, bool k
 __global__ void __launch_bounds__(kBlock<kThreads>, 1) forward_kernel(const RmsNormForward a, float per_column) {
   const int64_t n_rows = a.rows.count();
   const int64_t wanted = static_cast<int64_t>(blockIdx.x) * (kBlock<kThreads> / kThreads) + threadIdx.x / kThreads;
-  // A group past the last row repeats it, so that all threads meet at every shuffle and barrier; it writes nothing.
+  // A group past the last row repeats it without writing, so that all threads reach every shuffle and barrier.
   const bool live = kThreads >= kMinBlock || wanted < n_rows;
   const int64_t row = live ? wanted : n_rows - 1;
   const Columns<kVec, kThreads, kCached> columns(a.n_cols);
@@ -66,7 +65,7 @@ __global__ void __launch_bounds__(kBlock<kThreads>, 1) forward_kernel(const RmsN
         if (live) store_global(h + columns.of(j), cached[j]);
       }
   }
-  // f(column, values) for each read of the thread; what is not cached is read again.
+  // Calls f(column, values) for each read of the thread. What is not cached is read again.
   const auto for_each = [&](auto&& f) {
 #pragma unroll
     for (int j = 0; j < kCached; ++j)
@@ -78,7 +77,7 @@ __global__ void __launch_bounds__(kBlock<kThreads>, 1) forward_kernel(const RmsN
     }
   };
 
-  float total[1] = {};  // of squares, or for a mean of values
+  float total[1] = {};  // sum of squares, or of values for a mean
   for_each([&](int64_t, const Pack<X, kVec>& v) {
     float values[kVec];
     to_floats(v, values);
@@ -89,7 +88,7 @@ __global__ void __launch_bounds__(kBlock<kThreads>, 1) forward_kernel(const RmsN
   float mean_square = total[0] * per_column;
   [[maybe_unused]] float mean = mean_square, rest = 0.f;
   if constexpr (kCentered) {
-    float sums[2] = {};  // of what is left around the mean, and of its squares
+    float sums[2] = {};  // of deviations from the mean, and of their squares
     for_each([&](int64_t, const Pack<X, kVec>& v) {
       float values[kVec];
       to_floats(v, values);
@@ -149,7 +148,7 @@ __global__ void __launch_bounds__(kBlock<kThreads>, kThreads == 256 ? 2 : 1)
   const float weight_offset = a.weight ? a.weight_offset : 0.f;
   [[maybe_unused]] uint64_t seed = 0;
   if constexpr (kDropout) seed = static_cast<uint64_t>(*a.dropout.seed);
-  // Where a thread has few columns it keeps their weight; else L1 does.
+  // A thread with few columns keeps their weight in registers; otherwise L1 does.
   constexpr bool kKeepsWeight = kCached * sizeof(Pack<W, kVec>) <= 32;
   Pack<W, kVec> kept[kCached] = {};
   if constexpr (kKeepsWeight) {
@@ -159,7 +158,7 @@ __global__ void __launch_bounds__(kBlock<kThreads>, kThreads == 256 ? 2 : 1)
   }
   const auto weight_of = [&](int j) { return kKeepsWeight ? kept[j] : load_weight<W, kVec>(a.weight, columns.of(j)); };
 
-  // The row of this group, of those that begin at `first`; past the last one it is repeated, as in the forward pass.
+  // The row of this group among those that begin at `first`. Past the last row it is repeated, as in the forward pass.
   const auto is_live = [&](int64_t first) { return kGroups == 1 || first + group < n_rows; };
   const auto row_of = [&](int64_t first) { return is_live(first) ? first + group : n_rows - 1; };
   const auto x_of = [&](int64_t row) { return static_cast<const X*>(a.x) + a.x_strides.offset(a.rows, row); };
@@ -211,8 +210,8 @@ __global__ void __launch_bounds__(kBlock<kThreads>, kThreads == 256 ? 2 : 1)
       for (int i = 0; i < kVec; ++i) n[i] = kCentered ? (n[i] - now.mean) * rstd : n[i] * rstd;
     };
 
-    // Adds to the sums of dy * weight * x * rstd and, centered, dy * weight. What the row adds to dW, and the bias's
-    // gradient, go to `add`.
+    // Adds to the sum of dy * weight * x * rstd and, if centered, of dy * weight. Calls `add` with the row's
+    // contributions to dW and the bias gradient.
     float sums[kCentered ? 2 : 1] = {};
     const auto accumulate = [&](const Pack<W, kVec>& weight, const Pack<X, kVec>& px, const Pack<Y, kVec>& pdy,
                                 auto&& add) {
@@ -236,7 +235,7 @@ __global__ void __launch_bounds__(kBlock<kThreads>, kThreads == 256 ? 2 : 1)
           dw[j][i] += live ? v : 0.f;
           if constexpr (kCentered) db[j][i] += live ? grad : 0.f;
         });
-    if (a.n_cols > columns.kWidth) {  // one group is the block
+    if (a.n_cols > columns.kWidth) {  // the block is one group
       const X* x = x_of(row);
       const Y* dy = dy_of(row);
       for (int64_t col = columns.first + columns.kWidth; col < a.n_cols; col += kThreads * kVec)
@@ -320,7 +319,7 @@ cudaError_t launch_forward(const RmsNormForward& a, cudaStream_t stream) {
   });
 }
 
-// Calls f(Tag<W>, threads of a block, rows of a block, kernel) for a backward pass.
+// Calls f(Tag<W>, threads per block, rows per block, kernel) for a backward pass.
 template <bool kCentered, bool kDropout, class F>
 cudaError_t with_backward_kernel(const RmsNormBackward& a, F&& f) {
   const bool vectors = aligned(a.x, a.x_type, {a.n_cols}) && aligned(a.x, a.x_type, a.rows, a.x_strides) &&
@@ -366,7 +365,7 @@ cudaError_t launch_backward(const RmsNormBackward& a, cudaStream_t stream) {
   });
 }
 
-// Calls f(Constant<centered>, Constant<dropout>) as a call says.
+// Calls f(Constant<centered>, Constant<dropout>) for the call.
 template <class Call, class F>
 auto with_flags(const Call& a, F&& f) {
   const bool dropout = a.dropout.seed != nullptr;

@@ -9,14 +9,13 @@
 namespace foundry {
 namespace cuda {
 
-// Kernels are compiled for a weight_type of x_type or f32, and for a y_type of x_type, or of f32 where the weight is
-// f32.
+// Kernels are compiled for weight_type equal to x_type or f32. y_type may be x_type, or f32 if the weight is f32.
 struct RmsNormForward : RmsNormForwardCall {
   const void* weight;  // [n_cols] or null
-  const void* bias;    // [n_cols] of weight_type or null; where `centered` only
+  const void* bias;    // [n_cols] of weight_type or null; only if `centered`
   Dtype weight_type;
   float weight_offset;
-  Dropout dropout;  // of x, before the residual is added to it
+  Dropout dropout;  // of x, before the residual is added
 };
 
 struct RmsNormBackward : RmsNormBackwardCall {
@@ -24,19 +23,19 @@ struct RmsNormBackward : RmsNormBackwardCall {
   Dtype weight_type;
   float weight_offset;
   void* dw;           // [n_cols] of weight_type, or null
-  float* dw_partial;  // [n_blocks, n_cols], or null where dw is
-  void* db;           // the same for the bias; where `centered` only
+  float* dw_partial;  // [n_blocks, n_cols], or null if dw is null
+  void* db;           // same for the bias; only if `centered`
   float* db_partial;
-  int n_blocks;     // of rms_norm_backward_blocks
-  Dropout dropout;  // of the forward pass: dx is then the gradient of what was dropped out and added
-  void* dresidual;  // [rows, n_cols], that of the residual; written where there is dropout and a dx
+  int n_blocks;     // from rms_norm_backward_blocks
+  Dropout dropout;  // of the forward pass: dx is then the gradient of x before dropout
+  void* dresidual;  // [rows, n_cols], the residual's gradient; written if there is dropout and a dx
 };
 
 cudaError_t rms_norm_forward(const RmsNormForward& args, cudaStream_t stream);
 cudaError_t rms_norm_backward(const RmsNormBackward& args, cudaStream_t stream);
 
-// Blocks of the backward pass, which is persistent: each block takes row after row. `args` is complete but for what
-// depends on their number: dw, db, their partial sums and n_blocks.
+// The number of blocks of the backward pass, which is persistent: each block loops over rows. `args` must be complete
+// except for what depends on this number: dw, db, their partial sums and n_blocks.
 int rms_norm_backward_blocks(const RmsNormBackward& args, int multiprocessors);
 
 }  // namespace cuda

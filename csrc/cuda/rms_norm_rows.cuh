@@ -1,4 +1,4 @@
-// What the kernels of rms_norm.cu share: which threads take a row, what they read of it, and how they sum over it.
+// Shared by the kernels of rms_norm.cu: which threads handle a row, what they read, and how they sum over it.
 #pragma once
 
 #include <type_traits>
@@ -12,8 +12,8 @@ namespace cuda {
 constexpr int kMinBlock = 128;  // threads of a block, unless a row needs more
 template <int kThreads> constexpr int kBlock = kThreads > kMinBlock ? kThreads : kMinBlock;
 
-// Sums over the kThreads threads of a row. Calls alternate between two halves of `scratch`, so that one barrier is
-// enough: the next call writes to the other half.
+// Sums over the kThreads threads of a row. Calls alternate between two halves of `scratch`, so one barrier is enough:
+// the next call writes to the other half.
 template <int kThreads, int kSums>
 __device__ __forceinline__ void group_sum(float (&sums)[kSums], int call) {
 #pragma unroll
@@ -37,10 +37,10 @@ __device__ __forceinline__ void group_sum(float (&sums)[kSums], int call) {
   }
 }
 
-// The columns of a thread. Those of cached reads are small numbers.
+// The columns of a thread. Indices of cached reads are small.
 template <int kVec, int kThreads, int kCached>
 struct Columns {
-  static constexpr int kWidth = kVec * kThreads * kCached;  // of what is cached
+  static constexpr int kWidth = kVec * kThreads * kCached;  // columns that are cached
   int first, end;
 
   __device__ explicit Columns(int64_t n_cols)
@@ -50,14 +50,14 @@ struct Columns {
   __device__ bool has(int read) const { return of(read) < end; }
 };
 
-// The weight at kVec columns as it is stored; 1 where there is none. By words, see vectors.cuh.
+// The stored weight at kVec columns; 1 without a weight. As words, see vectors.cuh.
 template <class W, int kVec>
 __device__ __forceinline__ Pack<W, kVec> load_weight(const void* weight, int64_t col) {
   if (weight) return load_global<Reuse::by_other_blocks, W, kVec>(static_cast<const W*>(weight) + col);
   return ones<W, kVec>();
 }
 
-// weight + offset in float; there is no offset where there is no weight, and none of LayerNorm's.
+// weight + offset in float. There is no offset without a weight or for LayerNorm.
 template <bool kCentered, class W, int kVec>
 __device__ __forceinline__ void weight_to_floats(const Pack<W, kVec>& raw, float offset, float (&out)[kVec]) {
   to_floats(raw, out);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void weight_to_floats(const Pack<W, kVec>& raw, float
   }
 }
 
-// Writes the block's sums of what its threads have summed for their cached columns.
+// Writes the block's sums, added over its threads, for their cached columns.
 template <int kThreads, int kCached, int kVec>
 __device__ __forceinline__ void write_partial(const float (&dw)[kCached][kVec], float* partial, int64_t n_cols) {
   const Columns<kVec, kThreads, kCached> columns(n_cols);
@@ -75,7 +75,7 @@ __device__ __forceinline__ void write_partial(const float (&dw)[kCached][kVec], 
 #pragma unroll
     for (int j = 0; j < kCached; ++j)
       if (columns.has(j)) store_global(partial + columns.of(j), from_floats<float>(dw[j]));
-  } else {  // the groups of the block add up in shared memory, one after another
+  } else {  // the groups of the block add to shared memory one after another
     constexpr int kGroups = kMinBlock / kThreads;
     const int group = threadIdx.x / kThreads;
     FK_SHARED(float, sums, kThreads * kCached * kVec);
@@ -94,7 +94,7 @@ __device__ __forceinline__ void write_partial(const float (&dw)[kCached][kVec], 
   }
 }
 
-// What a thread reads of a row at once.
+// One read of a row by a thread.
 template <class X, class Y, int kVec, int kCached>
 struct RowValues {
   Pack<X, kVec> x[kCached];
@@ -114,14 +114,14 @@ cudaError_t with_types(Dtype x, Dtype w, Dtype y, F&& f) {
   return x == Dtype::bf16 ? half(Tag<__nv_bfloat16>{}) : half(Tag<__half>{});
 }
 
-// Threads per row and reads of each that registers hold; a kernel is compiled for each.
+// Threads per row and reads per thread that registers hold. A kernel is compiled for each shape.
 template <int kVec_, int kThreads_, int kCached_>
 struct Shape {
   static constexpr int kVec = kVec_, kThreads = kThreads_, kCached = kCached_;
 };
 template <class... Shapes> struct ShapeList {};
 
-// Calls f with the first shape that caches a whole row, or else the last one.
+// Calls f with the first shape that caches a whole row, or with the last one.
 template <class Only, class F>
 cudaError_t with_shape_of(ShapeList<Only>, int64_t, F&& f) {
   return f(Only());
@@ -132,7 +132,7 @@ cudaError_t with_shape_of(ShapeList<First, Second, More...>, int64_t n_cols, F&&
   return with_shape_of(ShapeList<Second, More...>(), n_cols, f);
 }
 
-// Rows that are not aligned are rare, and dropout costs more than a shape that does not fit: few sizes cover them.
+// Unaligned rows are rare, and dropout costs more than an unsuitable shape, so few shapes cover them.
 template <bool kDropout>
 using ScalarShapes =
     std::conditional_t<kDropout, ShapeList<Shape<1, 256, 4>>, ShapeList<Shape<1, 32, 4>, Shape<1, 256, 4>>>;
@@ -141,7 +141,7 @@ using ForwardShapes =
     std::conditional_t<kDropout, ShapeList<Shape<kVec, 32, 4>, Shape<kVec, 128, 4>, Shape<kVec, 512, 4>>,
                        ShapeList<Shape<kVec, 8, 4>, Shape<kVec, 32, 4>, Shape<kVec, 64, 4>, Shape<kVec, 128, 4>,
                                  Shape<kVec, 256, 4>, Shape<kVec, 512, 4>>>;
-// A thread also holds the next row, and the sums of dW: fewer reads, more threads.
+// In backward a thread also holds the next row and the sums of dW, so it has fewer reads and a row has more threads.
 template <int kVec, bool kDropout>
 using BackwardShapes = std::conditional_t<
     kDropout, ShapeList<Shape<kVec, 32, 4>, Shape<kVec, 128, 2>, Shape<kVec, 512, 2>>,

@@ -1,5 +1,5 @@
-// Rotation of q and k, forward and backward. A thread keeps cos and sin of its units and goes through the heads of q
-// and then of k.
+// RoPE of q and k, forward and backward. A thread keeps cos and sin of its units and loops over the heads of q, then of
+// k.
 #include "rope.cuh"
 
 namespace foundry {

@@ -1,8 +1,8 @@
-// What the kernels of rope.cu and qk_norm_rope.cu share.
+// Shared by the kernels of rope.cu and qk_norm_rope.cu.
 //
-// A head of a token is cut into units of two reads of kVec neighbouring values (16 bytes where everything is aligned to
-// that, else one value). The units of the rotated dimensions hold kVec whole pairs: a read of each half, or two
-// adjacent reads if interleaved. The other dimensions, which are copied, follow.
+// A head of a token is cut into units of two reads of kVec neighbouring values (16 bytes if everything is aligned to
+// that, else one value). The units of the rotated dimensions hold kVec whole pairs: one read of each half, or two
+// adjacent reads if interleaved. The units of the other dimensions, which are copied, follow.
 #pragma once
 
 #include "dispatch.cuh"
@@ -13,7 +13,7 @@ namespace cuda {
 
 constexpr int kRopeBlock = 128;  // threads of a block
 
-// kVec values of a type known at run time, in float, at most 16 bytes per access.
+// kVec values of a type known at run time, in float, with at most 16 bytes per access.
 template <class T, int kVec>
 __device__ __forceinline__ void load_typed(const void* p, int64_t offset, float (&out)[kVec]) {
   constexpr int kMost = 16 / sizeof(T), kCount = kVec < kMost ? kVec : kMost;
@@ -50,7 +50,7 @@ struct Units {
   __device__ bool has_second(int64_t unit) const { return second(unit) < width; }
 };
 
-// What a unit holds, as it lies in memory.
+// A unit as it lies in memory.
 template <class X, int kVec>
 struct Raw {
   Pack<X, kVec> reads[2];
@@ -112,7 +112,7 @@ __device__ __forceinline__ void fill_nan(float (&v)[kCount]) {
   for (int i = 0; i < kCount; ++i) v[i] = nanf("");
 }
 
-// Head number `head` of those of q and then of k; becomes its number within q or k.
+// Head number `head` among those of q and then k. Becomes its number within q or k.
 template <class Heads>
 __device__ __forceinline__ const Heads& heads_of(const Heads (&heads)[2], int64_t& head) {
   if (head < heads[0].n_heads) return heads[0];
@@ -126,7 +126,7 @@ inline bool aligned(const void* p, Dtype type, const RopeStrides& strides) {
   return aligned(p, type, {strides.batch, strides.head, strides.token});
 }
 
-// Whether reads of 16 bytes divide the rotated and the other dimensions, and the tables are aligned to that.
+// Whether the rotated and the other dimensions are multiples of 16-byte reads and the tables are aligned to that.
 inline bool rope_vectors(const RopeTables& tables, int64_t width, Dtype type) {
   const int64_t count = 16 / size_of(type);
   return tables.half % count == 0 && width % count == 0 &&

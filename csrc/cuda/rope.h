@@ -1,4 +1,4 @@
-// RoPE, alone or after RMSNorm of each head, on a GPU over raw pointers and a stream. Each launcher returns the error
+// RoPE, with or without RMSNorm of each head, on a GPU over raw pointers and a stream. Each launcher returns the error
 // of its launches. A token whose position is outside the tables reads nothing and becomes NaN.
 #pragma once
 
@@ -22,8 +22,8 @@ struct QkNormRopeGradients : NormedGradients {
   const void* weight;  // [D] or null
   Dtype weight_type;
   void* dw;           // [D] of weight_type, or null
-  float* dw_partial;  // [n_blocks, D], or null where dw is
-  int n_blocks;       // of qk_norm_rope_backward_blocks
+  float* dw_partial;  // [n_blocks, D], or null if dw is null
+  int n_blocks;       // from qk_norm_rope_backward_blocks
 };
 
 struct QkNormRopeBackward : QkNormRopeCall<QkNormRopeGradients> {
@@ -34,7 +34,8 @@ cudaError_t rope(const Rope& args, cudaStream_t stream);
 cudaError_t qk_norm_rope_forward(const QkNormRopeForward& args, cudaStream_t stream);
 cudaError_t qk_norm_rope_backward(const QkNormRopeBackward& args, cudaStream_t stream);
 
-// Blocks of the backward pass for n_rows heads of tokens. It is persistent: each block takes one after another.
+// The number of blocks of the backward pass for n_rows (heads times tokens). The blocks are persistent and loop over
+// rows.
 int qk_norm_rope_backward_blocks(int64_t n_rows, int multiprocessors);
 
 }  // namespace cuda

@@ -1,9 +1,9 @@
 // Gated linear units, forward and backward.
 //
-// A block takes a tile of one row; contiguous tensors come as one long row. A thread does kReads reads of kVec
-// neighbouring values (16 bytes where rows are aligned to that, else one value) of each tensor, at a stride of the
-// block, and issues them all before it uses any. The remainder of a row, fewer than kVec values, is done one by one.
-// Of interleaved gates and ups kVec is the number of pairs, half as many. With dropout no rows are joined.
+// A block handles a tile of one row; contiguous tensors count as one long row. A thread makes kReads reads of kVec
+// neighbouring values (16 bytes if rows are aligned to that, else one value) from each tensor, at a stride of the
+// block, and issues them all before it uses any. The remainder of a row, fewer than kVec values, is handled one by one.
+// For interleaved gates and ups kVec counts pairs and is half as large. With dropout, rows are not merged.
 #include "swiglu.h"
 
 #include <type_traits>
@@ -18,7 +18,7 @@ namespace {
 constexpr int kReads = 2;
 constexpr int kMaxThreads = 128;
 
-// The columns of a row that a block takes, and which of them this thread takes.
+// The columns of a row that a block handles, and this thread's share.
 template <int kVec>
 struct Tile {
   int64_t row, begin, n_cols;
@@ -31,14 +31,14 @@ struct Tile {
     return begin + (static_cast<int64_t>(read) * blockDim.x + threadIdx.x) * kVec;
   }
   __device__ bool whole(int read) const { return column(read) + kVec <= n_cols; }
-  // The column of the row's remainder, which no whole read covers, that this thread takes; n_cols if none.
+  // This thread's column in the remainder of the row, which no whole read covers; n_cols if none.
   __device__ int64_t remainder() const {
     const int64_t col = n_cols - n_cols % kVec + threadIdx.x;
     return kVec > 1 && begin + width(blockDim.x) >= n_cols && col < n_cols ? col : n_cols;
   }
 };
 
-// What is computed of a gate and an up: the product, and the gradients of both from that of the product.
+// Computes the activated product of a gate and an up, and the gradients of both from the product's gradient.
 template <Activation kActivation>
 struct Product {
   static constexpr bool kReadsUp = false;  // for the gradient of up
@@ -54,7 +54,7 @@ struct Product {
   }
 };
 
-// The same with the options of swiglu.
+// Same with the options of swiglu.
 struct ClampedProduct {
   static constexpr bool kReadsUp = true;
   float alpha, limit, up_offset;
@@ -79,16 +79,16 @@ struct ClampedProduct {
   __device__ __forceinline__ void backward(float grad, X gate, X up, X& into_gate, X& into_up) const {
     const float x = to_float(gate), u = to_float(up);
     const float g = clamped_gate(x), s = logistic(alpha * g);
-    const float slope = s + g * (s * (1.f - s)) * alpha;  // in an order in which alpha makes nothing infinite
+    const float slope = s + g * (s * (1.f - s)) * alpha;  // in this order alpha cannot cause an infinity
     into_gate = from_float<X>(!limited || x <= limit ? grad * shifted_up(u) * slope : 0.f);
     into_up = from_float<X>(!limited || (u <= limit && u >= -limit) ? grad * (g * s) : 0.f);
   }
 };
 
-// kVec gates and ups of interleaved columns, and back.
+// Loads kVec gates and ups from interleaved columns, and stores them.
 template <class X, int kVec>
 __device__ __forceinline__ void load_pairs(const X* p, Pack<X, kVec>& g, Pack<X, kVec>& u) {
-  constexpr int kRead = kVec > 1 ? 2 * kVec : 1;  // at once; single pairs may lie unaligned
+  constexpr int kRead = kVec > 1 ? 2 * kVec : 1;  // values per read; single pairs may be unaligned
   X values[2 * kVec];
 #pragma unroll
   for (int at = 0; at < 2 * kVec; at += kRead) {
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// Launches one block per tile, of as many threads as a narrow row needs, at most kMaxThreads.
+// Launches one block per tile. A narrow row gets only as many threads as it needs; the maximum is kMaxThreads.
 template <int kVec, class Args, class Unit>
 cudaError_t launch_tiles(void (*kernel)(Args, unsigned, Unit), const Args& a, const Unit& unit, cudaStream_t stream) {
   const int64_t of_a_warp = Tile<kVec>::width(32), warps = (a.n_cols + of_a_warp - 1) / of_a_warp;
@@ -255,7 +255,7 @@ cudaError_t launch_tiles(void (*kernel)(Args, unsigned, Unit), const Args& a, co
   return launch(kernel, grid, dim3(threads), 0, stream, a, static_cast<unsigned>(tiles), unit);
 }
 
-// Calls f(Tag<X>, what is computed, values of each tensor at a time, whether of interleaved pairs).
+// Calls f(Tag<X>, unit, values per read of each tensor, whether pairs are interleaved).
 template <class F>
 cudaError_t with_units(Dtype type, Activation activation, const GluOptions& o, bool vectors, F&& f) {
   if (!o.changed && !o.interleaved)

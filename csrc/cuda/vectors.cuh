@@ -1,6 +1,6 @@
-// Vectors of 16 bytes in the 32-bit words that hold them. Where 16-bit values are taken from a Pack one by one, the
-// compiler keeps each in a register of its own and unpacks it next to the load, which then waits for memory before the
-// next load is issued; stores may fall apart into words. These functions do neither.
+// Vectors of 16 bytes, kept in the 32-bit words that hold them. Taking 16-bit values from a Pack one by one makes the
+// compiler unpack each next to its load: the load then waits for memory before the next one is issued, and stores may
+// be split into words. These functions avoid both.
 #pragma once
 
 #include <cstring>
@@ -11,10 +11,10 @@
 namespace foundry {
 namespace cuda {
 
-// How long L1 keeps what is read: a weight is read by every block, a row by one thread once.
+// How long L1 keeps what is read. Every block reads a weight; one thread reads a row, once.
 enum class Reuse { none, by_other_blocks };
 
-// Reads what no thread writes while the kernel runs.
+// Reads memory that no thread writes while the kernel runs.
 template <Reuse kReuse, class T, int kCount>
 __device__ __forceinline__ Pack<T, kCount> load_global(const T* p) {
 #if !defined(FK_CUDA_ON_CPU)
@@ -41,7 +41,7 @@ __device__ __forceinline__ Pack<T, kCount> load_global(const T* p) {
   return load<T, kCount>(p);
 }
 
-// Writes what this kernel does not read.
+// Writes memory that this kernel does not read.
 template <class T, int kCount>
 __device__ __forceinline__ void store_global(T* p, const Pack<T, kCount>& v) {
 #if !defined(FK_CUDA_ON_CPU)
@@ -60,14 +60,14 @@ __device__ __forceinline__ void store_global(T* p, const Pack<T, kCount>& v) {
   store(p, v);
 }
 
-// Has the line at p brought to L2.
+// Prefetches the cache line at p to L2.
 __device__ __forceinline__ void prefetch_to_l2([[maybe_unused]] const void* p) {
 #if !defined(FK_CUDA_ON_CPU)
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 #endif
 }
 
-// The two 16-bit values of a word, and back.
+// Splits a word into its two 16-bit values, and joins them.
 template <class T>
 __device__ __forceinline__ void unpack(uint32_t word, float& low, float& high) {
   T values[2];
@@ -83,7 +83,7 @@ template <class T>
 __device__ __forceinline__ uint32_t packed(float low, float high) {
 #if defined(FK_CUDA_ON_CPU)
   const T pair[2] = {from_float<T>(low), from_float<T>(high)};
-#else  // by one instruction, and for the compiler one value
+#else  // one instruction, so the compiler sees one value
   const auto pair = [&] {
     if constexpr (std::is_same<T, __half>::value) return __floats2half2_rn(low, high);
     else return __floats2bfloat162_rn(low, high);

@@ -1,7 +1,7 @@
-// Sums of products of bfloat16 matrices over many calls, each of which torch's own product on a CPU would round to
-// bfloat16. The operator foundry_kernels::accumulate_product_ has the sum in float32: sum += a b.
-// foundry_kernels::accumulate_product24_ has it in 24 bits (csrc/cpu/sum24.h), where it becomes a bfloat16 in place:
-// high, low += a^T b, of float32 matrices too. For inside other operators: they have no gradient and no fake.
+// Sums of bfloat16 matmuls over many calls. torch's CPU matmul would round every partial sum to bfloat16.
+// foundry_kernels::accumulate_product_ keeps the sum in float32: sum += a b. foundry_kernels::accumulate_product24_
+// keeps it in 24 bits (csrc/cpu/sum24.h), which become a bfloat16 in place: high, low += a^T b; it takes float32
+// matrices too. Internal to other operators: no gradient, no fake.
 #include "../cpu/sum24.h"
 
 #include <ATen/native/CPUBlas.h>
@@ -19,7 +19,7 @@ namespace accumulate_product_cpu {
 // Rows of a at a time.
 constexpr int64_t kRows = 64;
 
-// Pairs of rows side by side, as the instructions take them: [ceil(K / 2), N, 2].
+// Interleaves pairs of rows, as the instructions need them: [ceil(K / 2), N, 2].
 Tensor in_pairs(const Tensor& b) {
   Tensor even = b;
   if (b.size(0) % 2 != 0) even = at::cat({b, at::zeros({1, b.size(1)}, b.options())});
@@ -43,7 +43,7 @@ void of_rows(const at::BFloat16* a, int64_t ld_a, int64_t n_rows, const Tensor& 
 // Rows of a sum in float32 whose copies stay small.
 constexpr int64_t kWidenedRows = 4096;
 
-// sum += a b in float32.
+// sum += a b, computed in float32.
 void widened(const Tensor& sum, const Tensor& a, const Tensor& b) {
   const Tensor right = b.to(at::kFloat);
   for (int64_t first = 0; first < a.size(0); first += kWidenedRows) {
@@ -66,19 +66,19 @@ void accumulate_product_(const Tensor& sum, const Tensor& a_, const Tensor& b_) 
   if (!fast_bfloat16_products()) return widened(sum, a_, b_);
   const Tensor b = in_pairs(b_.contiguous());
   float* into = sum.mutable_data_ptr<float>();
-  Tensor a = a_;  // in pairs too: an odd last column has a zero beside it
+  Tensor a = a_;  // pad an odd last column with a zero, to form pairs
   if (a.size(1) % 2 != 0) a = at::cat({a, at::zeros({a.size(0), 1}, a.options())}, 1);
   if (a.stride(1) != 1) a = a.contiguous();
   of_rows(a.const_data_ptr<at::BFloat16>(), a.stride(0), a.size(0), b, into);
 }
 
-// A tile of the sum in float32: this many of its rows, and as many columns that the part of b which they take has no
-// more numbers than kTileInputs, so that both stay in the cache; but 64 at least and kTileColumns at most.
+// A float32 tile of the sum has kTileRows rows. Its columns are as many as keep the matching part of b within
+// kTileInputs numbers, so that both stay in the cache; at least 64 and at most kTileColumns.
 constexpr int64_t kTileRows = 64, kTileColumns = 512, kTileInputs = 1 << 17;
-// Rows of a's transpose in memory are a multiple of this.
+// The row length of a's transpose in memory is a multiple of this.
 constexpr int64_t kPadding = 32;
 
-// The sum, in which `first` has no part yet and which `last` completes.
+// The sum. `first` initialises it and `last` completes it.
 struct Sum24 {
   uint16_t* high;
   uint8_t* low;
@@ -88,7 +88,7 @@ struct Sum24 {
   decltype(&FK_LOWEST::sum24_narrow) narrow = FK_CHOOSE_ISA(sum24_narrow);
   decltype(&FK_LOWEST::sum24_round) round = FK_CHOOSE_ISA(sum24_round);
 
-  // Some columns of some rows, dense.
+  // Loads some columns of some rows into a contiguous buffer.
   void load(int64_t row, int64_t n_rows, int64_t column, int64_t n_cols, float* out) const {
     for (int64_t r = 0, at = row * width + column; r < n_rows; ++r, at += width)
       widen(high + at, low + at, out + r * n_cols, n_cols);
@@ -126,7 +126,7 @@ void multiply(const Sum24& sum, const Tensor& a, const Tensor& b_) {
   });
 }
 
-// The same in float32 as `widened`, where oneDNN has no products of bfloat16 or a and b are float32 already.
+// Same in float32, as `widened`: for processors without bfloat16 matmuls in oneDNN, and for float32 inputs.
 void multiply_widened(const Sum24& sum, const Tensor& a, const Tensor& b_) {
   const Tensor b = b_.to(at::kFloat);
   const Tensor memory = at::empty({std::min(kWidenedRows, a.size(1)), sum.width}, b.options());

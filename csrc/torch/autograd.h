@@ -1,4 +1,5 @@
-// What the operators' autograd functions share. Saved tensors and needed gradients are read by name, not by number.
+// Helpers that the operators' autograd functions share. Saved tensors and needed gradients are read by name, not by
+// index.
 #pragma once
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -13,7 +14,7 @@ namespace foundry {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// The tensors given to save_for_backward, in that order, to be bound to names: auto [x, weight] =
+// The tensors given to save_for_backward, in that order. Use a structured binding: auto [x, weight] =
 // saved_tensors<2>(ctx).
 template <size_t N>
 std::array<Tensor, N> saved_tensors(AutogradContext* ctx) {
@@ -24,8 +25,8 @@ std::array<Tensor, N> saved_tensors(AutogradContext* ctx) {
   return out;
 }
 
-// Which of forward's tensors need a gradient, asked in the order in which forward takes them. Autograd counts only the
-// tensors that it was given, so an optional one that was absent has no number.
+// Which inputs of forward need a gradient. Ask in the order of forward's arguments. Autograd counts only the tensors
+// that it was given, so an absent optional tensor has no index.
 class NeedsGrad {
  public:
   explicit NeedsGrad(AutogradContext* ctx) : ctx_(ctx) {}
@@ -44,7 +45,7 @@ inline void refuse_second_derivative(const char* op) {
 inline bool requires_grad(const Tensor& t) { return t.requires_grad(); }
 inline bool requires_grad(const OptionalTensor& t) { return t.has_value() && t->requires_grad(); }
 
-// Whether a call has to be recorded for a backward pass.
+// Whether autograd must record a call.
 template <class... Tensors>
 bool any_requires_grad(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);

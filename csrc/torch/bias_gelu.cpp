@@ -1,8 +1,8 @@
-// The operators foundry_kernels::bias_gelu, bias_silu and bias_relu: schema, shapes and autograd.
-// bias_gelu_cpu.cpp and bias_gelu_cuda.cpp launch the kernels.
+// The operators foundry_kernels::bias_gelu, bias_silu and bias_relu: schema, shapes and autograd. bias_gelu_cpu.cpp and
+// bias_gelu_cuda.cpp launch the kernels.
 //
-// They are composed of bias_act_fwd and bias_act_bwd, which are what a compiled graph, a checkpointing policy or a
-// profiler sees. bias_act_bwd returns (dx, dbias), each empty unless it was asked for.
+// They consist of bias_act_fwd and bias_act_bwd, which compiled graphs, checkpointing policies and profilers see.
+// bias_act_bwd returns (dx, dbias); each is empty unless requested.
 #include "bias_gelu.h"
 
 #include <torch/library.h>

@@ -1,4 +1,4 @@
-// What the CPU and CUDA sides of the operator share: checks, outputs, and what the kernels are given.
+// Checks, outputs and kernel arguments that the CPU and CUDA launches share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,7 +27,7 @@ inline void check_bias_act(const Tensor& x, const OptionalTensor& bias, const Dr
                     "bias must have shape [", x.sym_size(-1), "], the width of x; got ", bias->sym_sizes());
 }
 
-// Outputs, on x's device, contiguous; they are also the fakes of the meta device.
+// The outputs: contiguous, on x's device. The meta device uses them as fakes.
 inline Tensor empty_bias_act_fwd(const Tensor& x, const OptionalTensor& bias, const DropoutOptions& dropout) {
   check_bias_act(x, bias, dropout);
   return at::empty_symint(x.sym_sizes(), x.options());
@@ -41,7 +41,7 @@ inline std::tuple<Tensor, Tensor> empty_bias_act_bwd(const Tensor& x, const Opti
           need_dbias ? at::empty_symint(bias->sym_sizes(), bias->options()) : absent(x, x.scalar_type())};
 }
 
-// `x` and `dy` are replaced by copies where strides do not reach their rows.
+// Replaces `x` and `dy` by copies where strides cannot describe their rows.
 inline void set_forward(BiasActForwardCall& args, Tensor& x, const Tensor& y, Activation activation,
                         const DropoutOptions& dropout) {
   std::array<RowStrides, 1> strides{};

@@ -10,7 +10,7 @@
 namespace foundry {
 namespace bias_gelu_cuda {
 
-// The bias in a dtype that kernels are compiled for, that of x or float, and in `args`.
+// Converts the bias to a dtype that the kernels are compiled for (x's or float) and sets it in `args`.
 template <class Args>
 Tensor set_bias(Args& args, const OptionalTensor& given, const Tensor& x) {
   args.bias_type = args.type;

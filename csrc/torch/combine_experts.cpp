@@ -1,8 +1,8 @@
-// The operator foundry_kernels::combine_experts: schema, shapes and autograd.
-// combine_experts_cpu.cpp and combine_experts_cuda.cpp launch the kernels.
+// The operator foundry_kernels::combine_experts: schema, shapes and autograd. combine_experts_cpu.cpp and
+// combine_experts_cuda.cpp launch the kernels.
 //
-// It is composed of combine_experts_fwd and combine_experts_bwd, which are what a compiled graph, a checkpointing
-// policy or a profiler sees. combine_experts_bwd returns (dx, dweights), each empty unless it was asked for.
+// It consists of combine_experts_fwd and combine_experts_bwd, which compiled graphs, checkpointing policies and
+// profilers see. combine_experts_bwd returns (dx, dweights); each is empty unless requested.
 #include "combine_experts.h"
 
 #include <torch/library.h>

@@ -1,4 +1,4 @@
-// What the operator's schema and both sides share: checks, outputs and the kernels' arguments.
+// Checks, outputs and kernel arguments that the schema and the CPU and CUDA launches share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,7 @@ inline void check_combine_experts(const Tensor& x, const OptionalTensor& weights
                     slots.sym_sizes(), ", that of slots; got ", weights->sym_sizes());
 }
 
-// Outputs, on x's device, contiguous; they are also the fakes of the meta device.
+// The outputs: contiguous, on x's device. The meta device uses them as fakes.
 inline Tensor empty_combine_experts_fwd(const Tensor& x, const OptionalTensor& weights, const Tensor& slots) {
   check_combine_experts(x, weights, slots);
   return at::empty_symint({slots.sym_size(0), x.sym_size(1)}, x.options());
@@ -32,10 +32,10 @@ inline std::tuple<Tensor, Tensor> empty_combine_experts_bwd(const Tensor& x, con
           need_dweights ? at::empty_symint(weights->sym_sizes(), weights->options()) : absent(x, x.scalar_type())};
 }
 
-// Rows whose values lie side by side: x, or a copy of it.
+// x, or a copy of it, with contiguous rows.
 inline Tensor with_rows(const Tensor& x) { return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous(); }
 
-// `x` has such rows, `weights` is contiguous and float or undefined, `slots` contiguous and int64.
+// `x` has contiguous rows. `weights` is contiguous and float, or undefined. `slots` is contiguous and int64.
 inline CombineExpertsForward combine_experts_forward_args(const Tensor& x, const Tensor& weights, const Tensor& slots,
                                                           const Tensor& y) {
   CombineExpertsForward args{};
@@ -52,7 +52,7 @@ inline CombineExpertsForward combine_experts_forward_args(const Tensor& x, const
   return args;
 }
 
-// The same of dy as of x; of the gradients, those that are empty are not wanted. dweights is float.
+// dy and x both have contiguous rows. An empty gradient is not computed. dweights is float.
 inline CombineExpertsBackward combine_experts_backward_args(const Tensor& dy, const Tensor& x, const Tensor& weights,
                                                             const Tensor& slots, const Tensor& dx,
                                                             const Tensor& dweights) {

@@ -14,7 +14,7 @@
 namespace foundry {
 namespace combine_experts_cpu {
 
-// Before any row is read.
+// Checks the slots before any row is read.
 Tensor checked_slots(const Tensor& slots_, int64_t n_rows) {
   const Tensor slots = slots_.to(at::kLong).contiguous();
   const int64_t* s = slots.const_data_ptr<int64_t>();
@@ -35,7 +35,7 @@ Tensor fwd_cpu(const Tensor& x_, const OptionalTensor& weights_, const Tensor& s
   return y;
 }
 
-// Zeros in the rows of dx that no slot names.
+// Zeroes the rows of dx that no slot refers to.
 void clear_rest(const Tensor& dx, const Tensor& slots) {
   std::vector<char> named(dx.size(0));
   const int64_t* s = slots.const_data_ptr<int64_t>();

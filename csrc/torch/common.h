@@ -1,4 +1,4 @@
-// What the operators of csrc/torch share.
+// Helpers that all operators of csrc/torch share.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
@@ -14,7 +14,7 @@
 
 #include "../common/rows.h"
 
-// The name that operators are registered under; the checker of CUDA kernels on a CPU builds them under another.
+// The library name under which operators are registered. The checker that runs CUDA kernels on a CPU uses another one.
 #if !defined(FK_LIBRARY)
 #define FK_LIBRARY foundry_kernels
 #endif
@@ -39,7 +39,7 @@ inline Dtype dtype_of(const at::Tensor& t) {
   }
 }
 
-// Asks for huge pages behind a large fresh tensor: faulting it in 4 KB at a time costs more than writing it.
+// Requests huge pages for a large new tensor: page faults of 4 KB cost more than writing it.
 inline void advise_huge_pages(const at::Tensor& t) {
 #if defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHuge = 2u << 20;
@@ -47,12 +47,12 @@ inline void advise_huge_pages(const at::Tensor& t) {
   if (bytes < 2 * kHuge) return;
   const uintptr_t start = reinterpret_cast<uintptr_t>(t.data_ptr());
   const uintptr_t first = (start + kHuge - 1) & ~(kHuge - 1), last = (start + bytes) & ~(kHuge - 1);
-  madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // advice: failing changes nothing
+  madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // only advice: a failure changes nothing
 #endif
 }
 
-// The dimensions of a tensor from the outermost to the innermost in memory. The last one always counts as innermost;
-// those of size 1 or stride 0, which no memory order distinguishes, stay where they are in the shape. The same as
+// The dimensions of a tensor from outermost to innermost in memory. The last one always counts as innermost. Dimensions
+// of size 1 or stride 0 have no memory order and stay where they are in the shape. Same as
 // foundry_kernels/core/layout.py.
 inline std::vector<int64_t> storage_order(const Tensor& x) {
   std::vector<int64_t> order(x.dim());
@@ -84,14 +84,14 @@ inline Tensor empty_in_order(const Tensor& x, at::IntArrayRef order) {
 
 inline Tensor empty_in_storage_order(const Tensor& x) { return empty_in_order(x, storage_order(x)); }
 
-// In place of an output that was not asked for, in kernels, whose tensors are real. There are up to three a call, and
-// at::empty takes a third of a microsecond to find out what is known here.
+// A placeholder for an output that was not requested. Kernels only: their tensors are real, never fake. A call has up
+// to three of them, and at::empty spends a third of a microsecond on finding out what is known here.
 inline Tensor absent(const Tensor& x, at::ScalarType dtype) {
   return x.is_cpu() ? Tensor(at::detail::empty_cpu({0}, dtype)) : at::empty({0}, x.options().dtype(dtype));
 }
 
-// The strides that reach the rows of tensors of one shape; undefined tensors get zeros.
-// Returns false where that takes more than kRowRank dimensions, or a last stride is not 1.
+// The strides that describe the rows of tensors of one shape. Undefined tensors get zeros. Returns false if that takes
+// more than kRowRank dimensions or if a last stride is not 1.
 template <size_t N>
 bool row_layout(const std::array<const at::Tensor*, N>& tensors, Rows& rows, std::array<RowStrides, N>& strides) {
   const at::Tensor* shape = nullptr;
@@ -100,7 +100,7 @@ bool row_layout(const std::array<const at::Tensor*, N>& tensors, Rows& rows, std
     if (!shape) shape = t;
     if (t->stride(-1) != 1 && t->size(-1) > 1) return false;
   }
-  int rank = 0;  // dimensions so far; the newest is last in the arrays, so that unused ones come first
+  int rank = 0;  // dimensions so far; the newest is last in the arrays, so the unused ones come first
   for (int64_t axis = 0; axis < shape->dim() - 1; ++axis) {
     const int64_t size = shape->size(axis);
     if (size == 1) continue;
@@ -123,7 +123,7 @@ bool row_layout(const std::array<const at::Tensor*, N>& tensors, Rows& rows, std
   return true;
 }
 
-// As row_layout, but copies the tensors where it cannot be done.
+// As row_layout, but copies the tensors if it returns false.
 template <size_t N>
 void make_row_layout(const std::array<at::Tensor*, N>& tensors, Rows& rows, std::array<RowStrides, N>& strides) {
   std::array<const at::Tensor*, N> view;

@@ -1,4 +1,4 @@
-// The CPU side of the operators: the weights of norms, and how much work a thread is worth.
+// Shared by the CPU launches: the weights of norms, and how much work justifies a thread.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -10,13 +10,14 @@
 
 namespace foundry {
 
-// Elements that are worth waking a thread for. The gradients of weights are summed in chunks of a size derived from it
-// too, so another value gives other last bits.
+// Elements that justify waking a thread. The chunks in which weight gradients are summed derive from it too, so another
+// value changes the last bits of results.
 constexpr int64_t kGrain = 1 << 15;
-// The same for what takes an exponential an element: a thread is worth waking for half as many.
+// Same for work with one exponential per element: half as many elements justify a thread.
 constexpr int64_t kExpGrain = kGrain / 2;
 
-// The weight in float with its offset added, split if so wanted; the tensor itself where that changes nothing.
+// The weight in float with its offset added, split (see vec2.h) if requested. Returns the tensor itself if nothing
+// changes.
 inline Tensor float_weight(const Tensor& weight, double offset, bool split = false) {
   if (!weight.defined()) return weight;
   const Tensor in = weight.contiguous();
@@ -28,13 +29,13 @@ inline Tensor float_weight(const Tensor& weight, double offset, bool split = fal
   return out;
 }
 
-// Rows are cut into chunks, over each of which one thread sums, by the shape alone: so the gradient of a weight does
-// not depend on the number of threads.
+// Rows are cut into chunks, each summed by one thread. The chunk size depends only on the shape, so the gradient of a
+// weight does not depend on the number of threads.
 inline int64_t rows_a_chunk(int64_t n_rows, int64_t n_cols) {
   return std::max<int64_t>({1, std::min<int64_t>(64, kGrain / n_cols), (n_rows + 127) / 128});
 }
 
-// The gradient of a weight from float chunks [n_chunks, n_cols], summed in their order and rounded once.
+// The gradient of a weight: float chunks [n_chunks, n_cols], summed in order and rounded once.
 inline void sum_chunks_into(const Tensor& dw, const Tensor& chunks) {
   const int64_t n_chunks = chunks.size(0), n_cols = chunks.size(1);
   const Tensor total = dw.scalar_type() == at::kFloat ? dw : at::empty({n_cols}, chunks.options());

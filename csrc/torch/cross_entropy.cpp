@@ -1,9 +1,9 @@
-// The operator foundry_kernels::cross_entropy: schema, shapes and autograd.
-// cross_entropy_cpu.cpp and cross_entropy_cuda.cpp launch the kernels.
+// The operator foundry_kernels::cross_entropy: schema, shapes and autograd. cross_entropy_cpu.cpp and
+// cross_entropy_cuda.cpp launch the kernels.
 //
-// cross_entropy is composed of cross_entropy_fwd and cross_entropy_bwd, which are what a compiled graph, a
-// checkpointing policy or a profiler sees. lse_low and total_weight are what the backward pass needs beside lse: what
-// lse's rounding took from it, and, for a mean, the sum of the weights of the targets that count.
+// It consists of cross_entropy_fwd and cross_entropy_bwd, which compiled graphs, checkpointing policies and profilers
+// see. Besides lse the backward pass needs lse_low, the rounding error of lse, and for a mean total_weight, the sum of
+// the weights of the targets that are not ignored.
 #include "cross_entropy.h"
 
 #include <torch/library.h>

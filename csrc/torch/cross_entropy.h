@@ -1,4 +1,4 @@
-// What the CPU and CUDA sides of the operators share: shapes, checks, outputs, and what the kernels are given.
+// Shapes, checks, outputs and kernel arguments that the CPU and CUDA launches share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +23,7 @@ struct LossOptions {
   FK_OPTIONS(FK_LOSS_OPTIONS)
 };
 
-// The operator, for direct.cpp: returns (loss, lse, z_loss).
+// The operator, for direct.cpp. Returns (loss, lse, z_loss).
 std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& target,
                                                  const OptionalTensor& weight, const LossOptions& options,
                                                  bool return_lse, bool return_z_loss);
@@ -49,7 +49,8 @@ inline void check_cross_entropy(const Tensor& logits, const Tensor& target, cons
                     "weight must have shape [", logits.sym_size(-1), "], a value for each class");
 }
 
-// Of the CPU, before any row is read at its target: in backward passes too, as the memory may have been written to.
+// Checks the targets before any row is read at its target. CPU only; in backward too, because the memory may have
+// changed.
 inline void check_targets(const Tensor& target, int64_t n_classes, int64_t ignore_index) {
   const int64_t* t = target.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < target.numel(); ++i)
@@ -57,8 +58,8 @@ inline void check_targets(const Tensor& target, int64_t n_classes, int64_t ignor
                       " or ignore_index ", ignore_index, "; got ", t[i]);
 }
 
-// Outputs (loss, lse, lse_low, z_loss, total_weight), on logits' device; they are also the fakes of the meta
-// device. What was not asked for has shape [0].
+// The outputs (loss, lse, lse_low, z_loss, total_weight) on logits' device. The meta device uses them as fakes. An
+// output that was not requested has shape [0].
 using CrossEntropyOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 inline CrossEntropyOutputs empty_cross_entropy_fwd(const Tensor& logits, const Tensor& target,
@@ -81,14 +82,14 @@ inline Tensor empty_cross_entropy_bwd(const Tensor& logits, const Tensor& target
   return at::empty_symint(logits.sym_sizes(), logits.options());
 }
 
-// In the kernels' form.
+// The options as the kernels take them.
 inline CrossEntropyOptions cross_entropy_options(const LossOptions& o) {
   return {o.ignore_index, static_cast<float>(o.label_smoothing), static_cast<float>(o.z_loss),
           static_cast<float>(o.softcap.value_or(0.0))};
 }
 
-// The tensors that the kernels' pointers point into: logits, target and weight as they are, or copies where a kernel
-// cannot take them so.
+// Owns the tensors that the kernels' pointers point into: logits, target and weight, or copies if a kernel does not
+// support their layout.
 struct CrossEntropyInputs {
   Tensor logits, target, weight, weight_sum;
 
@@ -102,7 +103,7 @@ struct CrossEntropyInputs {
     if (label_smoothing > 0.0) weight_sum = weight.sum(at::kDouble).to(at::kFloat);
   }
 
-  // The members that forward and backward have in common.
+  // Sets the members that forward and backward share.
   template <class Args>
   Args args(const CrossEntropyOptions& options) {
     Args args{};
@@ -120,7 +121,7 @@ struct CrossEntropyInputs {
   }
 };
 
-// What the forward kernel writes for each row: the outputs themselves where they are not reduced.
+// What the forward kernel writes for each row. Without a reduction these are the outputs themselves.
 struct CrossEntropyRows {
   Tensor losses, zs;
 
@@ -133,7 +134,7 @@ struct CrossEntropyRows {
   }
 };
 
-// Outputs that are empty are not written. There is at least one row.
+// Empty outputs are not written. There is at least one row.
 inline CrossEntropyForward cross_entropy_forward_args(CrossEntropyInputs& in, const CrossEntropyOptions& options,
                                                       const CrossEntropyRows& rows,
                                                       const CrossEntropyOutputs& outputs) {

@@ -1,5 +1,5 @@
-// The operator foundry_kernels::cross_entropy_bwd_classes_: logits of some of the classes become their gradient. For
-// inside linear_cross_entropy, where no others exist: it has no gradient and no fake.
+// The operator foundry_kernels::cross_entropy_bwd_classes_: replaces the logits of some classes by their gradient.
+// Internal to linear_cross_entropy, which never holds all logits: no gradient, no fake.
 #include "../cpu/cross_entropy.h"
 
 #include <torch/library.h>
@@ -10,8 +10,8 @@
 namespace foundry {
 namespace cross_entropy_classes_cpu {
 
-// logits [rows, columns] are those of the classes `first` .. first + columns - 1, of n_classes. What is a value for
-// each class (weight) or for each row (the rest) is that of all.
+// logits [rows, columns] belong to the classes first .. first + columns - 1 of n_classes. weight covers all classes;
+// the other tensors cover all rows.
 void bwd_classes_(const Tensor& logits, const Tensor& dloss, const Tensor& target, const OptionalTensor& weight,
                   const Tensor& lse, const Tensor& lse_low, int64_t first, int64_t n_classes, int64_t ignore_index,
                   double label_smoothing, double z_loss, std::optional<double> softcap) {

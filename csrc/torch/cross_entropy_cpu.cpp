@@ -1,4 +1,4 @@
-// The CPU's launches of foundry_kernels::cross_entropy_fwd and cross_entropy_bwd; see cross_entropy.cpp for the
+// The CPU launches of foundry_kernels::cross_entropy_fwd and cross_entropy_bwd; see cross_entropy.cpp for the
 // operators.
 #include "../cpu/cross_entropy.h"
 
@@ -19,7 +19,7 @@ void run(void (*kernel)(const Args&, int64_t, int64_t), const Args& args) {
                    [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
-// In the order of the rows, whatever the number of threads.
+// Sums in the order of the rows, for any number of threads.
 float sum_of(const Tensor& rows) {
   double total = 0.0;
   const float* value = rows.const_data_ptr<float>();

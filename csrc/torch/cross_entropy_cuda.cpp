@@ -1,4 +1,4 @@
-// The GPU's launches of foundry_kernels::cross_entropy_fwd and cross_entropy_bwd; see cross_entropy.cpp for the
+// The GPU launches of foundry_kernels::cross_entropy_fwd and cross_entropy_bwd; see cross_entropy.cpp for the
 // operators.
 #include "../cuda/cross_entropy.h"
 

@@ -1,4 +1,4 @@
-// The GPU side of the operators: the stream, the device, and errors that say what to do.
+// Shared by the CUDA launches: the stream, the device, and error messages.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -31,15 +31,15 @@ inline void check_cuda(cudaError_t error, const char* what) {
 #define FK_CUDA_KEY CUDA
 namespace foundry {
 
-// While it lives, launches go to the tensor's device; its stream is the one that PyTorch uses there.
+// Makes the tensor's device current for its lifetime. Launches use PyTorch's current stream of that device.
 struct OnDevice {
   c10::cuda::CUDAGuard guard;
   explicit OnDevice(const at::Tensor& t) : guard(t.device()) {}
   cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream().stream(); }
   int multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
-  int shared_memory() const { return attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor); }  // of one, in bytes
+  int shared_memory() const { return attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor); }  // bytes
   int major() const { return attribute(cudaDevAttrComputeCapabilityMajor); }
-  // Whether what is compiled for 9.0a runs.
+  // Whether code compiled for sm_90a runs.
   bool is_hopper() const { return major() == 9 && attribute(cudaDevAttrComputeCapabilityMinor) == 0; }
 
  private:
@@ -52,7 +52,7 @@ struct OnDevice {
 
 inline void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // it is reported here; the next call starts clean
+  cudaGetLastError();  // reported here; clear it for the next call
   TORCH_CHECK(error != cudaErrorNoKernelImageForDevice, what, ": the extension was compiled for CUDA architectures ",
               FK_CUDA_ARCHITECTURES,
               ", none of which runs on this GPU; rebuild it with TORCH_CUDA_ARCH_LIST set to the "

@@ -1,6 +1,6 @@
-// The operator foundry_kernels::decode_block: a whole block of a decoder, of few rows: norm, queries, keys and values,
-// rotation into the cache, attention, its output, norm, gate and up, gated product, down. It runs the kernels of these
-// operations, which give the same bits one by one, in one parallel region. For inference on the CPU.
+// The operator foundry_kernels::decode_block: a whole decoder block for a few rows (norm, QKV, RoPE and cache update,
+// attention, output projection, norm, gate and up, gated activation, down). It runs the kernels of these operations in
+// one parallel region; results are bitwise those of the separate calls. CPU inference only.
 #include <ATen/core/grad_mode.h>
 #include <torch/library.h>
 
@@ -27,15 +27,15 @@
 namespace foundry {
 namespace decode_block_cpu {
 
-// Multiplications that are worth another thread, at the rate at which it reads weights from memory.
+// Multiplications that justify another thread, at the speed at which it reads weights from memory.
 constexpr int64_t kGrainOfThread = 1 << 17;
-// Rows at most. Those of pages are many sequences', and are multiplied so many at a time, by the same block of a
-// weight.
+// The most rows. Rows of a paged cache come from many sequences; the kernel multiplies kDecodeLinearRows of them at a
+// time by the same block of a weight.
 constexpr int64_t kMostRows = kDecodeLinearRows, kMostPagedRows = 4 * kDecodeLinearRows;
 
 enum Weight { kQuery, kKey, kValue, kOut, kGate, kUp, kDown, kWeights };
 
-// Returns the block's branch and stream, which is also the fake of the meta device.
+// Returns the block's branch and stream. The meta device uses them as fakes.
 std::tuple<Tensor, Tensor> check_and_make(const OptionalTensor& branch, const Tensor& stream, at::TensorList weights,
                                           at::TensorList norms, const Tensor& cos, const Tensor& sin,
                                           const Tensor& k_cache, const Tensor& v_cache, const BlockOptions& options) {
@@ -87,7 +87,7 @@ std::tuple<Tensor, Tensor> check_and_make(const OptionalTensor& branch, const Te
           at::empty_symint(stream.sym_sizes(), stream.options())};
 }
 
-// One call: the arguments of its kernels, and the memory between them.
+// One call: the kernel arguments and the memory between them.
 class Block {
  public:
   Block(const OptionalTensor& branch, const Tensor& stream, at::TensorList weights, at::TensorList norms,
@@ -185,14 +185,14 @@ class Block {
     stream_mid_ = base + stream, gate_up_ = base + gate_up, gated_ = base + gated, threads_ = base + threads;
   }
 
-  // A thread's own: what a norm gives, the sum that it is of, and scratch of attention.
+  // Per-thread memory: the norm's result, the sum that it normalises, and attention's scratch.
   char* normed(int64_t thread) const { return threads_ + thread * thread_bytes_; }
   char* sum(int64_t thread) const { return normed(thread) + row_bytes_; }
   float* scratch(int64_t thread) const { return reinterpret_cast<float*>(sum(thread) + row_bytes_); }
 
   // --- products -----------------------------------------------------------------------------------------------------
 
-  // Of what each thread has normalised.
+  // A matmul of the rows that each thread has normalised.
   DecodeLinear product(char* y, std::initializer_list<Weight> which) const { return product(nullptr, y, which); }
   DecodeLinear product(const char* x, char* y, std::initializer_list<Weight> which) const {
     DecodeLinear args{};
@@ -228,7 +228,7 @@ class Block {
     args.x_type = args.y_type = type_;
   }
 
-  // Each thread does it for itself, which takes less time than to wait for another.
+  // Every thread normalises all rows itself: that is faster than waiting for another thread.
   void normalize(int i, int64_t thread) const {
     RmsNormForward args = norm_[i];
     const void* branch = i == 1 ? branch_mid_ : branch_in_.defined() ? branch_in_.const_data_ptr() : nullptr;
@@ -270,10 +270,10 @@ class Block {
     }
   }
 
-  // The place of the first new position.
+  // The address of the first new position.
   char* cached(const Tensor& cache) const { return bytes(cache) + start_ * width_ * size_; }
 
-  // A few rows of queries and keys: by one thread, before those that wait for them go on.
+  // Few rows of queries and keys: one thread handles them before the others continue.
   void append() const {
     FK_CHOOSE_ISA(rope)(rope_, 0, n_rows_);
     const RopeHeads& keys = rope_.heads[1];
@@ -329,7 +329,7 @@ class Block {
 
   // --- the gate -----------------------------------------------------------------------------------------------------
 
-  // Of the columns of a block, whose gate and up one thread has just made.
+  // Handles the columns of a block, whose gate and up the same thread has just computed.
   void activate(int64_t block) const {
     const int64_t first = block * kDecodeLinearBlock;
     GluForward args{};

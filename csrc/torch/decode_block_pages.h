@@ -1,5 +1,4 @@
-// Caches of decode_block whose keys and values lie in pages, where each row of the stream is the new token of a
-// sequence.
+// Paged caches of decode_block. Each row of the stream is the new token of one sequence.
 #pragma once
 
 #include <cstring>
@@ -10,7 +9,7 @@
 
 namespace foundry {
 
-// On any device, without values.
+// Checks on any device; does not read values.
 inline void check_block_pages(const Tensor& k_cache, const c10::SymInt& n_rows, const BlockOptions& options) {
   TORCH_CHECK_VALUE(options.lengths.has_value(), "block_table must come with lengths");
   const Tensor &table = *options.block_table, &lengths = *options.lengths;
@@ -26,7 +25,7 @@ inline void check_block_pages(const Tensor& k_cache, const c10::SymInt& n_rows, 
 
 class BlockPages {
  public:
-  // For no pages; or those of all sequences, which are checked to be there.
+  // Without a block_table there are no pages. Otherwise checks the page indices of all sequences.
   BlockPages(const BlockOptions& options, const Tensor& k_cache, int64_t n_positions) {
     if (!options.block_table) return;
     table_ = options.block_table->contiguous();
@@ -50,10 +49,10 @@ class BlockPages {
   explicit operator bool() const { return pages_.table != nullptr; }
   const AttentionPages& pages() const { return pages_; }
 
-  // Of the sequences' new tokens.
+  // The positions of the sequences' new tokens.
   const std::vector<int32_t>& positions() const { return positions_; }
 
-  // Copies the sequences' new rows, so many bytes apart, into a cache.
+  // Copies the new row of each sequence into a cache. Rows are row_bytes apart.
   void store(const char* rows, int64_t row_bytes, const Tensor& cache) const {
     const int64_t position_bytes = cache.stride(1) * cache.element_size();
     for (size_t n = 0; n < positions_.size(); ++n) {

@@ -1,5 +1,4 @@
-// Products of rows with transposed matrices by the kernel of csrc/cpu/decode_linear.h, for the operators that are made
-// of it.
+// Matmuls with transposed matrices by the kernel of csrc/cpu/decode_linear.h, for operators built on it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +10,7 @@
 
 namespace foundry {
 
-// Products y = x w^T of any numbers of rows, divided among the threads together. The rows of y are dense.
+// A batch of matmuls y = x w^T with any number of rows; the threads share all of them. The rows of y are contiguous.
 class DecodeProducts {
  public:
   void add(const Tensor& x, const Tensor& w, const Tensor& y);
@@ -19,7 +18,7 @@ class DecodeProducts {
 
  private:
   std::vector<DecodeLinear> products_;
-  std::vector<Tensor> inputs_;  // what their pointers point into
+  std::vector<Tensor> inputs_;  // keeps alive what the pointers point into
 };
 
 }  // namespace foundry

@@ -1,6 +1,6 @@
-// The operator foundry_kernels::decode_linear: rows times the transposes of several weights. Of few rows, as in
-// decoding, in one pass over these; of many, a row is computed as it is alone, which is what batch-invariant linear
-// layers are made of. For the CPU; it has no gradient.
+// The operator foundry_kernels::decode_linear: rows times the transposes of several weights. With few rows, as in
+// decoding, it reads the weights once. With many rows, each row gets the same bits as alone; batch-invariant linear
+// layers use this. CPU only; no gradient.
 #include "decode_linear.h"
 
 #include <ATen/core/grad_mode.h>
@@ -15,13 +15,13 @@
 namespace foundry {
 namespace decode_linear_cpu {
 
-// Multiplications that are worth waking a thread for, at the rate at which a thread reads weights from memory.
+// Multiplications that justify waking a thread, at the speed at which a thread reads weights from memory.
 constexpr int64_t kReadGrain = 1 << 17;
-constexpr int64_t kTaskRows = 64;  // of many rows those of a task, a multiple of kDecodeLinearRows
+constexpr int64_t kTaskRows = 64;  // with many rows: rows of a task, a multiple of kDecodeLinearRows
 
-// The tasks of a product: each block of its columns with each chunk of its rows. Of one chunk neighbours are one call.
+// The tasks of a matmul: each block of columns with each chunk of rows. Neighbouring tasks of one chunk form one call.
 struct Tasks {
-  int64_t blocks = 0, chunks, end;  // end: behind the last of them, counted through all products
+  int64_t blocks = 0, chunks, end;  // end: one past the last task, counted through all matmuls
 
   Tasks(const DecodeLinear& of, int64_t begin) : chunks((of.n_rows + kTaskRows - 1) / kTaskRows) {
     for (int i = 0; i < of.n_matrices; ++i) blocks += of.matrices[i].blocks();
@@ -30,13 +30,13 @@ struct Tasks {
   int64_t begin() const { return end - blocks * chunks; }
 };
 
-// In units of what a call of the kernel multiplies in a block.
+// In units of one kernel call on one block.
 int64_t work_of(const DecodeLinear& of) {
   const int64_t calls = (std::min(of.n_rows, kTaskRows) + kDecodeLinearRows - 1) / kDecodeLinearRows;
   return calls * kDecodeLinearBlock * std::max<int64_t>(1, of.width);
 }
 
-// One task of many rows: a block of a weight stays in the cache while all rows of the task pass by.
+// One task of many rows: a block of a weight stays in the cache for all rows of the task.
 template <class Kernel>
 void run_task(Kernel kernel, const DecodeLinear& of, int64_t block, int64_t chunk) {
   const int64_t first = chunk * kTaskRows;
@@ -44,7 +44,7 @@ void run_task(Kernel kernel, const DecodeLinear& of, int64_t block, int64_t chun
     kernel(of.few_rows(row), block, block + 1);
 }
 
-// All of them, divided among the threads together.
+// Runs all matmuls; the threads share them.
 void run_products(c10::ArrayRef<DecodeLinear> products) {
   std::vector<Tasks> tasks;
   tasks.reserve(products.size());
@@ -75,7 +75,7 @@ void run_products(c10::ArrayRef<DecodeLinear> products) {
   });
 }
 
-// The result, which is also the fake of the meta device.
+// Allocates the result. The meta device uses it as a fake.
 Tensor check_and_make(const Tensor& x, at::TensorList weights) {
   TORCH_CHECK_VALUE(x.dim() > 0, "x must have at least one dimension");
   TORCH_CHECK_VALUE(!weights.empty() && weights.size() <= kDecodeLinearMatrices, "weights must be 1 to ",
@@ -147,7 +147,7 @@ TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) { m.impl("decode_linear", &decode_linear_
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) { m.impl("decode_linear", &decode_linear_cpu::check_and_make); }
 
-// Without this, autograd looks through the arguments at each call, to say that there is no gradient.
+// Without this, every call makes autograd scan the arguments only to find that there is no gradient.
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Autograd, m) { m.impl("decode_linear", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace foundry

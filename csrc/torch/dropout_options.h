@@ -1,4 +1,4 @@
-// Dropout whose mask is a function of a seed, as options of an operator; without a seed there is none.
+// Options for dropout whose mask is a function of a seed. Without a seed there is no dropout.
 #pragma once
 
 #include "../common/dropout.h"
@@ -14,7 +14,7 @@ struct DropoutOptions {
   FK_OPTIONS(FK_DROPOUT_OPTIONS)
 };
 
-// `x` is on the device that the seed must be on.
+// The seed must be on the device of `x`.
 inline void check_dropout(const Tensor& x, const DropoutOptions& dropout) {
   const auto& [p, seed] = dropout;
   TORCH_CHECK_VALUE(seed.has_value() || p == 0.0, "dropout_p needs a dropout_seed; got dropout_p=", p);

@@ -1,9 +1,8 @@
-// The operator foundry_kernels::flash_attention: schema, shapes and autograd. flash_attention_cpu.cpp launches the
-// kernels of the CPU, flash_attention_cuda.cpp those of GPUs.
+// The operator foundry_kernels::flash_attention: schema, shapes and autograd. flash_attention_cpu.cpp and
+// flash_attention_cuda.cpp launch the kernels.
 //
-// It is composed of flash_attention_fwd and flash_attention_bwd, which are what a compiled graph, a checkpointing
-// policy or a profiler sees. They take dense tensors, or packed ones with cu_seqlens, and return empty tensors in place
-// of what was not asked for.
+// It consists of flash_attention_fwd and flash_attention_bwd, which compiled graphs, checkpointing policies and
+// profilers see. They take dense tensors, or packed ones with cu_seqlens. Outputs that were not requested are empty.
 #include "flash_attention.h"
 
 #include <ATen/ops/zeros_like.h>
@@ -35,27 +34,27 @@ FourTensors call_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const At
 
 class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
  public:
-  // The places of forward's arguments, of its results and of the tensors that it saves in autograd's lists.
+  // Indices in autograd's lists: forward's arguments, its results and the tensors that it saves.
   enum Argument { kQ, kK, kV, kSinks, kBias, kOptions, kReturnLse, kReturnStats, kArguments };
   enum Result { kOut, kLse, kEntropy, kMaxLogit };
   enum Saved { kSavedQ, kSavedK, kSavedV, kSavedOut, kSavedLse, kSavedOptions };
 
-  // The sinks and attn_mask are passed by themselves: autograd looks for tensors that require gradients among the
+  // The sinks and attn_mask are separate arguments: autograd looks for tensors that require gradients only among the
   // arguments.
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                                const OptionalTensor& sinks, const OptionalTensor& bias, const AttentionOptions& options,
                                bool return_lse, bool return_stats) {
-    ctx->set_materialize_grads(false);  // zeros would cost a pass, and are no DTensor where the outputs are
+    ctx->set_materialize_grads(false);  // zeros would cost a pass, and would not be DTensors where the outputs are
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, lse, entropy, max_logit] = call_fwd(q, k, v, options, true, return_stats);
     variable_list saved{q, k, v, out, lse};
     ctx->saved_data["options"] = save_options(options, saved);
     ctx->save_for_backward(std::move(saved));
-    // By the dispatcher, unlike absent(): here the tensors may be fake ones.
+    // Through the dispatcher, unlike absent(): here tensors may be fake.
     lse = return_lse ? lse.to(at::kFloat) : at::empty({0}, q.options().dtype(at::kFloat));
     variable_list constants{entropy, max_logit};
     const bool depends_on_inputs = requires_grad(q) || requires_grad(k) || requires_grad(sinks) || requires_grad(bias);
-    if (!return_lse || !depends_on_inputs) constants.push_back(lse);  // of v it is no function
+    if (!return_lse || !depends_on_inputs) constants.push_back(lse);  // lse does not depend on v
     ctx->mark_non_differentiable(constants);
     return {out, lse, entropy, max_logit};
   }
@@ -73,7 +72,7 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     const Tensor dout = has_dout ? grads[kOut] : at::zeros_like(saved[kSavedOut]);
     NeedsGrad needs(ctx);
     const bool need_dq = needs.next(), need_dk = needs.next();
-    const bool need_dv = needs.next() && has_dout;  // of lse alone v is no part
+    const bool need_dv = needs.next() && has_dout;  // the gradient of lse does not reach v
     const bool need_dsinks = needs.next_if(options.sinks.has_value());
     const bool need_dbias = needs.next_if(options.attn_mask.has_value());
     auto [dq, dk, dv, dsinks, dbias] =
@@ -98,7 +97,7 @@ FourTensors flash_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
     if (return_lse) std::get<F::kLse>(results) = std::get<F::kLse>(results).to(at::kFloat);
     return results;
   }
-  TORCH_CHECK_VALUE(!options.paged(), "no gradient flows with block_table");
+  TORCH_CHECK_VALUE(!options.paged(), "block_table does not support gradients");
   const auto results = F::apply(q, k, v, options.sinks, options.attn_mask, options, return_lse, return_stats);
   return {results[F::kOut], results[F::kLse], results[F::kEntropy], results[F::kMaxLogit]};
 }

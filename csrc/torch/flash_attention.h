@@ -1,4 +1,4 @@
-// What the operators foundry_kernels::flash_attention_fwd and _bwd share: shapes, checks and outputs.
+// Shapes, checks and outputs of foundry_kernels::flash_attention_fwd and _bwd.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,7 @@ namespace foundry {
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// A tensor that broadcasts to these four sizes: each of its own is that or 1.
+// The tensor must broadcast to these four sizes.
 inline void check_broadcasts(const char* name, const Tensor& t, const std::vector<c10::SymInt>& sizes) {
   TORCH_CHECK_VALUE(t.dim() == 4, name, " must have 4 dimensions; got ", t.dim());
   for (int64_t i = 0; i < 4; ++i)
@@ -24,14 +24,14 @@ inline void check_broadcasts(const char* name, const Tensor& t, const std::vecto
                       c10::SymIntArrayRef(sizes), "; got ", t.sym_sizes());
 }
 
-// The dimension of k and v that counts their heads.
+// The dimension of k and v that indexes heads.
 inline int64_t kv_heads_dim(const AttentionOptions& options) { return options.paged() ? 2 : 1; }
 
 inline void check_masks(const Tensor& q, const Tensor& k, const AttentionOptions& options) {
   const OptionalTensor &mask = options.attn_mask, &tiles = options.mask_tiles, &bits = options.mask_bits;
   TORCH_CHECK_VALUE(tiles.has_value() == bits.has_value(), "mask_tiles and mask_bits must be given together");
   if (!mask.has_value() && !tiles.has_value()) return;
-  TORCH_CHECK_VALUE(!options.packed(), "packed sequences have no attn_mask");
+  TORCH_CHECK_VALUE(!options.packed(), "packed sequences do not support attn_mask");
   std::vector<c10::SymInt> sizes{q.sym_size(0), q.sym_size(1), q.sym_size(2), k.sym_size(2)};
   if (mask.has_value()) {
     TORCH_CHECK_TYPE(mask->scalar_type() == at::kBool || mask->is_floating_point(),
@@ -60,7 +60,7 @@ inline void check_dropout(const AttentionOptions& options, const c10::SymInt& ba
                       "dropout_heads must be int64 [B, H]; got ", heads->sym_sizes());
 }
 
-// Where the keys of packed sequences are in pages: tables of integers, of which the CPU checks the values.
+// Paged keys of packed sequences: block_table and the lengths are integer tensors. The CPU launch checks their values.
 inline void check_pages(const AttentionOptions& options, const c10::SymInt& batch) {
   const auto check = [&](const char* name, const OptionalTensor& t, int64_t dims) {
     TORCH_CHECK_VALUE(t->dim() == dims && t->sym_size(0) == batch, name, " must have ", dims,
@@ -76,7 +76,7 @@ inline void check_pages(const AttentionOptions& options, const c10::SymInt& batc
   if (options.leftpad_k.has_value()) check("leftpad_k", options.leftpad_k, 1);
 }
 
-// q [B, H, T, D], or packed [total_q, H, D] where cu_seqlens are given; heads are dimension 1 in both.
+// q is [B, H, T, D], or packed [total_q, H, D] with cu_seqlens. Dimension 1 indexes heads in both.
 inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options) {
   const OptionalTensor &cu_seqlens_q = options.cu_seqlens_q, &cu_seqlens_k = options.cu_seqlens_k;
   const OptionalTensor &alibi_slopes = options.alibi_slopes, &sinks = options.sinks;
@@ -127,9 +127,8 @@ inline Tensor empty_attention_out(const Tensor& q, const c10::SymInt& head_dim_v
   return empty_in_order(q.narrow(-1, 0, 1).expand_symint(sizes), storage_order(q));
 }
 
-// out, and lse, entropy and max_logit where asked for; they are also the fakes of the meta device. lse is
-// in double for the backward pass (see AttentionBackward), which the caller of foundry_kernels::flash_attention does
-// not see.
+// out, and lse, entropy and max_logit if requested. The meta device uses them as fakes. lse is double because the
+// backward pass needs it so (see AttentionBackward); callers of foundry_kernels::flash_attention get it as float.
 inline FourTensors empty_attention_fwd(const Tensor& q, const Tensor& v, bool packed, bool save_lse, bool save_stats) {
   std::vector<c10::SymInt> rows{q.sym_size(0), q.sym_size(1)};
   if (packed) std::swap(rows[0], rows[1]);
@@ -141,7 +140,7 @@ inline FourTensors empty_attention_fwd(const Tensor& q, const Tensor& v, bool pa
           row_tensor(save_stats, at::kFloat), row_tensor(save_stats, at::kFloat)};
 }
 
-// dq, dk, dv, dsinks and dbias, each laid out as its tensor, empty where it is not needed.
+// dq, dk, dv, dsinks and dbias, each with the layout of its input. A gradient that is not needed is empty.
 inline FiveTensors empty_attention_bwd(const Tensor& q, const Tensor& k, const Tensor& v,
                                        const AttentionOptions& options, bool need_dq, bool need_dk, bool need_dv,
                                        bool need_dsinks, bool need_dbias) {
@@ -160,10 +159,10 @@ inline HeadStrides head_strides(const Tensor& t) {
   return t.dim() == 4 ? HeadStrides{t.stride(0), t.stride(1), t.stride(2)} : HeadStrides{0, t.stride(1), t.stride(0)};
 }
 
-// Those of pages [pages, positions, Hk, D]: a page takes the place of a batch.
+// The strides of pages [pages, positions, Hk, D]: the page index takes the place of the batch index.
 inline HeadStrides page_strides(const Tensor& t) { return {t.stride(0), t.stride(2), t.stride(1)}; }
 
-// The strides of lse and its like: [B, H, T], or [H, total] for packed sequences.
+// The strides of per-row outputs such as lse: [B, H, T], or [H, total] for packed sequences.
 inline HeadStrides row_strides(const Tensor& q) {
   return q.dim() == 4 ? HeadStrides{q.size(1) * q.size(2), q.size(2), 1} : HeadStrides{0, q.size(0), 1};
 }

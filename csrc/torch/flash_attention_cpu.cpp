@@ -1,4 +1,4 @@
-// The CPU's launches of foundry_kernels::flash_attention_fwd and _bwd; see flash_attention.cpp for the operators.
+// The CPU launches of foundry_kernels::flash_attention_fwd and _bwd; see flash_attention.cpp for the operators.
 #include "../cpu/flash_attention_tasks.h"
 
 #include <ATen/ops/empty_like.h>
@@ -17,15 +17,14 @@
 namespace foundry {
 namespace flash_attention_cpu {
 
-constexpr int64_t kTaskGrain = 1 << 18;  // multiplications that are worth waking a thread for: some 10 us of them
+constexpr int64_t kTaskGrain = 1 << 18;  // multiplications that justify waking a thread: about 10 us
 
-// Threads for `work` multiplications: little is done by the calling thread alone.
+// The number of threads for `work` multiplications. The calling thread does small work alone.
 int64_t threads_for(int64_t work) {
   return std::min<int64_t>(at::get_num_threads(), std::max<int64_t>(1, work / kTaskGrain));
 }
 
-// Calls f(thread's scratch) on each thread, of which no more than `most` are of use. `work` counts the multiplications
-// in all tasks.
+// Calls f(thread's scratch) on up to `most` threads. `work` is the number of multiplications in all tasks.
 template <class F>
 void on_threads(int64_t most, int64_t work, int64_t scratch_floats, F&& f) {
   const int64_t threads = std::min(most, threads_for(work));
@@ -34,7 +33,7 @@ void on_threads(int64_t most, int64_t work, int64_t scratch_floats, F&& f) {
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) { f(memory + begin * scratch.stride(0)); });
 }
 
-// Sequences from cu_seqlens, which are read as int64 and must lie within the tensors.
+// Sequences from cu_seqlens. Reads them as int64 and checks that they lie within the tensors.
 std::vector<AttentionSequence> packed_sequences(const Tensor& q, const Tensor& k, const Tensor& cu_seqlens_q,
                                                 const Tensor& cu_seqlens_k) {
   const auto read = [](const char* name, const Tensor& cu_seqlens, int64_t total) {
@@ -52,8 +51,7 @@ std::vector<AttentionSequence> packed_sequences(const Tensor& q, const Tensor& k
   return sequences;
 }
 
-// Sequences whose keys are in pages: k_start is the first position that is attended to. All pages are checked to be
-// within the tensors.
+// Sequences with paged keys; k_start is the first position attended to. Checks that all page indices are in range.
 std::vector<AttentionSequence> paged_sequences(const Tensor& q, const Tensor& k, const AttentionOptions& options,
                                                const AttentionPages& pages, int64_t max_blocks) {
   const auto read = [](const Tensor& t) {
@@ -131,7 +129,7 @@ AttentionDropout dropout_of(KeepAlive& keep, double p, const Tensor& seed, const
 
 void set_inputs(AttentionInputs& a, KeepAlive& keep, const Tensor& q, const Tensor& k, const Tensor& v,
                 const AttentionOptions& options) {
-  // One name each, so that an option that nothing is made of here does not compile.
+  // Names every option, so that adding one that is not handled here does not compile.
   const auto& [cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k, scale,
                window_left, window_right, softcap, alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_p,
                dropout_seed, dropout_heads, bottom_right, deterministic, batch_invariant] = options;
@@ -180,7 +178,7 @@ void set_inputs(AttentionInputs& a, KeepAlive& keep, const Tensor& q, const Tens
   a.lse_strides = row_strides(q);
 }
 
-// Multiplications of one product of queries and keys and one of weights and values, masks not considered.
+// Multiplications of one matmul of queries and keys plus one of weights and values, ignoring masks.
 int64_t work_of(const AttentionInputs& a, const KeepAlive& keep) {
   int64_t pairs = 0;
   for (const auto& s : keep.sequences) pairs += s.q_len * s.k_len;
@@ -217,8 +215,8 @@ FourTensors fwd_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Att
              [&](float* scratch) {
                for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
                  kernel(a, all.tasks[i], scratch);
-                 // Whoever does the last split of some rows combines them: waking threads once more would cost more
-                 // than that.
+                 // The thread that finishes the last split of some rows combines them: waking threads again would cost
+                 // more.
                  if (num_splits > 1 && done[i / num_splits].fetch_add(1, std::memory_order_acq_rel) == num_splits - 1)
                    combine(a, all.tasks[i / num_splits * num_splits], num_splits);
                }
@@ -272,7 +270,7 @@ void compute_dqkv(AttentionBackward& a, const KeepAlive& keep) {
     advise_huge_pages(sums);
     a.sums = sums.mutable_data_ptr<float>();
   }
-  int64_t own_keys = 0;  // keys whose sums are in a thread's scratch
+  int64_t own_keys = 0;  // keys whose gradient sums fit in a thread's scratch
   for (const auto& task : all.tasks)
     if (task.sums < 0) own_keys = std::max(own_keys, task.key_end);
   const int64_t scratch = attention_backward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr) +
@@ -284,13 +282,13 @@ void compute_dqkv(AttentionBackward& a, const KeepAlive& keep) {
   });
 }
 
-// Whether each pair has an element of dbias of its own.
+// Whether each pair has its own element of dbias.
 bool is_own(const Tensor& dbias, const Tensor& q, const Tensor& k) {
   return dbias.size(0) == q.size(0) && dbias.size(1) == q.size(1) && dbias.size(2) == q.size(2) &&
          dbias.size(3) == k.size(2);
 }
 
-// Where pairs share elements of dbias, and where nothing else is wanted.
+// Computes dbias if pairs share its elements, or if no other gradient is needed.
 void compute_dbias(const AttentionBackward& a, const KeepAlive& keep) {
   const auto tasks = bias_tasks(a, static_cast<int64_t>(keep.sequences.size()), keep.k.size(1));
   const auto n_tasks = static_cast<int64_t>(tasks.size());
@@ -306,7 +304,7 @@ FiveTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tens
                     const Tensor& out, const Tensor& lse, const AttentionOptions& options, bool need_dq, bool need_dk,
                     bool need_dv, bool need_dsinks, bool need_dbias) {
   check_attention(q, k, v, options);
-  TORCH_CHECK_VALUE(!options.paged(), "no gradient flows with block_table");
+  TORCH_CHECK_VALUE(!options.paged(), "block_table does not support gradients");
   auto [dq, dk, dv, dsinks, dbias] =
       empty_attention_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias);
   if (q.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_(), dbias.zero_()};

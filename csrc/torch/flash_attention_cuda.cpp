@@ -19,7 +19,7 @@ namespace flash_attention_cuda {
 // Owns what the pointers of cuda::AttentionInputs point into.
 struct KeepAlive {
   std::vector<Tensor> tensors;
-  hopper_attention::NamedTensors named;  // for errors about them
+  hopper_attention::NamedTensors named;  // for error messages
 
   template <class T>
   const T* operator()(const Tensor& t) {
@@ -62,7 +62,7 @@ void set_masks(cuda::AttentionInputs& a, KeepAlive& keep, const OptionalTensor& 
 
 void set_inputs(cuda::AttentionInputs& a, KeepAlive& keep, const Tensor& q_, const Tensor& k_, const Tensor& v_,
                 const AttentionOptions& options) {
-  // One name each, so that an option that nothing is made of here does not compile.
+  // Names every option, so that adding one that is not handled here does not compile.
   const auto& [cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k, scale,
                window_left, window_right, softcap, alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_p,
                dropout_seed, dropout_heads, bottom_right, deterministic, batch_invariant] = options;
@@ -108,7 +108,7 @@ void set_inputs(cuda::AttentionInputs& a, KeepAlive& keep, const Tensor& q_, con
 FourTensors fwd_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options, bool save_lse,
                      bool save_stats) {
   check_attention(q, k, v, options);
-  TORCH_CHECK_NOT_IMPLEMENTED(!options.paged(), "the CUDA kernels of attention read no pages (block_table)");
+  TORCH_CHECK_NOT_IMPLEMENTED(!options.paged(), "the CUDA kernels of attention do not support block_table");
   auto [out, lse, entropy, max_logit] = empty_attention_fwd(q, v, options.packed(), save_lse, save_stats);
   if (q.numel() == 0) return {out, lse, entropy, max_logit};
   const OnDevice device(q);
@@ -182,7 +182,7 @@ FiveTensors bwd_cuda(const Tensor& dout_, const OptionalTensor& dlse, const Tens
   return {dq, dk, dv, dsinks, dbias};
 }
 
-// How many passes the kernels of csrc/cuda/hopper have made, for tests of who takes which call.
+// How many passes the kernels of csrc/cuda/hopper have run, for tests of dispatch.
 std::tuple<int64_t, int64_t> hopper_passes() { return {hopper_attention::forwards, hopper_attention::backwards}; }
 
 }  // namespace flash_attention_cuda

@@ -1,4 +1,4 @@
-// Attention of csrc/cuda/hopper on tensors: what its launches need beside the arguments, and who takes a call.
+// Attention of csrc/cuda/hopper on tensors: what its launches need beyond the arguments, and which calls use it.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -14,32 +14,32 @@
 namespace foundry {
 namespace hopper_attention {
 
-// Passes that these kernels have made in this process.
+// How many passes these kernels have run in this process.
 inline std::atomic<int64_t> forwards{0}, backwards{0};
 
 using NamedTensors = std::vector<std::pair<const char*, Tensor>>;
 
 #if defined(FK_HAVE_HOPPER)
 
-// As check_cuda; where the driver refuses a tensor map it says of which of the tensors.
+// As check_cuda. If the driver rejects a tensor map, the message names the tensor.
 inline void check_maps(cudaError_t error, const char* what, const NamedTensors& tensors) {
   if (error == cudaErrorInvalidValue)
     for (const auto& [name, t] : tensors) {
       if (t.const_data_ptr() != cuda::hopper::refused_map) continue;
-      TORCH_CHECK(false, what, ": the driver refuses a tensor map of ", name, " of shape ", t.sizes(), " and strides ",
-                  t.strides());
+      TORCH_CHECK(false, what, ": the driver rejected the tensor map of ", name, " of shape ", t.sizes(),
+                  " and strides ", t.strides());
     }
   check_cuda(error, what);
 }
 
-// As many zeros, on the device of `like`; null for none.
+// `count` zeros on the device of `like`; null if count is 0.
 inline int* zeros(Tensor& kept, int64_t count, const Tensor& like) {
   if (count == 0) return nullptr;
   kept = at::zeros({count}, like.options().dtype(at::kInt));
   return kept.mutable_data_ptr<int>();
 }
 
-// Whether these kernels have made the pass, which is then done.
+// Runs the pass and returns true if these kernels support it.
 inline bool forward(const cuda::AttentionForward& a, const OnDevice& device, const Tensor& q,
                     const NamedTensors& tensors) {
   if (!device.is_hopper() || !cuda::hopper::takes(a)) return false;

@@ -5,8 +5,9 @@
 
 namespace foundry {
 
-// In the order of AttentionOptions of ops/flash_attention/options.py and, but for `causal`, of the public functions. A
-// new option is a line here and what kernels do with it. `deterministic` is of no account on the CPU, where all is.
+// The order is that of AttentionOptions in ops/flash_attention/options.py and, except for `causal`, of the public
+// functions. To add an option, add a line here and use it in the kernels. `deterministic` has no effect on the CPU,
+// where everything is deterministic.
 #define FK_ATTENTION_OPTIONS(OPTION)                        \
   OPTION(OptionalTensor, cu_seqlens_q, not_an_argument)     \
   OPTION(OptionalTensor, cu_seqlens_k, not_an_argument)     \
@@ -34,8 +35,8 @@ namespace foundry {
 struct AttentionOptions {
   FK_OPTIONS(FK_ATTENTION_OPTIONS)
 
-  bool packed() const { return cu_seqlens_q.has_value(); }  // cu_seqlens are given for packed sequences
-  bool paged() const { return block_table.has_value(); }    // k and v are [pages, positions, Hk, D] then
+  bool packed() const { return cu_seqlens_q.has_value(); }  // cu_seqlens mark packed sequences
+  bool paged() const { return block_table.has_value(); }    // k and v are then [pages, positions, Hk, D]
 };
 
 }  // namespace foundry

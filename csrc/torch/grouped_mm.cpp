@@ -1,8 +1,8 @@
-// The operator foundry_kernels::grouped_mm: schema, shapes and autograd.
-// grouped_mm_cpu.cpp and grouped_mm_cuda.cpp launch the kernels.
+// The operator foundry_kernels::grouped_mm: schema, shapes and autograd. grouped_mm_cpu.cpp and grouped_mm_cuda.cpp
+// launch the kernels.
 //
-// It is composed of grouped_mm_fwd and grouped_mm_bwd, which are what a compiled graph, a checkpointing policy or a
-// profiler sees. grouped_mm_bwd returns (dx, dweight), each empty unless it was asked for.
+// It consists of grouped_mm_fwd and grouped_mm_bwd, which compiled graphs, checkpointing policies and profilers see.
+// grouped_mm_bwd returns (dx, dweight); each is empty unless requested.
 #include "grouped_mm.h"
 
 #include <torch/library.h>

@@ -1,4 +1,4 @@
-// What the operator's schema and the GPU side share: checks and outputs.
+// Checks and outputs that the schema and the CUDA launches share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,10 +21,10 @@ inline void check_grouped_mm(const Tensor& x, const Tensor& weight, const Tensor
                     offs.sym_sizes());
 }
 
-// Whether [E, K, N] matrices lie in memory as [E, N, K]; the same as foundry_kernels/ops/grouped_mm/layout.py.
+// Whether [E, K, N] matrices are stored as [E, N, K]. Same as foundry_kernels/ops/grouped_mm/layout.py.
 inline bool is_transposed(const Tensor& weight) { return weight.sym_stride(2) != 1 && weight.sym_stride(1) == 1; }
 
-// Outputs, on x's device; they are also the fakes of the meta device. The gradient of the matrices is in their order.
+// The outputs on x's device. The meta device uses them as fakes. The gradient of the matrices has their memory order.
 inline Tensor empty_grouped_mm_fwd(const Tensor& x, const Tensor& weight, const Tensor& offs) {
   check_grouped_mm(x, weight, offs);
   return at::empty_symint({x.sym_size(0), weight.sym_size(2)}, x.options());

@@ -1,7 +1,7 @@
-// The CPU's side of foundry_kernels::grouped_mm_fwd and grouped_mm_bwd; see grouped_mm.cpp for the operators. Groups of
-// few rows, as in decoding, are one pass over their matrices by decode_linear's kernel, all groups divided among the
-// threads together. Other products are products.h's in float32 and PyTorch's of 16 bits; where oneDNN has no fast
-// instructions for the latter, they are taken in float32, those of bfloat16 by the kernel of products.h if it has one.
+// The CPU launches of foundry_kernels::grouped_mm_fwd and grouped_mm_bwd; see grouped_mm.cpp for the operators. Groups
+// of few rows, as in decoding, use decode_linear's kernel: one pass over their matrices, with the threads sharing all
+// groups. Other float32 matmuls are those of products.h, and other 16-bit matmuls are PyTorch's. Where oneDNN is slow
+// at 16 bits they run in float32, or for bfloat16 in the kernel of products.h if it applies.
 #include "grouped_mm.h"
 
 #include <ATen/ops/mm.h>
@@ -14,7 +14,7 @@
 namespace foundry {
 namespace grouped_mm_cpu {
 
-// Columns of a product in float32 whose copies stay small.
+// Columns of a float32 matmul whose copies stay small.
 constexpr int64_t kWidenedColumns = 4096;
 
 // out = a b
@@ -39,7 +39,7 @@ void multiply(const Tensor& a, const Tensor& b, Tensor out) {
   }
 }
 
-// The ends of the groups on the host. Checked in backward passes too: memory may have changed.
+// The ends of the groups on the host, checked. Checked in backward too: the memory may have changed.
 Tensor checked(const Tensor& offs_, int64_t n_rows) {
   const Tensor offs = offs_.contiguous();
   const int32_t* end = offs.const_data_ptr<int32_t>();
@@ -49,7 +49,7 @@ Tensor checked(const Tensor& offs_, int64_t n_rows) {
   return offs;
 }
 
-// f(group, first row, rows) for each group, and for the rows behind the last one as a group of its own.
+// Calls f(group, first row, rows) for each group, and for the rows after the last one as a group of their own.
 template <class F>
 void each_group(const Tensor& offs, int64_t n_rows, F f) {
   const int32_t* end = offs.const_data_ptr<int32_t>();
@@ -71,14 +71,14 @@ void product(const Tensor& x, const Tensor& weight, const Tensor& offs, bool bat
       return;
     }
     const Tensor rows = x.narrow(0, first, n), matrix = weight.select(0, group);
-    // The kernel reads a row of the transpose at a time: another order takes a copy.
+    // The kernel reads the transpose row by row: another memory order needs a copy.
     if (batch_invariant || (n <= few && matrix.stride(0) == 1)) in_one_pass.add(rows, matrix.t(), out);
     else multiply(rows, matrix, out);
   });
   in_one_pass.run();
 }
 
-// The transpose [N, n rows and zeros], of which each row fills whole registers.
+// The transpose [N, rows padded with zeros], so that each of its rows fills whole registers.
 Tensor padded_transpose(const Tensor& x) {
   constexpr int64_t kMultiple = 32;
   const int64_t n = x.size(0), padded = (n + kMultiple - 1) / kMultiple * kMultiple;
@@ -88,13 +88,13 @@ Tensor padded_transpose(const Tensor& x) {
   return out;
 }
 
-// out[e] = a^T b over the rows of group e; out is dense.
+// out[e] = a^T b over the rows of group e. out is contiguous.
 void gradient(const Tensor& a, const Tensor& b, const Tensor& offs, bool batch_invariant, const Tensor& out) {
   each_group(offs, a.size(0), [&](int64_t group, int64_t first, int64_t n) {
     if (group == out.size(0) || out.numel() == 0) return;
     const Tensor left = a.narrow(0, first, n), right = b.narrow(0, first, n), into = out.select(0, group);
     if (n == 0 || !batch_invariant) return multiply(left.t(), right, into);
-    DecodeProducts alone;  // whose copies are gone before the next group's
+    DecodeProducts alone;  // frees its copies before the next group's
     alone.add(padded_transpose(left), padded_transpose(right), into);
     alone.run();
   });

@@ -13,11 +13,11 @@ namespace grouped_mm_cuda {
 
 void check_sizes(const Tensor& x, const Tensor& weight) {
   const int64_t most = std::max({x.size(0), x.size(1), weight.size(0), weight.size(2)});
-  TORCH_CHECK_VALUE(most < cuda::kMostRows, "grouped_mm takes up to ", cuda::kMostRows - 1,
+  TORCH_CHECK_VALUE(most < cuda::kMostRows, "grouped_mm supports up to ", cuda::kMostRows - 1,
                     " rows, columns and matrices; got ", most);
 }
 
-// What the kernels of 16-bit numbers read: a copy where the numbers of rows, or of columns, do not lie side by side.
+// Input for the 16-bit kernels: a copy unless rows (or, with or_columns, columns) are contiguous.
 Tensor readable(const Tensor& x, bool or_columns) {
   const bool side_by_side = x.stride(-1) == 1 || (or_columns && x.stride(-2) == 1);
   return x.scalar_type() == at::kFloat || side_by_side ? x : x.contiguous();
@@ -45,7 +45,7 @@ void product(const Tensor& x_, const Tensor& weight_, const Tensor& offs, const 
   check_cuda(cuda::grouped_mm(args, device.stream()), "grouped_mm");
 }
 
-// out[e] = a^T b over the rows of group e; out is contiguous.
+// out[e] = a^T b over the rows of group e. out is contiguous.
 void gradient(const Tensor& a_, const Tensor& b_, const Tensor& offs, const Tensor& out, const OnDevice& device) {
   if (out.numel() == 0) return;
   if (a_.size(0) == 0) {
@@ -68,8 +68,8 @@ void gradient(const Tensor& a_, const Tensor& b_, const Tensor& offs, const Tens
   check_cuda(cuda::grouped_mm_gradient(args, device.stream()), "grouped_mm, the gradient of the matrices");
 }
 
-// Tiles of all sizes multiply in the same steps, so a row has the same bits in any batch; but rows that are not aligned
-// are multiplied otherwise, and whether they are must not depend on what they are a part of.
+// Tiles of all sizes multiply in the same order, so a row has the same bits in any batch. But unaligned rows take
+// another path, so alignment must not depend on the tensor that the rows are a view of.
 Tensor fwd_cuda(const Tensor& x, const Tensor& weight, const Tensor& offs, bool batch_invariant) {
   const Tensor y = empty_grouped_mm_fwd(x, weight, offs);
   check_sizes(x, weight);

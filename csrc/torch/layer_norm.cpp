@@ -1,8 +1,8 @@
-// The operators foundry_kernels::layer_norm and add_layer_norm: schema, shapes and autograd.
-// rms_norm_cpu.cpp and rms_norm_cuda.cpp launch the kernels, which are those of rms_norm with a flag.
+// The operators foundry_kernels::layer_norm and add_layer_norm: schema, shapes and autograd. rms_norm_cpu.cpp and
+// rms_norm_cuda.cpp launch the kernels, which are those of rms_norm with a flag.
 //
-// Both are composed of layer_norm_fwd and layer_norm_bwd, as in rms_norm.cpp. layer_norm_fwd returns (y, h, mean,
-// rstd), of which h is empty without a residual, and mean and rstd are empty unless they were asked for.
+// Both consist of layer_norm_fwd and layer_norm_bwd, as in rms_norm.cpp. layer_norm_fwd returns (y, h, mean, rstd): h
+// is empty without a residual, mean and rstd are empty unless requested.
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
@@ -86,7 +86,7 @@ class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
                      need_dw && has_dy, need_db && has_dy, ctx->saved_data.at("dropout_p").toDouble(), seed);
       return gradients(dx, dresidual, has_dy ? dw : Tensor(), has_dy ? db : Tensor());
     }
-    // The sum x + residual passes one gradient to both of its terms.
+    // Both terms of the sum x + residual get the same gradient.
     if (!dy.defined()) return gradients(dh, dh, Tensor(), Tensor());  // the gradient of h alone passes through
     auto [dx, dw, db] = op(dy, wrap(dh), x, wrap(weight), wrap(bias), mean, rstd, need_dx, need_dw, need_db);
     return gradients(dx, dx, dw, db);

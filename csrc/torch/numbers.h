@@ -1,4 +1,4 @@
-// The numbers that options and sizes may be. foundry_kernels has the same for its checks, which a test compares.
+// The allowed values of numeric options and sizes. foundry_kernels checks the same ones; a test compares the two.
 #pragma once
 
 #include <cmath>
@@ -6,8 +6,8 @@
 
 namespace foundry {
 
-constexpr double kSmallest = 0x1p-126, kLargest = 0x1p127;  // between which float32 has its full precision
-constexpr int64_t kMaxHeadDim = 512;                        // of attention
+constexpr double kSmallest = 0x1p-126, kLargest = 0x1p127;  // float32 has full precision between these
+constexpr int64_t kMaxHeadDim = 512;                        // largest head dimension of attention
 
 inline bool is_positive_number(double value) { return value >= kSmallest && value <= kLargest; }
 inline bool is_number(double value) { return value == 0.0 || is_positive_number(std::abs(value)); }

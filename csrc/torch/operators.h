@@ -1,5 +1,5 @@
-// The operators that the public functions call, for direct.cpp. Each checks its arguments, supports any device and
-// records itself for a backward pass; what they are composed of is in the file of the operation.
+// The operators behind the public functions, for direct.cpp. Each checks its arguments, supports any device and records
+// itself for backward. The file of the operation says which lower-level operators it consists of.
 #pragma once
 
 #include <tuple>
@@ -36,7 +36,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention(const Tensor& q, cons
                                                            const AttentionOptions& options, bool return_lse,
                                                            bool return_stats);
 Tensor combine_experts(const Tensor& x, const OptionalTensor& weights, const Tensor& slots);
-// For inference on the CPU alone.
+// CPU inference only.
 std::tuple<Tensor, Tensor> decode_block(const OptionalTensor& branch, const Tensor& stream, at::TensorList weights,
                                         at::TensorList norms, const Tensor& cos, const Tensor& sin,
                                         const Tensor& k_cache, const Tensor& v_cache, const BlockOptions& options);

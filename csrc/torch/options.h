@@ -1,15 +1,15 @@
-// Objects that hold the options of an operation. An operator's schema and its function list them one by one, autograd
-// keeps them and direct.cpp reads them from Python: all that follows from one list.
+// Structs that hold the options of an operation. One list of options generates the operator's schema, its C++
+// signature, what autograd saves and how direct.cpp reads Python arguments.
 //
-//   #define FK_EXAMPLE_OPTIONS(OPTION)                  // type, name, how direct.cpp reads it, default if there is one
+//   #define FK_EXAMPLE_OPTIONS(OPTION)                  // type, name, reader of direct.cpp, default if there is one
 //     OPTION(double, scale, optional_positive)
 //     OPTION(OptionalTensor, positions, positions, std::nullopt)
 //   struct ExampleOptions {
 //     FK_OPTIONS(FK_EXAMPLE_OPTIONS)
 //   };
 //
-// ExampleOptions::schema() is then "float scale, Tensor? positions=None". A kernel is a function with a parameter
-// `const ExampleOptions&`: m.impl takes flat_kernel<&it>, and Operator<decltype(it)> calls the operator.
+// ExampleOptions::schema() is then "float scale, Tensor? positions=None". A kernel takes `const ExampleOptions&`;
+// m.impl takes flat_kernel<&kernel>, and Operator<decltype(kernel)> calls the operator.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -38,13 +38,13 @@ using OptionalInt = std::optional<c10::SymInt>;
 #define FK_OPTION_ARGUMENTS(type, name, reader, ...) +takes_an_argument(#reader)
 #define FK_OPTION_IN_SCHEMA(type, name, reader, ...) schema_text<type>(#name, {__VA_ARGS__}),
 
-// Whether an option is read from an argument of its own.
+// Whether a reader consumes an argument.
 constexpr bool takes_an_argument(std::string_view reader) {
   return reader != "not_an_argument" && reader != "second_of_pair";
 }
 
-// What a struct of options has: the members of the list, references to all of them in its order, their schema, and how
-// they are read from Python's arguments (by `Arguments` of direct.cpp), of which they take kArguments.
+// The contents of an options struct: its members, references to all of them in order, their schema, and a reader of
+// Python arguments (the `Arguments` of direct.cpp), which consumes kArguments of them.
 #define FK_OPTIONS(LIST)                                         \
   LIST(FK_OPTION_MEMBER)                                         \
   template <class Self>                                          \
@@ -67,7 +67,7 @@ inline std::string schema_type(const double*) { return "float "; }
 inline std::string schema_type(const std::optional<double>*) { return "float? "; }
 inline std::string schema_type(const bool*) { return "bool "; }
 inline std::string schema_type(const int64_t*) { return "int "; }
-inline std::string schema_type(const c10::string_view*) { return "str "; }  // valid as long as what it was loaded from
+inline std::string schema_type(const c10::string_view*) { return "str "; }  // valid as long as its source
 
 inline std::string schema_default(bool value) { return value ? "=True" : "=False"; }
 inline std::string schema_default(double value) { return c10::str("=", std::setprecision(17), value); }
@@ -103,10 +103,10 @@ template <class...> struct Types {};
 template <class T, class = void> struct IsOptions : std::false_type {};
 template <class T> struct IsOptions<T, std::void_t<decltype(T::schema())>> : std::true_type {};
 
-// The dispatcher passes tensors by reference and all else by value.
+// The dispatcher passes tensors by reference and everything else by value.
 template <class T> using OperatorArgument = std::conditional_t<std::is_same_v<T, OptionalTensor>, const T&, T>;
 
-// The arguments of an operator that make one of its function's: the members of an object, or the argument itself.
+// The operator arguments that one C++ argument expands to: the members of an options struct, or the argument itself.
 template <class Argument, class = void> struct Flattened {
   using type = Types<Argument>;
   static constexpr size_t count = 1;
@@ -146,7 +146,7 @@ template <class... Ts> struct Joined<Types<Ts...>> {
 template <class... As, class... Bs, class... Lists>
 struct Joined<Types<As...>, Types<Bs...>, Lists...> : Joined<Types<As..., Bs...>, Lists...> {};
 
-// A function of objects as a function of their members.
+// A function that takes the members of option structs one by one.
 template <class Result, class Arguments, class FlatArguments> struct FlatFunction;
 template <class Result, class... Arguments, class... Flat>
 struct FlatFunction<Result, Types<Arguments...>, Types<Flat...>> {
@@ -174,12 +174,11 @@ struct Flat<Result(Arguments...)>
     : FlatFunction<Result, Types<Arguments...>,
                    typename Joined<Types<>, typename Flattened<Arguments>::type...>::type> {};
 
-// For m.impl: `kernel`, a function of objects of options and others, with the options one by one.
+// For m.impl: `kernel` with its option structs expanded into single arguments.
 template <auto kernel>
 constexpr auto* flat_kernel = &Flat<std::remove_pointer_t<decltype(kernel)>>::template call<kernel>;
 
-// A call through the dispatcher, which finds the kernel of the tensors' device, of the operator that is implemented by
-// functions of this type.
+// A call through the dispatcher of the operator with this C++ signature.
 template <class Function> class Operator;
 template <class Result, class... Arguments> class Operator<Result(Arguments...)> {
   using Signature = typename Flat<Result(Arguments...)>::Signature;
@@ -199,7 +198,8 @@ template <class Result, class... Arguments> class Operator<Result(Arguments...)>
 
 // --- autograd -----------------------------------------------------------------------------------------------------
 
-// What autograd keeps of the options: the tensors, appended to those that go through save_for_backward, and the rest.
+// What autograd saves of the options: tensors are appended to those for save_for_backward; the rest goes into an
+// IValue.
 template <class Options> c10::IValue save_options(const Options& options, torch::autograd::variable_list& tensors) {
   std::vector<c10::IValue> rest;
   rest.reserve(std::tuple_size_v<decltype(options.members())>);
@@ -212,7 +212,7 @@ template <class Options> c10::IValue save_options(const Options& options, torch:
   return c10::ivalue::Tuple::create(std::move(rest));
 }
 
-// The options again; `tensors` begins with theirs.
+// Restores the options. Their tensors come first in `tensors`.
 template <class Options> Options load_options(const Tensor* tensors, const c10::IValue& rest) {
   Options options{};
   size_t n = 0;

@@ -1,5 +1,5 @@
-// Phases of tasks, each of which needs all of the phase before, in one parallel region. Waking a team of threads once a
-// phase takes longer than the small ones among them: here a thread that has nothing left to do looks at a counter.
+// Runs phases of tasks in one parallel region. Each phase needs all of the phase before. Waking the threads once per
+// phase would take longer than a small phase itself; here a thread that has run out of tasks polls a counter.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -20,13 +20,13 @@ namespace foundry {
 
 struct Phase {
   int64_t n_tasks;
-  std::function<void(int64_t thread)> prepare;            // by a thread before its first task, or empty
+  std::function<void(int64_t thread)> prepare;            // runs on a thread before its first task; may be empty
   std::function<void(int64_t task, int64_t thread)> run;  // in any order
-  std::function<void(int64_t thread)> finish;             // by one thread that has prepared, after all tasks, or empty
+  std::function<void(int64_t thread)> finish;  // runs after all tasks, on one thread that ran prepare; may be empty
 };
 
-// Nothing depends on how many threads there are in truth, which the pool decides: each that comes takes tasks while
-// there are any. It begins with a part of its own, because tasks that follow each other read memory that does.
+// The pool decides how many threads really run, and nothing depends on it: each thread takes tasks while there are any.
+// A thread starts with a range of its own, because neighbouring tasks read neighbouring memory.
 class Phases {
  public:
   Phases(std::vector<Phase> phases, int64_t n_threads)
@@ -46,7 +46,7 @@ class Phases {
       try {
         for (size_t p = 0; p < phases_.size() && !failed_.load(std::memory_order_relaxed); ++p) work(p, thread);
       } catch (...) {
-        failed_.store(true, std::memory_order_relaxed);  // so that nobody waits for this thread
+        failed_.store(true, std::memory_order_relaxed);  // so that no thread waits for this one
         throw;
       }
     });
@@ -56,7 +56,7 @@ class Phases {
   struct alignas(64) Counter {
     std::atomic<int64_t> count;
   };
-  static constexpr int kSpins = 4096;  // before a thread lets another one have its processor
+  static constexpr int kSpins = 4096;  // polls before a thread yields its processor
 
   int64_t begin_of(size_t p, int64_t part) const { return phases_[p].n_tasks * part / n_threads_; }
   std::atomic<int64_t>& next(size_t p, int64_t part) { return next_[p * n_threads_ + part].count; }
@@ -67,13 +67,13 @@ class Phases {
     for (int64_t i = 0; i < n_threads_; ++i) {
       const int64_t part = (thread + i) % n_threads_, end = begin_of(p, part + 1);
       std::atomic<int64_t>& next_task = next(p, part);
-      if (next_task.load(std::memory_order_relaxed) >= end) continue;  // many threads may read at a time
+      if (next_task.load(std::memory_order_relaxed) >= end) continue;  // many threads may read at once
       for (int64_t task; (task = next_task.fetch_add(1, std::memory_order_relaxed)) < end; ++done) {
         if (done == 0 && phase.prepare) phase.prepare(thread);
         phase.run(task, thread);
       }
     }
-    // Negative once the phase is finished too.
+    // Negative once `finish` is done too.
     std::atomic<int64_t>& left = left_[p].count;
     if (done > 0 && left.fetch_sub(done, std::memory_order_acq_rel) == done) {
       if (phase.finish) phase.finish(thread);
@@ -97,7 +97,7 @@ class Phases {
   std::vector<Phase> phases_;
   int64_t n_threads_;
   std::vector<Counter> left_;
-  std::unique_ptr<Counter[]> next_;  // by phase and part: the first task that nobody has taken
+  std::unique_ptr<Counter[]> next_;  // per phase and range: the first free task
   std::atomic<bool> failed_{false};
 };
 

@@ -1,6 +1,5 @@
-// What PyTorch's matrix products are good for in this process, and the product that takes their place where they are
-// slow. The operator foundry_kernels::matmul_ is that product: out = a b, or out += a b. For inside other operators: it
-// has no gradient and no fake.
+// How fast PyTorch's matmuls are in this process, and our own matmul for where they are slow. The operator
+// foundry_kernels::matmul_ is that matmul: out = a b, or out += a b. Internal to other operators: no gradient, no fake.
 #include "products.h"
 
 #include <ATen/Context.h>
@@ -23,31 +22,32 @@
 namespace foundry {
 namespace products_cpu {
 
-// The first family of AMD's processors whose registers of 512 bits are computed with whole.
+// The first AMD family with full-width AVX-512 units.
 constexpr unsigned kZen5 = 0x1A;
 
-// Multiplications that are worth waking a thread for.
+// Multiplications that justify waking a thread.
 constexpr int64_t kGrainProducts = 1 << 19;
-constexpr int64_t kTileColumns = 512;  // at most; half of it where a tile's sums lie beside the copies in the cache
+constexpr int64_t kTileColumns = 512;  // at most; half of it if a tile's sums share the cache with the copies
 // Rows and columns of a tile are multiples of these.
 constexpr int64_t kRowsTogether = 16, kColumnsTogether = kMatmulColumns;
 
 int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-// How many of n rows or columns a tile has: `most` at most, in a number of tiles that is a multiple of `of` where there
-// are enough of `together`.
+// How many of n rows or columns a tile has: at most `most`. The number of tiles is a multiple of `of` if there are
+// enough units of `together`.
 int64_t tile_size(int64_t n, int64_t most, int64_t of, int64_t together) {
   const int64_t tiles = std::min(blocks(blocks(n, most), of) * of, blocks(n, together));
   return blocks(blocks(n, tiles), together) * together;
 }
 
-// A matrix as the kernel takes it: one of its strides is 1.
+// A matrix that the kernel supports: one of its strides is 1.
 Tensor with_dense_lines(const Tensor& x) { return x.stride(0) == 1 || x.stride(1) == 1 ? x : x.contiguous(); }
 
 void run(const Matmul& of) {
   const int64_t n_threads =
       std::min<int64_t>(at::get_num_threads(), blocks(of.n_rows * of.n_cols * of.depth, kGrainProducts));
-  // A tile copies its part of B, and of A where rows of that are not dense: the threads divide what is copied for more.
+  // A tile copies its part of B, and its part of A if A's rows are not contiguous. With more rows or columns per tile,
+  // threads share fewer copies.
   const int64_t most_columns = of.rounds() ? kTileColumns / 2 : kTileColumns;
   int64_t rows, columns;
   if (of.a_step == 1) {
@@ -89,7 +89,7 @@ void matmul_(const Tensor& out, const Tensor& a_, const Tensor& b_, bool add) {
   }
   if (!add && out.scalar_type() == type && out.size(0) <= rows_of_one_pass(type, a_.size(1)) && a_.stride(1) == 1 &&
       b_.stride(0) == 1) {
-    DecodeProducts in_one_pass;  // over b, which has no need to lie in the cache
+    DecodeProducts in_one_pass;  // reads b once, so b need not stay in the cache
     in_one_pass.add(a_, b_.t(), out);
     return in_one_pass.run();
   }
@@ -115,8 +115,8 @@ double onednn_bfloat16_seconds() {
 }
 
 bool fast_bfloat16_products() {
-  // Tried, because there is nothing to ask: torch offers the kernel from AVX-512 on, and oneDNN, to which torch passes
-  // the call, has none without instructions for bfloat16.
+  // Found by trying, because no query exists: torch offers the call from AVX-512 on, but oneDNN behind it supports it
+  // only with bfloat16 instructions.
   const auto tried = [] {
     const at::BFloat16 a[2] = {}, b[2] = {};
     float sum = 0.0f;
@@ -147,10 +147,10 @@ bool fast_float32_products() {
 }
 
 int64_t rows_of_one_pass(at::ScalarType type, int64_t width) {
-  constexpr int64_t kWide = 2048;  // that kernel's rows are so far apart that they meet in the cache
+  constexpr int64_t kWide = 2048;  // that kernel's rows are so far apart that they compete for the same cache sets
   if (chosen_isa() == Isa::amx_bf16 && bfloat16_choice().products) return kDecodeLinearRows;
   if (type == at::kFloat && width >= kWide && !fast_float32_products()) return kDecodeLinearRows;
-  // Both widen: the panels' kernel does so once for all rows.
+  // Both widen to float32; the kernel for panels does so once for all rows.
   if (type == at::kBFloat16 && !bfloat16_choice().pairs && own_bfloat16_products()) return 2 * kDecodeLinearRows;
   return 4 * kDecodeLinearRows;
 }
@@ -167,7 +167,7 @@ Tensor linear_float32(const Tensor& x, const Tensor& weight, const OptionalTenso
 }
 
 void multiply_float32(const Tensor& a, const Tensor& b, const Tensor& out, bool add) {
-  const bool reads_b_once = a.size(0) == 1 && b.stride(0) != 1;  // no copy of it pays
+  const bool reads_b_once = a.size(0) == 1 && b.stride(0) != 1;  // a copy of it does not pay off
   if (!fast_float32_products() && !reads_b_once) {
     products_cpu::matmul_(out, a, b, add);
   } else if (add) {
@@ -188,7 +188,7 @@ TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) { m.impl("matmul_", &products_cpu::matmul_); }
 
-// Without this, autograd looks through the arguments at each call, to say that there is no gradient.
+// Without this, every call makes autograd scan the arguments only to find that there is no gradient.
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Autograd, m) { m.impl("matmul_", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace foundry

@@ -1,10 +1,10 @@
-// The operators foundry_kernels::rms_norm and add_rms_norm: schema, shapes and autograd.
-// rms_norm_cpu.cpp and rms_norm_cuda.cpp launch the kernels.
+// The operators foundry_kernels::rms_norm and add_rms_norm: schema, shapes and autograd. rms_norm_cpu.cpp and
+// rms_norm_cuda.cpp launch the kernels.
 //
-// rms_norm and add_rms_norm are composed of rms_norm_fwd and rms_norm_bwd, which are what a compiled graph, a
-// checkpointing policy or a profiler sees. rms_norm_fwd normalises x, or x + residual where a residual is given; it
-// returns (y, h, rstd), of which h is empty without a residual and rstd is empty unless it was asked for. Where x was
-// dropped out before the sum, rms_norm_dropout_bwd takes the place of rms_norm_bwd: the terms' gradients then differ.
+// They consist of rms_norm_fwd and rms_norm_bwd, which compiled graphs, checkpointing policies and profilers see.
+// rms_norm_fwd normalises x, or x + residual if a residual is given. It returns (y, h, rstd): h is empty without a
+// residual, rstd is empty unless requested. With dropout on x before the sum, rms_norm_dropout_bwd replaces
+// rms_norm_bwd, because the two terms then have different gradients.
 #include "rms_norm.h"
 
 #include <ATen/ops/zeros_like.h>
@@ -44,7 +44,7 @@ std::tuple<Tensor, Tensor, Tensor> call_fwd(const Tensor& x, const OptionalTenso
   return op(x, residual, weight, eps, options, save_rstd, dropout);
 }
 
-// For a y that nothing was computed from.
+// The gradient of a y that was not used.
 Tensor zero_dy(const Tensor& dh, const Tensor& weight, bool round_before_weight) {
   return at::zeros_like(dh, dh.options().dtype(y_dtype(dh, weight, round_before_weight)));
 }
@@ -92,7 +92,7 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
                                             need_dw && dy.defined(), ctx->saved_data.at("dropout_p").toDouble(), seed);
       return gradients(dx, dresidual, dy.defined() ? dw : Tensor());
     }
-    // The sum x + residual passes one gradient to both of its terms.
+    // Both terms of the sum x + residual get the same gradient.
     if (!dy.defined()) return gradients(dh, dh, Tensor());  // the gradient of h passes through, the weight gets none
     auto [dx, dw] = op(dy, wrap(dh), x, wrap(weight), rstd, options, need_dx, need_dw);
     return gradients(dx, dx, dw);

@@ -1,5 +1,4 @@
-// What the CPU and CUDA sides of rms_norm and layer_norm share: shapes, checks, outputs, and what the kernels are
-// given.
+// Shapes, checks, outputs and kernel arguments that the CPU and CUDA launches of rms_norm and layer_norm share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,7 +30,7 @@ inline void check_rms_norm(const Tensor& x, const Tensor& residual, const Tensor
   TORCH_CHECK_TYPE(!residual.defined() || residual.scalar_type() == x.scalar_type(), "residual must have x's dtype");
 }
 
-// Outputs of the forward pass, on x's device, contiguous; they are also the fakes of the meta device.
+// The outputs of forward: contiguous, on x's device. The meta device uses them as fakes.
 inline std::tuple<Tensor, Tensor, Tensor> empty_fwd(const Tensor& x, const Tensor& residual, const Tensor& weight,
                                                     bool round_before_weight, bool save_rstd) {
   check_rms_norm(x, residual, weight);
@@ -51,7 +50,7 @@ inline std::tuple<Tensor, Tensor> empty_bwd(const Tensor& x, const Tensor& weigh
   return {dx, dw};
 }
 
-// The same of layer_norm: (y, h, mean, rstd), and (dx, dw, db).
+// Same for layer_norm: (y, h, mean, rstd) and (dx, dw, db).
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> empty_layer_fwd(const Tensor& x, const Tensor& residual,
                                                                   const Tensor& weight, const Tensor& bias,
                                                                   bool save_stats) {
@@ -75,11 +74,11 @@ inline void check_dropout(const Tensor& x, const Tensor& residual, const Dropout
                     "dropout is of what is added to a residual, and there is none");
 }
 
-// The gradients of both terms of the sum with dropout: (dx, dresidual), both or neither.
+// The gradients of both terms of the sum under dropout: (dx, dresidual), both or neither.
 inline Tensor empty_dresidual(const Tensor& dx) { return at::empty_symint(dx.sym_sizes(), dx.options()); }
 
-// What both kinds of kernels are given. `x` and `residual` are replaced by copies where strides do not reach their
-// rows. Of the outputs, those that are empty are not written.
+// Arguments that both kinds of kernels take. Replaces `x` and `residual` by copies where strides cannot describe their
+// rows. Empty outputs are not written.
 inline void set_forward(RmsNormForwardCall& args, Tensor& x, Tensor& residual, const Tensor& y, const Tensor& h,
                         const Tensor& rstd, double eps, bool round_before_weight) {
   std::array<RowStrides, 2> strides{};

@@ -18,7 +18,7 @@ void run_forward(const RmsNormForward& args) {
                    [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
-// Chunks of rows, over each of which a thread sums the gradients of weight and bias.
+// Chunks of rows. One thread sums the gradients of weight and bias over each chunk.
 class Chunks {
  public:
   explicit Chunks(RmsNormBackward& args) : args_(args) {
@@ -57,7 +57,7 @@ std::tuple<Tensor, Tensor, Tensor> fwd_cpu(const Tensor& x_, const OptionalTenso
   return {y, h, rstd};
 }
 
-// (dx, dresidual, dw); dresidual is dx itself without dropout.
+// Returns (dx, dresidual, dw). Without dropout dresidual is dx itself.
 std::tuple<Tensor, Tensor, Tensor> run_bwd(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
                                            const OptionalTensor& weight_, const Tensor& rstd,
                                            const WeightOptions& options, bool need_dx, bool need_dw,
@@ -103,7 +103,7 @@ std::tuple<Tensor, Tensor, Tensor> dropout_bwd_cpu(const Tensor& dy, const Optio
   return run_bwd(dy, dh, x, weight, rstd, options, need_dx, need_dw, make_dropout({dropout_p, dropout_seed}));
 }
 
-// A weight or bias for kernels that always read one.
+// A weight or bias, or a constant one if absent: these kernels always read one.
 Tensor float_vector(const Tensor& vector, const Tensor& x, float otherwise, bool split) {
   if (vector.defined()) return float_weight(vector, 0.0, split);
   return at::full({x.size(-1)}, otherwise, x.options().dtype(at::kFloat));
@@ -131,7 +131,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_fwd_cpu(const Tensor& x_, const
   return {y, h, mean, rstd};
 }
 
-// (dx, dresidual, dw, db), as in run_bwd.
+// Returns (dx, dresidual, dw, db), as run_bwd.
 std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_bwd(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
                                                          const OptionalTensor& weight_, const OptionalTensor& bias,
                                                          const Tensor& mean, const Tensor& rstd, bool need_dx,

@@ -1,6 +1,5 @@
 // The GPU launches of foundry_kernels::rms_norm_* and layer_norm_*; see rms_norm.cpp and layer_norm.cpp for the
-// operators.
-// It has the functions of rms_norm_cpu.cpp, whose signatures are those of the operators.
+// operators. Its functions are those of rms_norm_cpu.cpp; their signatures are those of the operators.
 #include "../cuda/rms_norm.h"
 
 #include <torch/library.h>
@@ -11,7 +10,7 @@
 namespace foundry {
 namespace rms_norm_cuda {
 
-// The weight in a dtype that kernels are compiled for: that of x, or float.
+// The weight in a dtype that the kernels are compiled for: x's or float.
 Tensor weight_of_compiled_dtype(const Tensor& weight, const Tensor& x) {
   if (!weight.defined()) return weight;
   const bool compiled = weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat;
@@ -22,7 +21,7 @@ template <class Args>
 void set_weight(Args& args, const Tensor& weight, double offset) {
   args.weight = weight.defined() ? weight.const_data_ptr() : nullptr;
   args.weight_type = weight.defined() ? dtype_of(weight) : args.x_type;
-  if (args.y_type != args.x_type) args.weight_type = Dtype::f32;  // with no weight its type is only a template's name
+  if (args.y_type != args.x_type) args.weight_type = Dtype::f32;  // without a weight the type only selects a template
   args.weight_offset = static_cast<float>(offset);
 }
 
@@ -44,7 +43,7 @@ std::tuple<Tensor, Tensor, Tensor> fwd_cuda(const Tensor& x_, const OptionalTens
   return {y, h, rstd};
 }
 
-// Dropout in a backward pass; without a dx there is nothing to drop.
+// Dropout in backward. Without dx nothing is dropped.
 template <class Args>
 void set_dropout(Args& args, const Dropout& dropout, const Tensor& dresidual) {
   if (args.dx == nullptr || dropout.seed == nullptr) return;
@@ -52,7 +51,7 @@ void set_dropout(Args& args, const Dropout& dropout, const Tensor& dresidual) {
   args.dresidual = dresidual.mutable_data_ptr();
 }
 
-// (dx, dresidual, dw); dresidual is dx itself without dropout.
+// Returns (dx, dresidual, dw). Without dropout dresidual is dx itself.
 std::tuple<Tensor, Tensor, Tensor> run_bwd(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
                                            const OptionalTensor& weight_, const Tensor& rstd,
                                            const WeightOptions& options, bool need_dx, bool need_dw,
@@ -97,7 +96,7 @@ std::tuple<Tensor, Tensor, Tensor> dropout_bwd_cuda(const Tensor& dy, const Opti
   return run_bwd(dy, dh, x, weight, rstd, options, need_dx, need_dw, make_dropout({dropout_p, dropout_seed}));
 }
 
-// Weight and bias in one dtype that kernels are compiled for: their own where they share it, else float.
+// Weight and bias in one dtype that the kernels are compiled for: their own if they share it, else float.
 std::array<Tensor, 2> affine_of_compiled_dtype(const Tensor& weight, const Tensor& bias, const Tensor& x) {
   const bool one_dtype = !weight.defined() || !bias.defined() || weight.scalar_type() == bias.scalar_type();
   const auto compiled = [&](const Tensor& t) {
@@ -132,7 +131,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_fwd_cuda(const Tensor& x_, cons
   return {y, h, mean, rstd};
 }
 
-// (dx, dresidual, dw, db), as in run_bwd.
+// Returns (dx, dresidual, dw, db), as run_bwd.
 std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_bwd(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
                                                          const OptionalTensor& weight_, const OptionalTensor& bias_,
                                                          const Tensor& mean, const Tensor& rstd, bool need_dx,

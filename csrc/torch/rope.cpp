@@ -1,10 +1,9 @@
-// The operators foundry_kernels::rope and qk_norm_rope: schema, shapes and autograd.
-// rope_cpu.cpp and rope_cuda.cpp launch the kernels.
+// The operators foundry_kernels::rope and qk_norm_rope: schema, shapes and autograd. rope_cpu.cpp and rope_cuda.cpp
+// launch the kernels.
 //
-// rope is composed of rope_apply, which rotates forward or, for gradients, back. q or k may be absent. Each result has
-// the given storage order, or else that of its input.
-// qk_norm_rope is composed of qk_norm_rope_fwd, whose q_rstd and k_rstd are empty unless asked for, and
-// qk_norm_rope_bwd, to which q or k may be absent.
+// rope consists of rope_apply, which rotates forward, or back for gradients. q or k may be absent. A result has the
+// given storage order, by default that of its input. qk_norm_rope consists of qk_norm_rope_fwd, whose q_rstd and k_rstd
+// are empty unless requested, and qk_norm_rope_bwd, whose q or k may be absent.
 #include "rope.h"
 
 #include <torch/library.h>
@@ -90,7 +89,7 @@ class RopeFunction : public torch::autograd::Function<RopeFunction> {
     if (!need_dq && !need_dk) return gradients({}, {});
     const auto q_order = ctx->saved_data["q_order"].toIntVector(), k_order = ctx->saved_data["k_order"].toIntVector();
     const RopeOptions options = load_options<RopeOptions>(&positions, ctx->saved_data.at("options"));
-    if (!need_dq) {  // a side that takes part goes first: DTensor of torch 2.11 looks for its mesh there only
+    if (!need_dq) {  // a side that is present goes first: DTensor of torch 2.11 looks for its mesh only there
       auto [dk, none] = call_apply(wrap(dk_out), std::nullopt, cos, sin, options, true, k_order, q_order);
       return gradients({}, dk);
     }
@@ -124,7 +123,7 @@ class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> 
     const bool save_k = requires_grad(k) || requires_grad(k_weight);
     auto [q_out, k_out, q_rstd, k_rstd] =
         call_fwd(q, k, q_weight, k_weight, cos, sin, eps, weight_options, options, save_q, save_k);
-    const Tensor none;  // nothing is saved of a side that takes no gradient
+    const Tensor none;  // a side that needs no gradient saves nothing
     variable_list saved{save_q ? q : none,
                         save_k ? k : none,
                         save_q ? unwrap(q_weight) : none,
@@ -150,7 +149,7 @@ class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> 
     static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::qk_norm_rope_bwd");
     const auto [q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, positions] = saved_tensors<9>(ctx);
     const Tensor &dq_out = grads.front(), &dk_out = grads.back();
-    // A side takes no part if nothing of it needs a gradient or its result was not used.
+    // A side is skipped if it needs no gradient or its result was not used.
     const bool has_q = q.defined() && dq_out.defined(), has_k = k.defined() && dk_out.defined();
     NeedsGrad needs(ctx);
     const bool need_dq = needs.next() && has_q, need_dk = needs.next() && has_k;

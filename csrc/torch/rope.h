@@ -1,4 +1,4 @@
-// What the CPU and CUDA sides of rope and qk_norm_rope share: checks, outputs, and what the kernels are given.
+// Checks, outputs and kernel arguments that the CPU and CUDA launches of rope and qk_norm_rope share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@ namespace foundry {
 
 using OptionalOrder = at::OptionalIntArrayRef;
 
-// The first of q and k that is there; one of them must be.
+// q, or k if there is no q. One of them must be given.
 inline const Tensor& either(const OptionalTensor& q, const OptionalTensor& k) {
   TORCH_CHECK_VALUE(q || k, "q or k must be given");
   return q ? *q : *k;
@@ -64,7 +64,8 @@ inline void check_norms(const Tensor& x, const OptionalTensor& q_weight, const O
   check("k_weight", k_weight);
 }
 
-// Of q or k (`name`) in the backward pass: `x`, its rstd and the gradient of its result, all of them or none.
+// Checks one side (`name` is q or k) of the backward pass: its input, its rstd and the gradient of its result are all
+// given or all absent.
 inline void check_side(char name, const OptionalTensor& x, const OptionalTensor& rstd, const OptionalTensor& dy,
                        bool need_dx, bool need_dw, const OptionalTensor& weight) {
   const bool given = x.has_value();
@@ -77,7 +78,7 @@ inline void check_side(char name, const OptionalTensor& x, const OptionalTensor&
   TORCH_CHECK_VALUE(rstd->sym_sizes() == x->sym_sizes().slice(0, 3), name, "_rstd must be [B, H, T] of ", name);
 }
 
-// Outputs, which are also the fakes of the meta device. Those that are not wanted are empty.
+// The outputs. The meta device uses them as fakes. Outputs that are not needed are empty.
 inline std::tuple<Tensor, Tensor> empty_rope(const OptionalTensor& q, const OptionalTensor& k, OptionalOrder q_order,
                                              OptionalOrder k_order) {
   const Tensor& given = either(q, k);
@@ -111,14 +112,14 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> empty_qk_norm_rope_bwd(
           of_weight(k_weight, need_dk_weight)};
 }
 
-// A tensor that kernels can read: itself, or a copy where its last dimension is strided.
+// x itself, or a copy if its last dimension is strided.
 inline Tensor unit_stride(const Tensor& x) {
   return !x.defined() || x.stride(-1) == 1 || x.size(-1) <= 1 ? x : x.contiguous();
 }
 
 inline RopeStrides rope_strides(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
 
-// `cos` and `sin` have gone through unit_stride.
+// `cos` and `sin` come from unit_stride.
 inline RopeTables rope_tables(const Tensor& cos, const Tensor& sin, const Tensor& positions) {
   RopeTables tables{};
   tables.cos = cos.const_data_ptr();
@@ -140,7 +141,7 @@ inline RopeTables rope_tables(const Tensor& cos, const Tensor& sin, const Tensor
   return tables;
 }
 
-// `x` is the first of q and k that is defined; `cos` and `sin` have gone through unit_stride.
+// `x` is q, or k if there is no q. `cos` and `sin` come from unit_stride.
 template <class Heads>
 void set_call(RopeCall<Heads>& call, const Tensor& x, const Tensor& cos, const Tensor& sin,
               const RopeOptions& options) {
@@ -152,7 +153,7 @@ void set_call(RopeCall<Heads>& call, const Tensor& x, const Tensor& cos, const T
   call.type = dtype_of(x);
 }
 
-// `x` has gone through unit_stride; without elements there are no heads to work on.
+// `x` comes from unit_stride. If it has no elements, n_heads becomes 0.
 inline void set_heads(RopeHeads& heads, const Tensor& x, const Tensor& out) {
   if (out.numel() == 0) return;
   heads.x = x.const_data_ptr();
@@ -167,8 +168,8 @@ int64_t count_heads(const Heads (&heads)[2]) {
   return heads[0].n_heads + heads[1].n_heads;
 }
 
-// The three calls: each checks its arguments, makes the outputs, and keeps alive what `args` points into. Args is the
-// struct of the backend's kernels. The weights, which the backends read in different forms, are left for them to set.
+// The three calls. Each checks its arguments, allocates the outputs and keeps alive what `args` points into. Args is
+// the kernel struct of the backend. The backends set the weights themselves, because they read them in different forms.
 struct RopeApplyCall {
   Tensor cos, sin, x[2], out[2];  // of q and of k
   Rope args{};

@@ -1,5 +1,5 @@
-// The operator foundry_kernels::rope_append: queries, keys and values as one projection gives them; the queries are
-// rotated, the keys rotated into their places in a cache, and the values copied to theirs. For inference on the CPU.
+// The operator foundry_kernels::rope_append: takes the output of a QKV projection, rotates the queries, rotates the
+// keys into the cache and copies the values into the cache. CPU inference only.
 #include <ATen/core/grad_mode.h>
 #include <torch/library.h>
 
@@ -13,8 +13,8 @@
 namespace foundry {
 namespace rope_append_cpu {
 
-// qkv [B, T, (H + 2 Hk) D], cos and sin [P, R/2], caches [B, Hk, S, D]. Returns the queries, [B, H, T, D] of
-// [B, T, H, D] memory; it is the fake of the meta device too.
+// qkv [B, T, (H + 2 Hk) D], cos and sin [P, R/2], caches [B, Hk, S, D]. Allocates the queries: [B, H, T, D], stored as
+// [B, T, H, D]. The meta device uses them as fakes.
 Tensor check_and_make(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const Tensor& k_cache,
                       const Tensor& v_cache, int64_t n_heads, const c10::SymInt& start) {
   TORCH_CHECK_VALUE(qkv.dim() == 3, "qkv must be [B, T, (H + 2 Hk) D]; got ", qkv.sym_sizes());

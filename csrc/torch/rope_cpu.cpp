@@ -11,7 +11,7 @@
 namespace foundry {
 namespace rope_cpu {
 
-// Every position must have a row; checked before anything is written.
+// Checks that every position has a row in the tables, before anything is written.
 void check_positions(const RopeTables& tables, const OptionalTensor& positions) {
   if (!positions) return;
   const int64_t n_batch = positions->dim() == 2 ? positions->size(0) : 1;
@@ -21,10 +21,10 @@ void check_positions(const RopeTables& tables, const OptionalTensor& positions) 
                         ", the rows of cos and sin; got ", tables.row(b, t));
 }
 
-// Calls kernel(args, begin, end) for ranges of the tokens of q and k on several threads.
+// Calls kernel(args, begin, end) on several threads for ranges of tokens.
 template <class Args>
 void parallel_over_tokens(void (*kernel)(const Args&, int64_t, int64_t), const Args& args) {
-  const int64_t of_a_token = count_heads(args.heads) * args.width;  // elements
+  const int64_t of_a_token = count_heads(args.heads) * args.width;  // elements per token
   if (of_a_token == 0) return;
   at::parallel_for(0, args.all_tokens, std::max<int64_t>(1, kGrain / of_a_token),
                    [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bwd_cpu(const OptionalTensor& dq_out,
   check_positions(args.tables, options.positions);
   const Tensor weight[2] = {float_weight(unwrap(q_weight), weight_options.weight_offset),
                             float_weight(unwrap(k_weight), weight_options.weight_offset)};
-  // Tokens are cut into chunks by the shapes alone, so that dW does not depend on the number of threads.
+  // The chunks of tokens depend only on the shapes, so dW does not depend on the number of threads.
   const int64_t all_heads = (q ? q->size(1) : 0) + (k ? k->size(1) : 0);
   const int64_t of_a_token = std::max<int64_t>(1, all_heads * args.width);
   args.chunk_tokens = std::max<int64_t>({1, std::min<int64_t>(64, kGrain / of_a_token), (args.all_tokens + 127) / 128});

@@ -9,7 +9,7 @@
 namespace foundry {
 namespace rope_cuda {
 
-// Keeps the weights of q and k alive that kernels read: contiguous, in their own dtype.
+// Keeps the weights of q and k alive while kernels read them: contiguous, in their own dtype.
 struct Weights {
   Tensor of[2];
 

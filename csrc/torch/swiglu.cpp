@@ -1,9 +1,9 @@
-// The operators foundry_kernels::swiglu, geglu, glu and reglu: schema, shapes and autograd.
-// swiglu_cpu.cpp and swiglu_cuda.cpp launch the kernels.
+// The operators foundry_kernels::swiglu, geglu, glu and reglu: schema, shapes and autograd. swiglu_cpu.cpp and
+// swiglu_cuda.cpp launch the kernels.
 //
-// All are composed of glu_fwd and glu_bwd, which are what a compiled graph, a checkpointing policy or a profiler sees.
-// Without `up`, gate is packed [..., 2N], in halves or interleaved, and so is its gradient. glu_bwd returns (dgate,
-// dup), each empty unless it was asked for.
+// All consist of glu_fwd and glu_bwd, which compiled graphs, checkpointing policies and profilers see. Without `up`,
+// gate is packed [..., 2N], in halves or interleaved, and so is its gradient. glu_bwd returns (dgate, dup); each is
+// empty unless requested.
 #include "swiglu.h"
 
 #include <torch/library.h>
@@ -29,7 +29,7 @@ Tensor call_fwd(const Tensor& gate, const OptionalTensor& up, c10::string_view a
   return op(gate, up, activation, options);
 }
 
-// The public function of an activation.
+// The public function for an activation.
 const char* name_of(std::string_view activation) {
   return activation == "silu" ? "swiglu" : activation == "sigmoid" ? "glu" : activation == "relu" ? "reglu" : "geglu";
 }
@@ -41,7 +41,7 @@ class GluFunction : public torch::autograd::Function<GluFunction> {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     variable_list saved{gate, unwrap(up)};
     ctx->saved_data["activation"] = std::string(activation);
-    // To save them takes longer than a small call: the defaults are not.
+    // Saving the options takes longer than a small call, so defaults are not saved.
     if (options.changed() || options.interleaved || options.dropout_seed)
       ctx->saved_data["options"] = save_options(options, saved);
     else saved.emplace_back();

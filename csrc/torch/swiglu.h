@@ -1,4 +1,4 @@
-// What the CPU and CUDA sides of the operators share: shapes, checks, outputs, and what the kernels are given.
+// Shapes, checks, outputs and kernel arguments that the CPU and CUDA launches share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,7 +22,7 @@ inline Activation activation_of(c10::string_view name) {
   return Activation::relu;
 }
 
-// The options in the kernels' form.
+// The options as the kernels take them.
 inline GluOptions glu_options(const GatedOptions& s, const OptionalTensor& up, Activation activation) {
   if (!s.changed() && !s.interleaved) return {};
   TORCH_CHECK_VALUE(activation == Activation::silu,
@@ -51,7 +51,7 @@ inline void check_glu(const Tensor& gate, const OptionalTensor& up) {
   TORCH_CHECK_TYPE(up->scalar_type() == gate.scalar_type(), "up must have gate's dtype ", gate.scalar_type());
 }
 
-// Outputs, on gate's device, contiguous; they are also the fakes of the meta device.
+// The outputs: contiguous, on gate's device. The meta device uses them as fakes.
 inline Tensor empty_glu_fwd(const Tensor& gate, const OptionalTensor& up, const GatedOptions& options) {
   check_glu(gate, up);
   check_dropout(gate, options.dropout());
@@ -71,7 +71,7 @@ inline std::tuple<Tensor, Tensor> empty_glu_bwd(const Tensor& gate, const Option
   return {like_gate(need_dgate), like_gate(need_dup)};
 }
 
-// The two halves of a packed tensor, or gate and up as they are; an interleaved tensor stays whole.
+// The two halves of a packed tensor, or gate and up as given. An interleaved tensor stays whole.
 inline std::tuple<Tensor, Tensor> glu_halves(const Tensor& gate, const OptionalTensor& up, bool interleaved) {
   if (up.has_value()) return {gate, *up};
   if (interleaved) return {gate, Tensor()};
@@ -79,7 +79,7 @@ inline std::tuple<Tensor, Tensor> glu_halves(const Tensor& gate, const OptionalT
   return {gate.narrow(-1, 0, half), gate.narrow(-1, half, half)};
 }
 
-// Rows that are contiguous in every tensor, these being so wide, and in the output are one long row.
+// Merges all rows into one long row if they are contiguous in every tensor, including the output.
 template <size_t N>
 void merge_contiguous(Rows& rows, const std::array<RowStrides, N>& strides, const std::array<int64_t, N>& widths,
                       bool contiguous, int64_t& n_cols) {
@@ -90,7 +90,7 @@ void merge_contiguous(Rows& rows, const std::array<RowStrides, N>& strides, cons
   rows = Rows{};
 }
 
-// `gate` and `up` (of glu_halves) are replaced by copies where strides do not reach their rows.
+// `gate` and `up` come from glu_halves. Replaces them by copies where strides cannot describe their rows.
 inline GluForward glu_forward_args(Tensor& gate, Tensor& up, const Tensor& y, Activation activation,
                                    const GatedOptions& options) {
   GluForward args{};
@@ -110,8 +110,8 @@ inline GluForward glu_forward_args(Tensor& gate, Tensor& up, const Tensor& y, Ac
   return args;
 }
 
-// `dgate` and `dup` are of glu_halves too where they are one packed tensor, and empty where they are not wanted (`dup`
-// undefined where they are interleaved).
+// `dgate` and `dup` come from glu_halves too if they share one packed tensor. A gradient that is not needed is empty;
+// `dup` is undefined if the gate is interleaved.
 inline GluBackward glu_backward_args(Tensor& dy, Tensor& gate, Tensor& up, const Tensor& dgate, const Tensor& dup,
                                      Activation activation, bool packed, const GatedOptions& options) {
   GluBackward args{};

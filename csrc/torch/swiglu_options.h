@@ -1,4 +1,4 @@
-// The options of gated linear units as an object: those of swiglu, and dropout, which all have.
+// The options of gated linear units: those of swiglu, and dropout, which all of them have.
 #pragma once
 
 #include "dropout_options.h"
@@ -16,7 +16,7 @@ namespace foundry {
 struct GatedOptions {
   FK_OPTIONS(FK_GATED_OPTIONS)
 
-  // With the defaults of its own options it is the plain one.
+  // Whether any option differs from plain SwiGLU.
   bool changed() const { return alpha != 1.0 || limit.has_value() || up_offset != 0.0; }
   DropoutOptions dropout() const { return {dropout_p, dropout_seed}; }
 };

@@ -1,4 +1,4 @@
-// Tasks that wait for each other, handed out to threads.
+// A queue of tasks that depend on each other.
 #pragma once
 
 #include <condition_variable>
@@ -12,9 +12,9 @@
 
 namespace foundry {
 
-// Of the tasks that wait for none, that with the most work behind it goes first. A thread that finds none sleeps. No
-// task waits for one that comes after it, and a thread that has a task waits for nothing: of the tasks that are not
-// done the first is always running or ready, so that somebody goes on, whatever the number of threads.
+// Of the ready tasks, the one with the most dependent work goes first. A thread that finds none sleeps. No task depends
+// on a later one and a thread with a task never waits, so the first unfinished task is always running or ready: there
+// is progress with any number of threads.
 class TaskQueue {
  public:
   explicit TaskQueue(const std::vector<AttentionBackwardTask>& tasks)
@@ -28,7 +28,7 @@ class TaskQueue {
       if (waits_for_[i] == 0) push(static_cast<int64_t>(i));
   }
 
-  // The next task for a thread that has done `done`, negative for none; negative when none is left.
+  // The next task for a thread that has finished `done` (negative: none). Negative when no task is left.
   int64_t take(int64_t done) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (done >= 0) {
@@ -52,8 +52,8 @@ class TaskQueue {
 
   const std::vector<AttentionBackwardTask>& tasks_;
   std::vector<int> waits_for_;
-  std::priority_queue<std::pair<int64_t, int64_t>> ready_;  // work left, and minus the task: the earlier one first
-  int64_t left_;                                            // that no thread has taken
+  std::priority_queue<std::pair<int64_t, int64_t>> ready_;  // (work left, -task): the earlier task first
+  int64_t left_;                                            // tasks that no thread has taken
   std::mutex mutex_;
   std::condition_variable changed_;
 };

@@ -42,7 +42,7 @@ from foundry_kernels.models import ModelConfig
 PHASES = ("train", "evaluate", "report")
 FACTORS = (1.0, 1.5, 2.0, 4.0, 8.0)
 
-#: The rows: whose run it is (a variant of the ablation), and the scaling.
+#: The rows: the run (a variant of the ablation), and the scaling.
 ROWS: dict[str, tuple[str, str | None]] = {
     "learned": ("gpt2", None),
     "sinusoidal": ("sinusoidal", None),
@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--only", nargs="+", choices=PHASES, metavar="PHASE", help=f"{', '.join(PHASES)} (default: all)"
     )
     parser.add_argument("--factors", nargs="+", type=float, default=list(FACTORS), metavar="F",
-                        help="lengths of windows, in trained ones (default: 1 1.5 2 4 8)")  # fmt: skip
+                        help="window lengths as multiples of the trained one (default: 1 1.5 2 4 8)")  # fmt: skip
     add_options(parser)
     return parser.parse_args(argv)
 
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def predictions(text: Text, lengths: Sequence[int]) -> int:
-    """Bytes that whole windows of every length predict.
+    """The number of bytes that whole windows of every length predict.
 
     Raises:
         UsageError: the held-out text is too short for that.
@@ -111,7 +111,7 @@ def predictions(text: Text, lengths: Sequence[int]) -> int:
 
 
 def extended(config: ModelConfig, kind: str | None, length: int) -> ModelConfig | None:
-    """The model for windows of `length`, or None where it has no positions for them."""
+    """The model for windows of `length`, or None if it has no positions for them."""
     if config.positions == "learned":
         return config if length <= config.max_seq_len else None
     scaling = None
@@ -123,7 +123,7 @@ def extended(config: ModelConfig, kind: str | None, length: int) -> ModelConfig 
 def evaluate(
     folder: Path, text: Text, configs: dict[str, ModelConfig], trained: int, lengths: list[int], tokens: int, seed: int
 ) -> None:
-    """Losses of one seed's models, by row and length; those that the folder has are not repeated."""
+    """Losses of one seed's models by row and length. Results in the folder are reused."""
     path = folder / f"extrapolation-seed{seed}.json"
     about = {"text": text.digest, "tokens": tokens}
     kept = load(path) or {}
@@ -136,7 +136,7 @@ def evaluate(
             config = extended(configs[name], kind, length)
             if config is None or f"{row} {length}" in kept["losses"]:
                 continue
-            if config.rope_scaling is None and kind is not None:  # at the trained length nothing is scaled
+            if config.rope_scaling is None and kind is not None:  # no scaling at the trained length
                 found = kept["losses"][f"RoPE {length}"]
             else:
                 of = losses_by_position(load_model(folder, name, seed, config), text.held_out, length, tokens)
@@ -151,7 +151,7 @@ def evaluate(
 
 
 def collect(folder: Path, trained: int, lengths: Sequence[int], seeds: Sequence[int]) -> dict[str, Any]:
-    """Perplexities over the seeds' mean losses, by row and length, and in the longest windows by range of positions."""
+    """Perplexities of the seeds' mean losses by row and length, and for the longest windows by range of positions."""
     found = {seed: load(folder / f"extrapolation-seed{seed}.json") for seed in seeds}
     found = {seed: kept for seed, kept in found.items() if kept is not None}
     if not found:
@@ -181,7 +181,7 @@ def _perplexity(losses: Any) -> float:
 
 
 def report(folder: Path, trained: int, lengths: Sequence[int], seeds: Sequence[int], page: Path | None) -> None:
-    """Prints the tables as the ablation does, and writes them and the picture into the folder or `page`."""
+    """Prints the tables, and writes them and the picture to the folder or to `page`."""
     results = collect(folder, trained, lengths, seeds)
     no_rows = f"no rows beyond {trained}"
     rows = [

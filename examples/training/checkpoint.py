@@ -1,4 +1,4 @@
-"""Checkpoints of `train.py`: written whole or not at all, and refused with the reason where they do not fit."""
+"""Checkpoints of `train.py`: written atomically, and rejected with the reason if they do not match the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CheckpointError(Exception):
 
 
 def save(path: Path, settings: dict[str, Any], state: dict[str, Any]) -> None:
-    """Write to a temporary file beside `path`, flush it and rename it: `path` never holds half a checkpoint."""
+    """Write to a temporary file beside `path`, flush and rename it: `path` never has half a checkpoint."""
     content = {"format": FORMAT, "version": VERSION, "settings": settings, "state": state}
     temporary = None
     try:
@@ -44,12 +44,12 @@ def load(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of foreign pickles and then raises
+            warnings.simplefilter("ignore")  # torch warns about foreign pickles before it raises
             content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror or error}") from None
-    except Exception as error:  # corrupt files raise whatever the damaged part leads to
-        raise CheckpointError(f"{path} is corrupt or no checkpoint: {_one_line(error)}") from None
+    except Exception as error:  # a corrupt file may raise any exception
+        raise CheckpointError(f"{path} is corrupt or not a checkpoint: {_one_line(error)}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of this program")
     if content.get("version") != VERSION:

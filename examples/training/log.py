@@ -1,4 +1,4 @@
-"""The log of a run: a line of JSON for each event, which a resumed run continues.
+"""The log of a run: one line of JSON per event; a resumed run continues it.
 
 `start` has the settings; `step` loss, lr, grad_norm, tokens_per_second and peak_bytes (of memory, so far); `health`
 what the layers did in that step, and the concerns; `evaluation` loss, perplexity and bits_per_byte on held-out text;
@@ -20,7 +20,7 @@ class LogError(Exception):
 
 
 class Log:
-    """Appends to `path` after `step`: what a killed run wrote beyond its checkpoint is dropped. None: no log."""
+    """Appends to `path` after `step`; removes what a killed run wrote after its checkpoint. None: no log."""
 
     def __init__(self, path: Path | None, step: int) -> None:
         self._path = path
@@ -41,7 +41,7 @@ class Log:
             return
         try:
             self._file.write(_line({"event": event, **values}))
-            self._file.flush()  # so that a killed run leaves all its steps
+            self._file.flush()  # so that a killed run does not lose steps
         except OSError as error:
             raise LogError(f"cannot write the log {self._path}: {error.strerror or error}") from None
 
@@ -54,7 +54,7 @@ class Log:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The events of a log, without a last line that was cut off as it was written.
+    """The events of a log, without an incomplete last line.
 
     Raises:
         LogError: the file cannot be read, or is no log.
@@ -64,13 +64,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         raise LogError(f"cannot read the log {path}: {error}") from None
     events = []
-    for number, line in enumerate(lines[:-1], 1):  # a whole line ends with a newline
+    for number, line in enumerate(lines[:-1], 1):  # a complete line ends with a newline
         try:
             event = json.loads(line)
         except ValueError:
             event = None
         if not isinstance(event, dict) or "event" not in event or not isinstance(event.get("step"), int):
-            raise LogError(f"{path} is damaged or no log of this program: line {number}; move it away to go on")
+            raise LogError(f"{path} is damaged or not a log of this program: line {number}; move it away to continue")
         events.append(event)
     return events
 

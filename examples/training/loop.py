@@ -29,12 +29,12 @@ from foundry_kernels.models import ModelConfig, Transformer
 from foundry_kernels.nn import update_selection_biases
 
 HELD_OUT_WINDOWS = 32
-END_STEPS = 20  # the loss at the end is a mean: that of a single batch says little
+END_STEPS = 20  # the final loss is a mean: a single batch says little
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What determines a run, but for its backend and the machine."""
+    """Everything that determines a run except its backend and the machine."""
 
     model: ModelConfig
     steps: int
@@ -45,15 +45,15 @@ class Recipe:
     dtype: torch.dtype
     device: torch.device
     checkpoint_every: int
-    accumulate: int = 1  # parts that a batch is run in
-    evaluate_every: int = 0  # steps; 0 is at the end only
-    warm_up: int | None = None  # steps; None is a tenth of all
-    diagnose_every: int = 0  # steps, and at the first; 0 is never
+    accumulate: int = 1  # parts of a batch
+    evaluate_every: int = 0  # steps; 0: only at the end
+    warm_up: int | None = None  # steps; None: a tenth of all
+    diagnose_every: int = 0  # steps, and at the first step; 0: never
     sigma_reparam: bool = False
     compile: bool = False
 
     def settings(self, backend: str, text: Text) -> dict[str, Any]:
-        """What a checkpoint must agree with to be continued, by the names of the options."""
+        """Settings, by option, that must equal a checkpoint's to resume it."""
         return {f"model {name}": value for name, value in dataclasses.asdict(self.model).items()} | {
             "--backend": backend,
             "--batch": self.batch,
@@ -70,10 +70,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluates the model after `step` steps on held-out windows that are always the same."""
+    """An evaluation after `step` steps, always on the same held-out windows."""
 
     step: int
-    loss: float  # nats a token
+    loss: float  # nats per token
     bits_per_byte: float
 
     @property
@@ -127,7 +127,7 @@ def train(
     processes: Single | None = None,
     log: Path | None = None,
 ) -> Run:
-    """Train from the seed, or go on from `checkpoint`.
+    """Train from the seed, or resume from `checkpoint`.
 
     Args:
         checkpoint: written every `recipe.checkpoint_every` steps, at the end and where `stop` ends the run; or None.
@@ -156,7 +156,7 @@ def train(
     if recipe.model.selection_bias:
         optimizer.register_step_post_hook(lambda *_: update_selection_biases(model))
     schedule = make_schedule(optimizer, recipe.steps, recipe.warm_up)
-    order = torch.Generator().manual_seed(recipe.seed)  # on the CPU everywhere: the same batches on every device
+    order = torch.Generator().manual_seed(recipe.seed)  # on the CPU, so that every device gets the same batches
     run = Run(backend, None)
     if state is not None and checkpoint is not None:
         _restore(run, processes, model, optimizer, schedule, order, state, checkpoint)
@@ -183,7 +183,7 @@ def train(
             part, norm, health = _step(processes, model, optimizer, recipe, batch, run.step)
             schedule.step()
             loss, stopped = processes.agree(part, stop(run.step + 1))
-            run.losses.append(loss)  # reading it has waited for the device
+            run.losses.append(loss)  # reading it synchronised with the device
             run.seconds.append(time.perf_counter() - start)
             shown.step(loss)
             events.write(
@@ -220,8 +220,8 @@ def _step(
     batch: tuple[Tensor, Tensor],
     step: int,
 ) -> tuple[Tensor, Tensor, Health | None]:
-    """Train on this process's part of the batch; its mean loss, the norm of the gradients before clipping, and the
-    model's health before the step, where it is time for it: of attention and activations that of the last part."""
+    """Train on this process's part of the batch. Returns the mean loss, the norm of the gradients before clipping, and
+    on diagnosed steps the model's health before the step (attention and activations: of the last part)."""
     _seed_dropout(recipe, step, processes.rank)
     parts = [processes.share(part).to(recipe.device) for whole in batch for part in whole.chunk(recipe.accumulate)]
     losses = []
@@ -248,7 +248,7 @@ def _recording(model: nn.Module, recipe: Recipe, step: int) -> AbstractContextMa
 
 
 def health_in(log: Path) -> Iterator[tuple[int, Health]]:
-    """The health that a log has of steps."""
+    """The health entries of a log."""
     for event in read(log):
         if event["event"] == "health":
             try:
@@ -258,14 +258,14 @@ def health_in(log: Path) -> Iterator[tuple[int, Health]]:
 
 
 def _seed_dropout(recipe: Recipe, step: int, rank: int) -> None:
-    """A step's own seed, so that a resumed run drops what an uninterrupted one does."""
+    """The step's own seed, so that dropout in a resumed run is that of an uninterrupted one."""
     if recipe.model.embedding_dropout or recipe.model.residual_dropout or recipe.model.attention_dropout:
         torch.manual_seed((recipe.seed * 1_000_003 + step * 1_009 + rank) % 2**63)
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, recipe: Recipe, text: Text, step: int, processes: Single | None = None) -> Evaluation:
-    """Returns the mean loss on windows of the held-out tail, without their logits in memory."""
+    """Returns the mean loss on windows of the held-out tail, without storing logits."""
     model.eval()
     tokens, targets = text.held_out_batch(HELD_OUT_WINDOWS, recipe.seq_len)
     losses = []
@@ -282,7 +282,7 @@ def evaluate(model: nn.Module, recipe: Recipe, text: Text, step: int, processes:
 
 
 def summary(run: Run, recipe: Recipe) -> dict[str, Any]:
-    """What a finished run comes to."""
+    """The results of a finished run."""
     last = run.evaluations[-1]
     return {
         "step": run.step,
@@ -297,7 +297,7 @@ def summary(run: Run, recipe: Recipe) -> dict[str, Any]:
 
 
 def _progress(run: Run, schedule: SequentialLR, order: torch.Generator, text: Text) -> dict[str, Any]:
-    """What a checkpoint holds besides the model and the optimizer."""
+    """The state in a checkpoint besides the model and the optimizer."""
     return {
         "schedule": schedule.state_dict(),
         "order": order.get_state(),

@@ -1,4 +1,4 @@
-"""Peak memory of a stretch of a run."""
+"""Peak memory of a part of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Starts to watch when it is made; `bytes()` is the peak since then above what was held at the start.
+    """Starts when it is created; `bytes()` is the peak since then minus the memory in use at the start.
 
     On CUDA this is the allocator's own count. On Linux it is the peak resident set, which the kernel resets on request.
     Elsewhere the peak of a process cannot be reset: a stretch that stays below an earlier peak shows 0.
@@ -37,7 +37,7 @@ class PeakMemory:
         return max(0, self._peak() - self._start)
 
     def _reset(self) -> bool:
-        """Give free memory back, so that it is counted when it is used again, and restart the kernel's peak."""
+        """Return free memory to the system, so that its next use counts, and reset the kernel's peak."""
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         try:
@@ -56,7 +56,7 @@ class PeakMemory:
 
 
 def _status(field: str) -> int | None:
-    """A field of the process's status in bytes."""
+    """A field of /proc/self/status, in bytes."""
     try:
         lines = STATUS.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The options of `train.py`, and what they come down to."""
+"""The options of `train.py`, and the recipe that follows from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from foundry_kernels.models import ModelConfig
 from foundry_kernels.models.presets import FAMILIES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-#: Fields of ModelConfig that follow from these options.
+#: Fields of ModelConfig that these options set.
 OWN_OPTIONS = {
     "dim": "--dim",
     "n_layers": "--layers",
@@ -32,14 +32,14 @@ OWN_OPTIONS = {
 
 
 class UsageError(Exception):
-    """Options that cannot be run; the message is for the user."""
+    """Invalid options; the message is for the user."""
 
 
 def parse(argv: list[str] | None, description: str | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--text", type=Path, metavar="FILE", help="any file, read as bytes (default: the standard library's source)")
-    add("--tokens", type=Path, metavar="FILE.bin", help="in place of a text: what prepare_tokens.py made of one")
+    add("--tokens", type=Path, metavar="FILE.bin", help="a token file of prepare_tokens.py, instead of a text")
     add("--backend", nargs="+", choices=("auto", *BACKENDS), metavar="NAME", help="default: reference auto")
     add("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     add("--dtype", choices=DTYPES, default="float32", help="bfloat16: autocast, with parameters in float32")
@@ -48,13 +48,13 @@ def parse(argv: list[str] | None, description: str | None = None) -> argparse.Na
     add("--accumulate", type=int, default=1, metavar="PARTS", help="split each batch into this many")
     add("--parallel", choices=KINDS, help="train on the processes that torchrun started; --batch is their total")
     add("--seq-len", type=int, default=128)
-    add("--family", choices=FAMILIES, default="llama", help="the model's choices but for its size (default: llama)")
+    add("--family", choices=FAMILIES, default="llama", help="the model family, without its size (default: llama)")
     add("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE",
         help="other choices, fields of ModelConfig: --set norm=layer_norm positions=alibi")  # fmt: skip
     add("--dim", type=int, default=256)
     add("--layers", type=int, default=4)
     add("--heads", type=int, default=8)
-    add("--kv-heads", type=int, help="default: the family's own (llama's 4), or as many of them as divide --heads")
+    add("--kv-heads", type=int, help="default: the family's own (llama: 4), reduced to a divisor of --heads")
     add("--lr", type=float, default=1e-3, help="peak learning rate of AdamW")
     add("--seed", type=int, default=0)
     add("--evaluate-every", type=int, default=100, metavar="STEPS", help="on held-out text; 0 for the end only")
@@ -66,7 +66,7 @@ def parse(argv: list[str] | None, description: str | None = None) -> argparse.Na
     add("--checkpoint-every", type=int, default=100, metavar="STEPS")
     add("--resume", action="store_true", help="continue the runs in --out")
     add("--plot", type=Path, metavar="FILE", help="PNG of the loss curves (default: loss.png in --out)")
-    add("--plot-schedule", type=Path, metavar="FILE", help="draw the learning rate of --steps and --lr, and end")
+    add("--plot-schedule", type=Path, metavar="FILE", help="draw the learning rate of --steps and --lr, then exit")
     add("--prompt", help="prompt of the sample at the end (default: the first held-out tokens)")
     add("--sample-tokens", type=int, default=240, help="tokens to generate at the end; 0 for none")
     add("--temperature", type=float, default=0.7)
@@ -108,13 +108,13 @@ def make_recipe(options: argparse.Namespace, prompt: int, vocab_size: int = Byte
 
 
 def make_model_config(options: argparse.Namespace, prompt: int, vocab_size: int) -> ModelConfig:
-    """The family's choices, then those of --set; positions for the training windows and the sample."""
+    """The family's fields, then those of --set; max_seq_len covers the training windows and the sample."""
     chosen = {**FAMILIES[options.family], **_fields(options.set)}
     if options.kv_heads is not None:
         chosen["n_kv_heads"] = options.kv_heads
     elif (own := 4 if options.family == "llama" else chosen.get("n_kv_heads")) is not None and options.heads > 0:
         chosen["n_kv_heads"] = math.gcd(options.heads, own)
-    # Beyond the training windows learned positions would be noise.
+    # Learned positions beyond the training windows would be untrained.
     sampled = 0 if chosen.get("positions") == "learned" else prompt + options.sample_tokens
     shape = {
         "dim": options.dim,
@@ -138,7 +138,7 @@ def _fields(assignments: list[str]) -> dict[str, Any]:
         if not equals or name not in known:
             raise UsageError(f"--set takes FIELD=VALUE with a field of ModelConfig; got {assignment}")
         if name in OWN_OPTIONS:
-            raise UsageError(f"--set {name}: {OWN_OPTIONS[name]} says this; got {assignment}")
+            raise UsageError(f"--set {name}: use {OWN_OPTIONS[name]} instead; got {assignment}")
         try:
             value = json.loads(text)
             found[name] = RopeScaling(**value) if name == "rope_scaling" and value is not None else value

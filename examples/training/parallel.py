@@ -31,29 +31,29 @@ PROGRESS = "progress.pt"
 
 
 class ParallelError(Exception):
-    """Processes that cannot train together, in words for the user."""
+    """Processes cannot train together; the message is for the user."""
 
 
 class Single:
-    """One process, which has the whole model, the whole batch and a checkpoint in one file."""
+    """A single process with the whole model, the whole batch and a checkpoint in one file."""
 
     rank, size = 0, 1
     suffix = ".pt"
-    #: Of `clip_grad_norm_`: torch 2.11 in its foreach form does not clip partial sums, as gradients of norms are under
-    #: tensor parallelism.
+    #: For `clip_grad_norm_`: torch 2.11's foreach form does not support partial sums, which the gradients of norms are
+    #: under tensor parallelism.
     foreach: bool | None = None
 
     @property
     def first(self) -> bool:
-        """Whether this process speaks for all."""
+        """Whether this process prints and writes for all."""
         return self.rank == 0
 
     def same(self, make: Callable[[], T]) -> T:
-        """What `make` returns in the first process."""
+        """Returns what `make` returns in the first process."""
         return make()
 
     def check(self, model: ModelConfig, batch: int, seq_len: int) -> None:
-        """Raise ParallelError where the model, the batch or its sequences cannot be sharded."""
+        """Raise ParallelError if the model, the batch or its sequences cannot be sharded."""
 
     def divide(self, model: Transformer) -> nn.Module:
         """The module to train."""
@@ -64,30 +64,30 @@ class Single:
         return batch
 
     def window(self, tokens: Tensor) -> Tensor:
-        """What the model is called with of sequences that all processes evaluate."""
+        """This process's part of sequences that all processes evaluate."""
         return tokens
 
     def accumulating(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Around the backward pass of a part of a batch: gradients need not be exchanged before the last one."""
+        """Context for the backward pass of a part of a batch: only the last one needs to exchange gradients."""
         return nullcontext()
 
     def agree(self, loss: Tensor, stop: bool) -> tuple[float, bool]:
-        """The batch's loss, and whether any process is to stop."""
+        """The batch's loss, and whether any process wants to stop."""
         return loss.item(), stop
 
     def whole(self, model: nn.Module) -> Transformer:
-        """The unsharded model; under DDP, FSDP and tensor parallelism a copy, whose weights are plain."""
+        """The unsharded model; under DDP, FSDP and tensor parallelism a copy with plain weights."""
         assert isinstance(model, Transformer)
         return model
 
     def save(
         self, path: Path, settings: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, progress: Any
     ) -> None:
-        """Write a checkpoint to `path`, whole or not at all."""
+        """Write a checkpoint to `path` atomically."""
         save(path, settings, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **progress})
 
     def load(self, path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-        """What `save` was given as `progress`, and whatever `restore` needs."""
+        """Returns the `progress` given to `save`, and what `restore` needs."""
         return load(path, settings)
 
     def restore(self, path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -96,7 +96,7 @@ class Single:
 
 
 class Parallel(Single):
-    """One of the processes that torchrun started, with the checkpoint in a folder that all of them write to."""
+    """One of the processes started by torchrun. All of them write to one checkpoint folder."""
 
     suffix = ""
 
@@ -122,7 +122,7 @@ class Parallel(Single):
         if self.first:
             try:
                 answer = [make()]
-            except Exception as error:  # all of them raise it, or the others would wait for ever
+            except Exception as error:  # all processes must raise it, or the others would wait forever
                 answer = [error]
         dist.broadcast_object_list(answer)
         if isinstance(answer[0], Exception):
@@ -131,7 +131,7 @@ class Parallel(Single):
 
     def check(self, model: ModelConfig, batch: int, seq_len: int) -> None:
         if model.selection_bias:
-            raise ParallelError("selection_bias: each of the processes would move it by its own tokens alone")
+            raise ParallelError("selection_bias: each process would update it with only its own tokens")
         if self.kind in ("tp", "cp"):
             from foundry_kernels.distributed import context_parallel, sequence_positions, tensor_parallel_plan
 
@@ -246,7 +246,7 @@ class Parallel(Single):
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Model and optimizer by the names of the parameters, whichever way they are sharded."""
+    """State of model and optimizer by parameter name, independent of the sharding."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     parameters, moments = get_state_dict(model, optimizer)

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, in a log a line every few seconds."""
+"""Progress of a run: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-#: Between two lines of a log.
+#: Seconds between two lines of a log.
 SECONDS = 8.0
 
 
 class Progress:
-    """Shows the steps of a run on stderr, from `done` to `total`; nothing where it is not `shown`."""
+    """Shows the steps of a run on stderr, from `done` to `total`, if `shown`."""
 
     def __init__(self, name: str, total: int, done: int, shown: bool) -> None:
         self._name, self._total, self._step = name, total, done

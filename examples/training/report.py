@@ -1,4 +1,4 @@
-"""What `train.py` shows: the header, the table, the plot, the sample."""
+"""The output of `train.py`: header, table, plot, sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from examples.training.text import BYTES, Bytes, Text
 from foundry_kernels.diagnostics import write_history_png
 from foundry_kernels.models import GenerationStats, ModelConfig, Transformer
 
-#: Concerns about a run that are printed; its log has all of them.
+#: The most concerns printed for a run; its log has all of them.
 MOST_CONCERNS = 12
 
 
@@ -28,7 +28,7 @@ def kernels(backends: dict[str, str]) -> str:
 
 
 def header(recipe: Recipe, text: Text, rows: dict[str, str], parameters: int) -> str:
-    """`rows` maps a backend, as it was asked for, to the kernels behind it."""
+    """`rows` maps each requested backend to the kernels behind it."""
     dtype = str(recipe.dtype).removeprefix("torch.")
     device = str(recipe.device)
     device += f" ({torch.get_num_threads()} threads)" if device == "cpu" else f" ({torch.cuda.get_device_name()})"
@@ -49,7 +49,7 @@ def header(recipe: Recipe, text: Text, rows: dict[str, str], parameters: int) ->
 
 
 def table(runs: list[Run], recipe: Recipe, text: Text) -> str:
-    """One row a run; the speed of the others is compared with the first row's."""
+    """One row per run; speeds are relative to the first row."""
     end = min(END_STEPS, recipe.steps)
     rows = [["", "loss at", f"loss, last {end}", "held-out", "tokens/s", "", "peak"]]
     rows.append(["backend", "step 1", "steps (mean)", "loss", "(median)", "speed", "memory"])
@@ -86,7 +86,7 @@ def table(runs: list[Run], recipe: Recipe, text: Text) -> str:
 
 
 def plot(logs: dict[str, Path], path: Path) -> str | None:
-    """Save the curves of the logs as PNG; returns the reason where that is not possible."""
+    """Save the curves of the logs as PNG; returns the reason if that is not possible."""
     try:
         import matplotlib
 
@@ -135,7 +135,7 @@ def plot(logs: dict[str, Path], path: Path) -> str | None:
 
 
 def plot_health(run: Run, log: Path, path: Path) -> str | None:
-    """Save the health of a run over its steps as PNG; returns the reason where that is not possible."""
+    """Save the health of a run over its steps as PNG; returns the reason if that is not possible."""
     events = read(log)
     rates = {e["step"]: e["lr"] for e in events if e["event"] == "step"}
     try:
@@ -149,7 +149,7 @@ def plot_health(run: Run, log: Path, path: Path) -> str | None:
 
 
 def health(run: Run) -> str:
-    """What there is to worry about at the end of a run."""
+    """The concerns at the end of a run."""
     lines = run.health.concerns()
     shown = lines[:MOST_CONCERNS] + ([f"and {len(lines) - MOST_CONCERNS} more"] if lines[MOST_CONCERNS:] else [])
     where = f"Health of {run.backend} at step {run.health.steps[-1]}, and since step {run.health.steps[0]}:"
@@ -157,7 +157,7 @@ def health(run: Run) -> str:
 
 
 def _values(events: list[dict[str, Any]], kind: str) -> dict[int, float]:
-    """The losses of one kind of event by step, those that are finite."""
+    """The finite losses of one kind of event by step."""
     return {e["step"]: e["loss"] for e in events if e["event"] == kind and e.get("loss") is not None}
 
 
@@ -169,19 +169,19 @@ def sample(
     seed: int,
     vocabulary: Bytes = BYTES,
 ) -> tuple[str, GenerationStats]:
-    """The prompt continued by `count` tokens, drawn with the key-value cache, and how fast."""
+    """The prompt continued by `count` sampled tokens, and the speed of generation."""
     device = model.tok_embeddings.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     (tokens,), stats = model.generate(
         [list(prompt)], count, temperature=temperature, top_p=0.95, generator=generator, return_stats=True
     )
     decoded = vocabulary.decode(tokens.tolist()).expandtabs(4)
-    # Tokens of a half-trained model may hold anything, which must not reach the terminal as a control sequence.
+    # A half-trained model may generate control sequences, which must not reach the terminal.
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in decoded), stats
 
 
 def _choices(config: ModelConfig) -> str:
-    """What distinguishes the model from a LLaMA, but for its size."""
+    """The fields other than sizes in which the model differs from LLaMA."""
     fields = [f for f in dataclasses.fields(ModelConfig) if f.name not in OWN_OPTIONS]
     return ", ".join(f"{f.name}={getattr(config, f.name)}" for f in fields if getattr(config, f.name) != f.default)
 

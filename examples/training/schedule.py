@@ -10,7 +10,7 @@ from examples.training.optimizer import make_optimizer, make_schedule
 
 
 def learning_rates(lr: float, steps: int) -> list[float]:
-    """The rate of each step, by the schedule itself."""
+    """The learning rate of each step, by stepping the schedule."""
     optimizer = make_optimizer(nn.Linear(1, 1, device="cpu"), lr)
     schedule = make_schedule(optimizer, steps)
     rates = []
@@ -22,7 +22,7 @@ def learning_rates(lr: float, steps: int) -> list[float]:
 
 
 def plot_schedule(rates: list[float], path: Path) -> str | None:
-    """Save the learning rate of each step as a picture; returns the reason where that is not possible."""
+    """Save the learning rate of each step as a picture; returns the reason if that is not possible."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The text of `train.py`: tokens in, batches out. A token is a byte here; `train_tokens` has others."""
+"""The text of `train.py`: tokens in, batches out. Here a token is a byte; `tokens.py` has other tokens."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-STDLIB_BYTES = 2_000_000  # the standard library is cut there: more is never read in a few hundred steps
+STDLIB_BYTES = 2_000_000  # limit of the standard library's source: a few hundred steps never read more
 
 
 class TextError(Exception):
-    """The text cannot be trained on."""
+    """The text cannot be used for training; the message is for the user."""
 
 
 class Bytes:
-    """What tokens stand for: bytes."""
+    """A vocabulary of bytes."""
 
     size = 256
     unit = "byte"
@@ -32,7 +32,7 @@ class Bytes:
         return bytes(tokens).decode("utf-8", errors="replace")
 
     def count_bytes(self, tokens: Tensor) -> int:
-        """Bytes of text that the tokens stand for."""
+        """The number of bytes of text in the tokens."""
         return tokens.numel()
 
     def state(self) -> str | None:
@@ -54,12 +54,12 @@ class Text:
     vocabulary: Bytes = BYTES
 
     def batch(self, size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Windows at random places: tokens and those that follow them, int64 ``[size, length]``."""
+        """Windows at random positions: tokens and their successors, int64 ``[size, length]``."""
         starts = torch.randint(len(self.train) - length, (size,), generator=generator)
         return _windows(self.train, starts, length)
 
     def held_out_batch(self, size: int, length: int) -> tuple[Tensor, Tensor]:
-        """Windows spread evenly over the held-out tail, the same at every call."""
+        """Windows spread evenly over the held-out tail, the same in every call."""
         starts = torch.linspace(0, len(self.held_out) - length - 1, size).long()
         return _windows(self.held_out, starts, length)
 
@@ -103,7 +103,7 @@ def _standard_library() -> bytes:
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(folder.glob("*.py"))
     if not files:
-        raise TextError(f"no source of the standard library in {folder}; name a text with --text")
+        raise TextError(f"no source of the standard library in {folder}; pass a text with --text")
     parts, size = [], 0
     for file in files:
         parts.append(file.read_bytes())

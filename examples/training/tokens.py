@@ -1,4 +1,4 @@
-"""Token files: the tokens of a text in `FILE.bin`, which is mapped into memory, and what they are in `FILE.json`.
+"""Token files: the tokens of a text in `FILE.bin`, which is memory-mapped, and their description in `FILE.json`.
 
 FILE.bin holds nothing but tokens, in the narrowest of uint8, uint16 and uint32. They are bytes, or those of a byte-pair
 encoding that was trained on the text (by https://github.com/huggingface/tokenizers) and is in FILE.json.
@@ -21,17 +21,17 @@ from torch import Tensor
 from examples.training.text import BYTES, Bytes, Text, TextError, split
 
 FORMAT, VERSION = "foundry_kernels/examples/tokens", 1
-#: By name: torch's dtype, the code of `array`, and how many tokens it has room for.
+#: By name: torch's dtype, the code of `array`, and the largest vocabulary that fits.
 DTYPES = {
     "uint8": (torch.uint8, "B", 2**8),
     "uint16": (torch.uint16, "H", 2**16),
     "uint32": (torch.uint32, "I", 2**32),
 }
-CHUNK = 1 << 20  # bytes that are tokenized at a time
+CHUNK = 1 << 20  # bytes tokenized at a time
 
 
 class BytePairs(Bytes):
-    """Tokens of a byte-level byte-pair encoding: any text can be encoded, and decodes to itself."""
+    """A byte-level byte-pair encoding: it encodes any text without loss."""
 
     unit = "token"
 
@@ -39,7 +39,7 @@ class BytePairs(Bytes):
         self._state, self._tokenizer = state, _library().Tokenizer.from_str(state)
         self.size = self._tokenizer.get_vocab_size()
         self.description = f"{self.size:,} byte pairs as tokens"
-        # Its alphabet has a character for each byte.
+        # Its alphabet has one character per byte.
         self._lengths = torch.tensor([len(self._tokenizer.id_to_token(token)) for token in range(self.size)])
 
     def encode(self, text: str) -> list[int]:
@@ -117,26 +117,26 @@ def open_tokens(path: Path, length: int) -> Text:
     about = _about(path)
     dtype = DTYPES[about["dtype"]][0]
     try:
-        with path.open("rb") as file:  # read once, a block at a time
+        with path.open("rb") as file:  # read once, in blocks
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise TextError(f"cannot read the tokens {path}: {error.strerror or error}") from None
     if digest != about["sha256"]:
-        raise TextError(f"{path} is damaged, or not the file that {_beside(path).name} is about: its sha256 differs")
+        raise TextError(f"{path} is damaged, or not the file that {_beside(path).name} describes: its sha256 differs")
     vocabulary = BYTES
     if about["tokenizer"] is not None:
         try:
             vocabulary = BytePairs(json.dumps(about["tokenizer"]))
         except TextError:
             raise
-        except Exception as error:  # whatever the damaged part leads to
+        except Exception as error:  # damage may raise any exception
             raise TextError(f"{_beside(path)} is damaged: its tokenizer does not load: {error}") from None
     tokens = torch.from_file(str(path), shared=False, size=path.stat().st_size // dtype.itemsize, dtype=dtype)
     return split(str(path), tokens, length, digest, vocabulary)
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """What is beside the tokens."""
+    """Reads the description beside the tokens."""
     beside = _beside(path)
     if path.suffix != ".bin" or not beside.exists():
         raise TextError(f"{path} is not a token file: prepare_tokens.py makes FILE.bin and FILE.json")
@@ -145,7 +145,7 @@ def _about(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise TextError(f"cannot read {beside}: {error}") from None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise TextError(f"{beside} is not of prepare_tokens.py")
+        raise TextError(f"{beside} was not written by prepare_tokens.py")
     if about.get("version") != VERSION:
         raise TextError(f"{beside} has version {about.get('version')}; this program reads {VERSION}")
     if about.get("dtype") not in DTYPES or not {"sha256", "tokenizer"} <= about.keys():
@@ -165,7 +165,7 @@ def _encoded(text: Path, vocabulary: Bytes) -> Iterator[Sequence[int]]:
 
 
 def _characters(text: Path, share: float = 1.0) -> Iterator[str]:
-    """The first `share` of a UTF-8 file, a chunk at a time."""
+    """The first `share` of a UTF-8 file, in chunks."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for chunk in _chunks(text, share):

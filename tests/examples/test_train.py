@@ -123,7 +123,7 @@ def test_a_selection_bias_is_moved_by_one_process_alone(text_file):
     done = train_loop.train(biased, "reference", train_text.read_text(text_file, 16), None, progress=False)
     routers = [m for m in done.model.modules() if isinstance(m, Router)]
     assert all(router.selection_bias.abs().max() > 0.0 for router in routers)
-    with pytest.raises(ParallelError, match="selection_bias: each of the processes would move it by its own tokens"):
+    with pytest.raises(ParallelError, match="selection_bias: each process would update it with only its own tokens"):
         Parallel.check(SimpleNamespace(kind="ddp", size=2), biased.model, 4, 16)
 
 
@@ -261,11 +261,11 @@ def other_weights(path: Path, state: dict) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (corrupt, "is corrupt or no checkpoint"),
-        (truncate, "is corrupt or no checkpoint"),
-        (empty, "is corrupt or no checkpoint"),
+        (corrupt, "is corrupt or not a checkpoint"),
+        (truncate, "is corrupt or not a checkpoint"),
+        (empty, "is corrupt or not a checkpoint"),
         (foreign, "is not a checkpoint of this program"),
-        (pickled, "is corrupt or no checkpoint"),
+        (pickled, "is corrupt or not a checkpoint"),
         (newer, "has checkpoint version 99; this program reads 2"),
         (older, "has checkpoint version 1; this program reads 2: finish that run with the program that began it, or"),
         (without_model, "is damaged: KeyError"),
@@ -339,7 +339,7 @@ def test_present_run_is_not_overwritten(text_file, tmp_path, capsys):
         (("--device", "gpu"), "--device gpu"),
         (("--device", "meta"), "--device must be cpu or cuda"),
         (("--prompt", ""), "--prompt must not be empty"),
-        (("--out", "short.txt"), "cannot make the folder short.txt"),
+        (("--out", "short.txt"), "cannot create the folder short.txt"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

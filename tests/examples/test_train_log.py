@@ -254,7 +254,7 @@ def test_single_choices() -> None:
     [
         (["--set", "colour=red"], "--set takes FIELD=VALUE with a field of ModelConfig; got colour=red"),
         (["--set", "norm"], "--set takes FIELD=VALUE with a field of ModelConfig; got norm"),
-        (["--set", "dim=8"], "--set dim: --dim says this; got dim=8"),
+        (["--set", "dim=8"], "--set dim: use --dim instead; got dim=8"),
         (["--set", "positions=polar"], "the model's shape: positions must be one of 'rope'"),
         (["--set", "qk_norm=yes"], "the model's shape: qk_norm must be a bool; got str"),
         (["--set", "residual_dropout=much"], "the model's shape: residual_dropout must be a number; got str"),

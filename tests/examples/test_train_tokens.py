@@ -159,13 +159,13 @@ def change(**fields: object) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (damage_tokens, "text.bin is damaged, or not the file that text.json is about: its sha256 differs"),
+        (damage_tokens, "text.bin is damaged, or not the file that text.json describes: its sha256 differs"),
         (truncate, "text.bin is damaged"),
         (lambda folder: (folder / "text.bin").unlink(), "cannot read the tokens"),
         (lambda folder: (folder / "text.json").unlink(), "text.bin is not a token file: prepare_tokens.py makes"),
         (lambda folder: (folder / "text.json").write_text("{"), "cannot read"),
-        (lambda folder: (folder / "text.json").write_text('["tokens"]'), "text.json is not of prepare_tokens.py"),
-        (change(format="other"), "text.json is not of prepare_tokens.py"),
+        (lambda d: (d / "text.json").write_text('["tokens"]'), "text.json was not written by prepare_tokens.py"),
+        (change(format="other"), "text.json was not written by prepare_tokens.py"),
         (change(version=2), "text.json has version 2; this program reads 1"),
         (change(dtype="float32"), "text.json is damaged: it has no dtype"),
         (change(tokenizer={"model": None}), "text.json is damaged: its tokenizer does not load"),
@@ -185,7 +185,7 @@ def test_bad_token_files_are_refused(
     ("arguments", "message"),
     [
         (["--tokens", "text.txt"], "text.txt is not a token file"),
-        (["--tokens", "text.bin", "--text", "text.txt"], "--tokens and --text exclude each other"),
+        (["--tokens", "text.bin", "--text", "text.txt"], "--tokens and --text cannot be combined"),
         (["--tokens", "text.bin", "--seq-len", "5000"], "is too short: "),
     ],
     ids=["a text", "both", "short"],
@@ -208,8 +208,8 @@ def test_bad_options_for_tokens_are_refused(
     ("arguments", "message"),
     [
         (["text.txt", "new.tokens"], "--out must end in .bin; got "),
-        (["text.txt", "text.bin"], "text.bin exists; name another with --out"),
-        (["text.txt", "new.bin", "--vocab", "256"], "--vocab must be above 256, that of the bytes; got 256"),
+        (["text.txt", "text.bin"], "text.bin exists; choose another --out"),
+        (["text.txt", "new.bin", "--vocab", "256"], "--vocab must be above 256, the number of bytes; got 256"),
         (["missing.txt", "new.bin"], "cannot read the text "),
         (["missing.txt", "new.bin", "--vocab", "300"], "missing.txt: No such file"),
         (["empty.txt", "new.bin"], "empty.txt is empty"),

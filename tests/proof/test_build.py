@@ -167,7 +167,7 @@ def test_without_a_network(tmp_path: Path) -> None:
         "PIP_CONFIG_FILE": os.devnull,
     }
     said = bootstrap(tmp_path, "", "a-package-that-is-not-there", **nowhere)
-    assert "packages cannot be downloaded; is there a network? pip: ERROR" in said
+    assert "cannot download packages; is there a network? pip: ERROR" in said
 
 
 def test_the_script_can_be_read_by_an_old_python() -> None:

@@ -1,4 +1,4 @@
-// What the forward and the backward kernel share.
+// Shared by the forward and the backward kernel.
 #pragma once
 
 #include "../flash_attention_scores.cuh"
@@ -12,13 +12,13 @@ namespace hopper {
 
 using tiles::kLog2e;
 
-// Columns of the kernels that take heads of these widths: boxes are filled up with zeros.
+// The kernel width for a head dimension. Boxes are padded with zeros.
 inline int width_of(const AttentionInputs& a) {
   const int width = max(a.head_dim, a.head_dim_v);
   return width <= 64 ? 64 : width <= 128 ? 128 : 256;
 }
 
-// The parts of a call that tensor maps describe: 16-byte chunks at multiples of 16 bytes.
+// Whether tensor maps can describe a tensor of the call: 16-byte chunks at multiples of 16 bytes.
 inline bool can_map(const void* data, const HeadStrides& s, const AttentionInputs& a, int64_t heads, int width) {
   const bool packed = a.starts_q != nullptr;
   const auto fits = [](int64_t stride, int64_t size) {
@@ -28,8 +28,8 @@ inline bool can_map(const void* data, const HeadStrides& s, const AttentionInput
          fits(s.head, heads) && (packed || fits(s.batch, a.n_sequences));
 }
 
-// What takes() asks of a forward and of a backward pass. Of few queries the other kernels divide the keys over blocks;
-// what is batch-invariant may not depend on how many there are.
+// What takes() requires of both passes. With few queries the other kernels split the keys over blocks; a
+// batch-invariant call must not depend on their number.
 inline bool takes_inputs(const AttentionInputs& a) {
   constexpr int64_t kFewestQueries = 128;
   if (!a.batch_invariant && a.n_queries < kFewestQueries) return false;
@@ -39,7 +39,7 @@ inline bool takes_inputs(const AttentionInputs& a) {
          can_map(a.v, a.v_strides, a, a.n_heads / a.group, a.head_dim_v);
 }
 
-// Whether scores are more than products with the scale that the window's edges hide.
+// Whether scores need more than the scale and the edges of the window.
 inline bool has_score_options(const AttentionInputs& a) { return a.softcap > 0.f || a.alibi_slopes; }
 
 inline cudaError_t encode(TensorMap& map, const MapOf& of) {
@@ -59,16 +59,17 @@ inline cudaError_t map_keys(TensorMap& map, const AttentionInputs& a, const void
   return encode(map, {data, a.type, packed ? 1 : a.n_sequences, a.n_heads / a.group, packed ? a.total_k : a.n_keys,
                       width, strides, rows});
 }
-// The batch that a tensor map knows a sequence by.
+// The batch index of a sequence in a tensor map.
 __device__ __forceinline__ int batch_of(const AttentionInputs& a, const Head& h) { return a.starts_q ? 0 : h.n; }
 
 // --- tiles of the tokens of all sequences ----------------------------------------------------------------------------
 //
-// Packed sequences have as many tiles as their tokens need; those of sequence n begin at starts[n] / size + n, which
-// leaves a gap of at most one after each and needs no table. Sequences of a batch have equally many.
+// A packed sequence has as many tiles as its tokens need. Those of sequence n begin at starts[n] / size + n, which
+// leaves at most one unused tile after each sequence and needs no table. In a dense batch all sequences have equally
+// many.
 
 struct TileOf {
-  int sequence, tile;  // the tile may lie behind the sequence's end
+  int sequence, tile;  // the tile may be beyond the end of the sequence
 };
 
 inline __host__ __device__ int64_t count_tiles(const int32_t* starts, int64_t total, int64_t n_sequences,
@@ -88,7 +89,7 @@ __device__ __forceinline__ TileOf find_tile(const int32_t* starts, int64_t total
     const int each = static_cast<int>((tokens + size - 1) / size), at = static_cast<int>(index);  // of a grid's blocks
     return {at / each, at % each};
   }
-  int low = 0, high = static_cast<int>(n_sequences) - 1;  // the last sequence that begins at `index` or before
+  int low = 0, high = static_cast<int>(n_sequences) - 1;  // the last sequence at or before `index`
   while (low < high) {
     const int middle = (low + high + 1) / 2;
     if (first_tile_of(starts, total, tokens, middle, size) <= index) low = middle;
@@ -99,9 +100,9 @@ __device__ __forceinline__ TileOf find_tile(const int32_t* starts, int64_t total
 
 // --- in shared memory ------------------------------------------------------------------------------------------------
 
-// Zeros for rows [begin, end) of a tile of panels, by 128 threads of which this is `thread`: rows behind the end of a
-// packed sequence are those of the next, and what they hold, NaN too, must not reach a sum. Others wait until all have
-// passed fence_proxy_async().
+// Zeroes rows [begin, end) of a tile of panels, with 128 threads, of which this one is `thread`. Rows beyond the end of
+// a packed sequence belong to the next one, and their values, possibly NaN, must not reach a sum. The others wait until
+// all have passed fence_proxy_async().
 __device__ __forceinline__ void clear_rows(uint32_t tile, int begin, int end, int panels, uint32_t panel_bytes,
                                            int thread) {
   const int chunks = (end - begin) * 8;

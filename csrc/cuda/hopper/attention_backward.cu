@@ -1,4 +1,4 @@
-// The backward pass: which calls it takes, the order of its work and its launches.
+// The backward pass: which calls it supports, the order of its work and its launches.
 #include "backward_order.cuh"
 
 namespace foundry {
@@ -6,12 +6,12 @@ namespace cuda {
 namespace hopper {
 namespace {
 
-// Whether dq is added up in an order that is always the same. At 256 wide any order would be no faster.
+// Whether dq is summed in a fixed order. At width 256 another order would be no faster.
 bool is_in_order(const AttentionBackward& a, bool deterministic) { return deterministic || width_of(a) > 128; }
 
-// Whether each query sees all keys up to its own, so that tiles of keys come in pairs. In order the blocks of a head
-// wait for each other, and all must run at once: on half of the multiprocessors, so that two such passes at a time, on
-// streams of different priority, cannot each hold what the other waits for. By nothing that another batch would change.
+// Whether each query sees all keys up to its own, so that tiles of keys are paired. In a fixed order the blocks of a
+// head wait for each other and must all run at once. They may use only half of the multiprocessors, so that two such
+// passes on streams of different priority cannot block each other. The choice does not depend on the rest of the batch.
 bool in_pairs(const AttentionBackward& a, bool in_order, int multiprocessors) {
   const int64_t pairs = ((a.n_keys + kKeyTile - 1) / kKeyTile + 1) / 2;
   return !a.starts_q && a.n_queries == a.n_keys && a.window_right == 0 && a.window_left >= a.n_queries - 1 &&
@@ -36,7 +36,7 @@ bool takes(const AttentionBackward& a) {
   return takes_inputs(a) && can_map(a.dout, a.dout_strides, a, a.n_heads, a.head_dim_v) && a.dq && a.dk && a.dv &&
          !a.dbias && fits(a.out, a.out_strides, a.head_dim_v) && fits(a.dq, a.dq_strides, a.head_dim) &&
          fits(a.dk, a.dk_strides, a.head_dim) && fits(a.dv, a.dv_strides, a.head_dim_v) &&
-         a.scale > 0.f;  // what is hidden is -infinity before it is scaled
+         a.scale > 0.f;  // hidden scores become -infinity before scaling
 }
 
 BackwardSpace backward_space(const AttentionBackward& a, bool deterministic) {

@@ -1,15 +1,15 @@
-// The backward pass's main kernel: dk, dv, and sums of dq.
+// The main kernel of the backward pass: dk, dv, and sums of dq.
 //
-// A block has a warpgroup that copies (its first thread by TMA; two more threads take dq away) and two that multiply,
-// of 64 keys each. Scores and their gradients have keys as rows:
+// A block has one warpgroup that copies (its first thread by TMA; two more threads add dq) and two that compute, with
+// 64 keys each. Scores and their gradients have keys as rows:
 //   S^T  = K Q^T          from shared memory       P^T  = exp2(S^T - lse)
 //   dP^T = V dO^T         from shared memory       dS^T = P^T (dP^T - delta)
 //   dV  += P^T dO         P^T from registers
 //   dK  += dS^T Q         dS^T from registers
-//   dQ   = dS K           dS^T from shared memory, where both warpgroups put theirs; each makes half of dQ, one step
-//                         late, when the other's dS^T is long there
-// dK and dV stay in registers over all heads of a group. 256 wide a block makes 128 columns of dK, dV and dQ, and
-// another the other 128.
+//   dQ   = dS K           dS^T from shared memory, where both warpgroups put theirs; each computes half of dQ, one step
+//                         later, when the other's dS^T has long arrived
+// dK and dV stay in registers over all heads of a group. At width 256 a block computes 128 columns of dK, dV and dQ,
+// and another block the other 128.
 #pragma once
 
 #include "backward_consumer.cuh"
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(384, 1)
   __syncthreads();
   const uint32_t words = base + S::kWords;
   if (block_word(words, kParts) == 0) return;
-  // Of a warp's registers, which the compiler then knows to be equal in all lanes.
+  // By shuffle, so that the compiler knows that all lanes of a warp agree.
   const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0), warpgroup = warp / 4;
   const auto count_as_done = [&] {
     add_release(work.done + block_word(words, kKvHead) * a.n_sequences + block_word(words, kSequence));

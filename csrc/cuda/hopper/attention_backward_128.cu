@@ -1,4 +1,4 @@
-// The backward pass of heads of 72 to 128 columns.
+// The backward pass for head dimensions of 72 to 128.
 #include "attention_backward.cuh"
 
 namespace foundry {

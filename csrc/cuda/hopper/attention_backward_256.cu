@@ -1,4 +1,4 @@
-// The backward pass of heads of 136 to 256 columns.
+// The backward pass for head dimensions of 136 to 256.
 #include "attention_backward.cuh"
 
 namespace foundry {

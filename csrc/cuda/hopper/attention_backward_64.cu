@@ -1,4 +1,4 @@
-// The backward pass of heads of up to 64 columns.
+// The backward pass for head dimensions up to 64.
 #include "attention_backward.cuh"
 
 namespace foundry {

@@ -28,7 +28,7 @@ Order order_of(const AttentionForward& a, int* counter) {
   order.heads = static_cast<int>(count_heads(a));
   order.tiles = order.row_tiles * order.heads;
   order.counter = counter;
-  // K and V of the heads that are under way take at most this much of the L2 cache; groups of about equal size.
+  // K and V of the heads in flight take at most this much of the L2 cache. Groups of heads have about equal size.
   constexpr int64_t kCache = 32 << 20;
   const int64_t bytes = 2 * a.n_keys * (a.head_dim + a.head_dim_v);
   const int64_t fit = std::max<int64_t>(1, kCache / bytes) * a.group, groups = (order.heads + fit - 1) / fit;

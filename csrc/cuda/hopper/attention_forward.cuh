@@ -1,16 +1,16 @@
-// Attention, forward, on compute capability 9.0.
+// Attention forward on compute capability 9.0.
 //
-// A block has a warpgroup whose first thread copies tiles by TMA, and two or three that compute, 64 rows of queries
-// each; as many blocks as there are multiprocessors take tiles of rows until none is left. K and V go through rings of
-// stages, each with a barrier that says it is full and one that says all have read it.
+// A block has one warpgroup whose first thread copies tiles by TMA, and two or three that compute 64 rows of queries
+// each. There are as many blocks as multiprocessors; they take tiles of rows until none is left. K and V go through
+// rings of stages. Each stage has two barriers: full, and free again once all have read it.
 //
-// The life of a tile of keys, from the last that the rows see to the first: its scores S = Q K^T are computed beside
-// the sums O += P V of the tile before; while O is under way, P = exp2(S scale - max) is made from S in registers,
-// where it is the left side of the next product. O is rescaled only when a row's maximum grows by more than a factor of
-// 2^8 ("lazily"): until then weights are relative to an older maximum, which changes no result but by rounding.
+// Tiles of keys go from the last that the rows see to the first. The scores S = Q K^T of a tile are computed beside the
+// sums O += P V of the tile before. While O is in flight, P = exp2(S scale - max) is computed from S in registers,
+// where it is the left operand of the next matmul. O is rescaled only when a row's maximum grows by more than a factor
+// of 2^8 ("lazily"). Until then weights are relative to an older maximum, which changes results only by rounding.
 //
 //   copies    | K n-1       | V n           | K n-2         | ...
-//   products  | S n-1, O n        .. waits for S | .. for O | S n-2, O n-1
+//   matmuls   | S n-1, O n        .. waits for S | .. for O | S n-2, O n-1
 //   registers |                   | P n-1 from S | rescale O
 #pragma once
 
@@ -21,18 +21,18 @@ namespace cuda {
 namespace hopper {
 namespace forward {
 
-// What heads of up to kDim numbers need: `kGroups` warpgroups compute, with kKeys keys at a time.
+// What head dimensions up to kDim need. `kGroups` warpgroups compute; a tile has kKeys keys.
 template <int kDim_>
 struct Shape {
   static constexpr int kDim = kDim_, kGroups = kDim == 64 ? 3 : 2, kKeys = kDim == 256 ? 80 : 128;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1), kPanels = (kDim + kPanel - 1) / kPanel;
-  static constexpr bool kKeepQ = kDim == 96 || kDim == 128;  // in registers; else it is read from shared memory
-  // What tile of rows it is, in registers; else it is read again where it is needed, and Q's place is kept until the
-  // end.
+  static constexpr bool kKeepQ = kDim == 96 || kDim == 128;  // in registers; otherwise it is read from shared memory
+  // Whether registers hold which tile of rows this is. Otherwise it is read again where needed, and Q's buffer is kept
+  // until the end.
   static constexpr bool kKeepWork = kGroups == 2;
-  static constexpr int kQueues = kDim == 64 ? 2 : 1;  // places for Q
+  static constexpr int kQueues = kDim == 64 ? 2 : 1;  // buffers for Q
   static constexpr int kStages = kDim == 64 ? 3 : 2;  // of K, and of V
-  // Tiles of keys that all rows of a warpgroup lie left of are passed over; with as many keys as rows there are none.
+  // Whether to skip tiles of keys that are left of all rows of a warpgroup. With as many keys as rows there are none.
   static constexpr bool kSkips = kRows != kKeys;
   static constexpr int kProducer = kGroups == 3 ? 32 : 24, kConsumer = kGroups == 3 ? 160 : 240;  // registers
   // Bytes of shared memory.
@@ -42,19 +42,19 @@ struct Shape {
   static constexpr uint32_t kQFull = kV + kStages * kKBytes, kQEmpty = kQFull + 8 * kQueues;
   static constexpr uint32_t kKFull = kQEmpty + 8 * kQueues, kKEmpty = kKFull + 8 * kStages;
   static constexpr uint32_t kVFull = kKEmpty + 8 * kStages, kVEmpty = kVFull + 8 * kStages;
-  static constexpr uint32_t kWork = kVEmpty + 8 * kStages;  // for each place of Q its Work
+  static constexpr uint32_t kWork = kVEmpty + 8 * kStages;  // one Work per buffer of Q
   static constexpr uint32_t kShared = kWork + 16 * kQueues;
   static_assert(kShared <= (227 << 10), "shared memory");
 };
 
-// The tiles of rows, in the order in which they are taken: heads in groups of which K and V stay in the L2 cache, and
-// of these, row by row, the last rows first, which see most keys of a causal mask.
+// The order of the tiles of rows: in groups of heads whose K and V fit in the L2 cache, and within a group row by row.
+// The last rows go first, because they see the most keys under a causal mask.
 struct Order {
   int tiles, row_tiles, heads, heads_at_once;
-  int* counter;  // of tiles that are taken beyond the first of each block, or null where these are all
+  int* counter;  // counts tiles taken beyond each block's first; null if there are none
 };
 
-// A tile of rows: of a sequence and head from row `first`. sequence < 0 says that there is none left.
+// A tile of rows: of a sequence and head, from row `first` on. sequence < 0: no tile is left.
 struct Work {
   int sequence, head, first;
 };
@@ -70,7 +70,7 @@ __device__ __forceinline__ Work work_of(const AttentionForward& a, const Order& 
   return {found.sequence, head, found.tile * kRows};
 }
 
-// The tiles of keys [begin, end) that rows [first, last] see, at least one: that may be hidden altogether.
+// The tiles of keys [begin, end) that rows [first, last] see. At least one, even if it is fully hidden.
 struct KeyTiles {
   int begin, end;
   __device__ KeyTiles(const Head& h, int first, int last, int size) {
@@ -80,7 +80,7 @@ struct KeyTiles {
   }
 };
 
-// A place in a ring of stages, and the parity of the phase that is waited for there.
+// A stage of a ring, and the parity of the phase to wait for there.
 template <int kStages>
 struct Place {
   uint32_t stage, parity;
@@ -121,7 +121,7 @@ __device__ __forceinline__ void produce(const AttentionForward& a, const TensorM
       const int batch = batch_of(a, h);
       load(q, base + S::kQ + in_q.stage * S::kQBytes, full, S::kQPanel, h.q_start + work.first, h.head, batch);
       in_q.next();
-      // K of a tile, then V of the tile after it: the order in which they are used.
+      // K of a tile, then V of the tile before: the order in which they are used.
       const KeyTiles keys(h, work.first, min(work.first + S::kRows, h.q_len) - 1, S::kKeys);
       for (int n = keys.end - 1; n >= keys.begin - 1; --n) {
         if (n >= keys.begin) {
@@ -145,15 +145,15 @@ __device__ __forceinline__ void produce(const AttentionForward& a, const TensorM
 
 // --- softmax ---------------------------------------------------------------------------------------------------------
 
-// What is known of a thread's two rows, g and g + 8 of its warp: the maximum that weights are relative to, as a product
-// before it is scaled, their sum so far, and what older sums are to be multiplied by.
+// The softmax state of a thread's two rows, g and g + 8 of its warp: the maximum that weights are relative to
+// (unscaled), their sum so far, and the factor for older sums.
 struct Rows {
   float max[2], sum[2], shrink[2];
 };
 
-constexpr float kLazy = 8.f;  // by how many powers of 2 a maximum may be exceeded before it is replaced
+constexpr float kLazy = 8.f;  // a maximum may be exceeded by this power of 2 before it is replaced
 
-// s, products of a tile (or logits in powers of 2, with scale 1), become weights. kMasked: some may be -inf.
+// Turns s, the scores of a tile (or logits in powers of 2, with scale 1), into weights. kMasked: some may be -inf.
 template <int kKeys, bool kMasked, bool kFirst>
 __device__ __forceinline__ void soften(float (&s)[kKeys / 2], Rows& rows, float scale) {
   float top[2], base[2];
@@ -190,7 +190,7 @@ __device__ __forceinline__ void soften(float (&s)[kKeys / 2], Rows& rows, float 
   }
 }
 
-// Products become logits in powers of 2, by soft cap and ALiBi. i: the thread's first row; j: the key of its first
+// Turns scores into logits in powers of 2: soft cap and ALiBi. i: the thread's first row; j: the key of its first
 // column.
 template <int kKeys>
 __device__ __forceinline__ void to_logits(float (&s)[kKeys / 2], const AttentionForward& a, const Head& h, int i,
@@ -208,8 +208,8 @@ __device__ __forceinline__ void to_logits(float (&s)[kKeys / 2], const Attention
       fmaf(-slope, fabsf(static_cast<float>(distance + x / 2 % 2 * 8 - x / 4 * 8 - x % 2)), s[x]);
 }
 
-// Hides the columns of a tile that begins at key `n` which the thread's rows i and i + 8 do not see; `left`: whether
-// some may lie left of the window.
+// Hides the columns of a tile from key `n` on that the thread's rows i and i + 8 do not see. `left`: some may be left
+// of the window.
 template <int kKeys>
 __device__ __forceinline__ void hide(float (&s)[kKeys / 2], const Head& h, int i, int n, bool left) {
   const int column = n + threadIdx.x % 4 * 2;
@@ -222,8 +222,8 @@ __device__ __forceinline__ void hide(float (&s)[kKeys / 2], const Head& h, int i
 
 // --- results ---------------------------------------------------------------------------------------------------------
 
-// Of a row with this maximum (in powers of 2) and sum of weights: writes lse, and returns what its sums of values are
-// to be multiplied by.
+// Finishes a row with this maximum (in powers of 2) and sum of weights: writes lse and returns the factor for its sums
+// of values.
 __device__ __forceinline__ float finish(const AttentionForward& a, const Head& h, int i, float top, float sum,
                                         bool writes) {
   const bool empty = sum == 0.f;
@@ -235,7 +235,7 @@ __device__ __forceinline__ float finish(const AttentionForward& a, const Head& h
     top = larger;
   }
   if (writes && a.lse) {
-    // Exponent and mantissa apart: no digit is lost beside a large maximum.
+    // Computes exponent and mantissa separately, so that no precision is lost beside a large maximum.
     int exponent;
     const float part = log2f(frexpf(sum, &exponent));
     constexpr double kLn2 = 0.6931471805599453;
@@ -245,8 +245,8 @@ __device__ __forceinline__ float finish(const AttentionForward& a, const Head& h
   return empty ? 0.f : factor / sum;
 }
 
-// Rows i and i + 8 of the thread: each of the four threads of a row gets 8 neighbouring columns of every 32, by two
-// exchanges, and stores 16 bytes.
+// Writes rows i and i + 8 of the thread. Two exchanges give each of a row's four threads 8 neighbouring columns of
+// every 32, which it stores as 16 bytes.
 template <class T, int kDim>
 __device__ __forceinline__ void write(const AttentionForward& a, const Head& h, int i, const float (&o)[kDim / 2],
                                       const float (&factor)[2]) {

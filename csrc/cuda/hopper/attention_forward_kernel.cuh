@@ -1,4 +1,4 @@
-// The forward kernel: its warpgroups, and what one that computes does with a tile of rows.
+// The forward kernel: its warpgroups, and how one of them computes a tile of rows.
 #pragma once
 
 #include "attention_forward.cuh"
@@ -8,7 +8,7 @@ namespace cuda {
 namespace hopper {
 namespace forward {
 
-// A warpgroup that computes: 64 rows of each tile, `group` * 64 and on.
+// A computing warpgroup: 64 rows of each tile, from `group` * 64 on.
 template <class T, int kDim, bool kOptions>
 struct Consumer {
   using S = Shape<kDim>;
@@ -17,8 +17,8 @@ struct Consumer {
   const AttentionForward& a;
   const uint32_t base;
   const int group;
-  Place<S::kStages> in_k{0, 0};  // V of the tile before is one place before: of a tile both are taken, or passed over
-  uint32_t taken = 0;            // tiles of rows, which take turns in the places of Q
+  Place<S::kStages> in_k{0, 0};  // V of the previous tile is one stage before; for each tile both are used or skipped
+  uint32_t taken = 0;            // tiles of rows taken so far; they alternate between the buffers of Q
   float o[kDim / 2], s[kKeys / 2];
   uint32_t p[kKeys / 4], q[S::kKeepQ ? kDim / 4 : 1];
   Rows rows;
@@ -27,7 +27,7 @@ struct Consumer {
   __device__ Consumer(const AttentionForward& a, uint32_t base, int group) : a(a), base(base), group(group) {}
 
   __device__ static bool is_first_lane() { return threadIdx.x % 32 == 0; }
-  // Of the thread's first row in the tile.
+  // The thread's first row within the tile.
   __device__ int row() const { return group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
 
   __device__ __forceinline__ uint32_t place_of_q() const { return taken % S::kQueues; }
@@ -40,7 +40,7 @@ struct Consumer {
     else return read_work();
   }
   __device__ __forceinline__ void release_q() {
-    __syncwarp();  // all lanes have read what goes with it
+    __syncwarp();  // all lanes have read the values that belong to it
     if (is_first_lane()) mbarrier_arrive(base + S::kQEmpty + 8 * place_of_q());
   }
 
@@ -56,7 +56,7 @@ struct Consumer {
     if (is_first_lane()) mbarrier_arrive(base + S::kVEmpty + 8 * at.stage);
   }
 
-  // Q as left sides of products: ldmatrix undoes the swizzle.
+  // Loads Q as left operands of matmuls; ldmatrix addresses undo the swizzle.
   __device__ __forceinline__ void keep_q(uint32_t tile) {
     const int lane = threadIdx.x % 32, r = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
     FK_UNROLL for (int k = 0; k < kDim / 16; ++k) {
@@ -94,7 +94,7 @@ struct Consumer {
     FK_UNROLL for (int i = 0; i < kKeys / 4; ++i) p[i] = pack<T>(s[2 * i], s[2 * i + 1]);
   }
 
-  // The scores of tile n become weights. kMasked: an edge of what rows see may cross it.
+  // Turns the scores of tile n into weights. kMasked: an edge of what rows see may cross the tile.
   template <bool kMasked, bool kFirst>
   __device__ __forceinline__ void weigh(int n, bool left) {
     if constexpr (kOptions || kMasked) {
@@ -107,7 +107,7 @@ struct Consumer {
     soften<kKeys, kMasked, kFirst>(s, rows, kOptions ? 1.f : a.scale * kLog2e);
   }
 
-  // Scores and weights of tile n beside the output of the tile after it.
+  // Computes scores and weights of tile n beside the output of the tile after it.
   template <bool kMasked>
   __device__ __forceinline__ void step(int n, bool left) {
     const Place<S::kStages> in_v = in_k.before();
@@ -134,18 +134,19 @@ struct Consumer {
     pack_weights();
   }
 
-  // Values behind the end of a packed sequence are of the next one, and meet weights of 0.
+  // Zeroes values beyond the end of a packed sequence: they belong to the next one, and weights of 0 would not remove
+  // NaN.
   __device__ __forceinline__ void clear_values(const Head& h, const KeyTiles& keys) {
     const int end = h.k_len - (keys.end - 1) * kKeys;
     if (!a.starts_k || end >= kKeys) return;
     wait_v(in_k);
-    // By the last warpgroup, whose rows see no fewer keys than those of the others.
+    // Done by the last warpgroup, whose rows see at least as many keys as the others'.
     if (group == S::kGroups - 1)
       clear_rows(base + S::kV + in_k.stage * S::kKBytes, max(end, 0), kKeys, S::kPanels, S::kKPanel, threadIdx.x % 128);
     FK_NAMED_BARRIER(1, 128 * S::kGroups);
   }
 
-  // A tile of rows; false if there is none left.
+  // Computes a tile of rows. Returns false if none is left.
   __device__ __forceinline__ bool take() {
     mbarrier_wait(base + S::kQFull + 8 * place_of_q(), taken / S::kQueues % 2);
     kept = read_work();
@@ -169,7 +170,7 @@ struct Consumer {
         release_k();
       }
     }
-    // Tiles [middle, right) lie within what all rows see.
+    // All rows see tiles [middle, right) fully.
     const int right = h.end_key(own) / kKeys, middle = (h.first_key(own + 63) + kKeys - 1) / kKeys;
     wait_k();
     settle(s);

@@ -1,4 +1,4 @@
-// What the backward kernel's two other warpgroups do: products, weights and what dk, dv and dq are summed from.
+// The two computing warpgroups of the backward kernel: matmuls, weights and the contributions to dk, dv and dq.
 #pragma once
 
 #include "backward_shape.cuh"
@@ -7,9 +7,9 @@ namespace foundry {
 namespace cuda {
 namespace hopper {
 
-// P^T from S^T, in `weights` rounded, and what dP^T - delta is to be multiplied by: in s, or where these registers are
-// needed, in `factors` (as halves, which have most bits for what is at most 1), or where that is P^T in `weights`
-// alone. Element 4 j + 2 half + e is of key `key` + 8 half of the tile and query 8 j + 2 c + e.
+// Computes P^T from S^T, rounded in `weights`, and the factor for dP^T - delta. The factor is in s. If those registers
+// are needed it is in `factors` (as halves, the most precise 16-bit type for numbers up to 1) or, if it equals P^T,
+// only in `weights`. Element 4 j + 2 half + e belongs to key `key` + 8 half of the tile and query 8 j + 2 c + e.
 template <class S>
 __device__ __forceinline__ void weigh(const AttentionBackward& a, const BackwardWork& work, uint32_t words,
                                       uint32_t part, int tile, int head, int key, int c, uint32_t lse,
@@ -21,7 +21,7 @@ __device__ __forceinline__ void weigh(const AttentionBackward& a, const Backward
   if (tile < part_word(part, kBeginWhole) || tile >= part_word(part, kEndWhole)) {
     FK_UNROLL for (int half = 0; half < 2; ++half) {
       const int row = key + 8 * half, shift = row - tile * S::kQueries - 2 * c;
-      // Columns, less 2 c, that the key is seen by.
+      // The columns that see the key, minus 2 c.
       const int from = row < part_word(part, kKeysLeft) ? part_word(part, kLower) + shift : kFar;
       const int to = part_word(part, kUpper) + shift;
       FK_UNROLL for (int j = 0; j < S::kQueries / 8; ++j) FK_UNROLL for (int e = 0; e < 2; ++e) {
@@ -44,8 +44,8 @@ __device__ __forceinline__ void weigh(const AttentionBackward& a, const Backward
                                       block_word(words, kKvHead) * a.group + head];
     const float distance =
         static_cast<float>(tile * S::kQueries + 2 * c + block_word(words, kOffset) - part_word(part, kTile) * kKeyTile -
-                           key);  // of the first query from the first key
-    // Of a capped score the derivative is 1 - t^2; of a hidden one, where t is not finite, 0.
+                           key);  // distance of the first query from the first key
+    // The derivative of the soft cap is 1 - t^2. For a hidden score, whose t is not finite, it is 0.
     const float curve = a.softcap > 0.f ? -1.f : 0.f, factor = a.softcap > 0.f ? work.cap_out_log2 : work.scale_log2;
     FK_UNROLL for (int j = 0; j < S::kQueries / 8; ++j) {
       const float2 numbers = load_shared_pair(lse + c * 8 + j * 32);
@@ -64,7 +64,7 @@ __device__ __forceinline__ void weigh(const AttentionBackward& a, const Backward
   }
 }
 
-// Rows of Q and dO behind the end of a packed sequence, of both warpgroups' step, become zeros.
+// Zeroes rows of Q and dO beyond the end of a packed sequence, for the current step of both warpgroups.
 template <class S>
 __device__ __forceinline__ void clear_behind(uint32_t base, int consumer, int thread, int stage, uint32_t parity,
                                              int n) {
@@ -82,7 +82,8 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
   constexpr int kQueries = S::kQueries;
   const uint32_t words = base + S::kWords;
   const int thread = threadIdx.x % 128, lane = thread % 32, group = static_cast<int>(a.group);
-  // The first of its two keys within the tile. With options registers are few, and what is cheap is made again.
+  // The first of the thread's two keys within the tile. With options registers are scarce, so cheap values are
+  // recomputed.
   const auto thread_again = [] { return static_cast<int>(S::kOptions ? tiles::hidden(threadIdx.x) : threadIdx.x); };
   const auto key_again = [&] {
     const int t = thread_again() - 128;
@@ -91,7 +92,7 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
   const int column_block = S::kHalves ? block_word(words, kColumnBlock) : 0;
   const uint32_t own_k = base + S::kK + consumer * 64 * kPanelBytes, own_v = own_k + S::kV - S::kK;
   const uint32_t columns = S::kHalves ? column_block * 2 * S::kQueryPanel : 0;  // the block's, of Q and dO
-  // Of dq's product the panel of K, and the panel of dS^T.
+  // For dq's matmul: the panel of K, and the panel of dS^T.
   const uint32_t dq_k = base + S::kK + (kQueries == 64 ? (2 * column_block + consumer) * S::kKeyPanel : 0);
   const uint32_t dq_scores = base + S::kScores + (kQueries == 64 ? 0 : consumer * S::kKeyPanel);
   const auto arrive = [&](uint32_t barrier) {
@@ -100,7 +101,7 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
   int stage = 0, count = 0;  // steps done
   uint32_t parity = 0;
 
-  // dq's piece of step `step`, which was of the query tile with number `place` among those of all heads.
+  // Adds dq's piece of step `step`, which belongs to the query tile at index `place` among those of all heads.
   const auto deliver = [&](const float (&dq)[32], int step, int place) {
     if constexpr (S::kStaged) {
       const int buffer = 2 * consumer + step % 2;
@@ -115,7 +116,7 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
     }
     int64_t piece = static_cast<int64_t>(place) * S::kPieces + 2 * column_block + consumer;
     if constexpr (S::kTold) {
-      mbarrier_wait(base + S::kSumsFree + 8 * consumer, step & 1);  // until it is our turn
+      mbarrier_wait(base + S::kSumsFree + 8 * consumer, step & 1);  // wait for our turn
       piece = load_shared(words + 4 * (kPiece0 + consumer));
     }
     const bool stores = S::kTold && piece < 0;
@@ -186,7 +187,7 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
         wgmma_wait<1>();
         settle(s);
         if constexpr (S::kHalves) {
-          __syncwarp();  // all lanes are past their waits for them
+          __syncwarp();  // all lanes are past their waits
           arrive(S::kQFree + other);
           arrive(S::kDoutFree + other);
         }
@@ -212,7 +213,7 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
         }
         const uint32_t buffer = count & 1, before = buffer ^ 1;
         mbarrier_wait(base + S::kScoresFree + 8 * buffer, (count / 2 & 1) ^ 1);
-        const int t = thread_again() - 128;  // four lanes a row say where its chunks of 16 bytes go
+        const int t = thread_again() - 128;  // the four lanes of a row hold the addresses of its 16-byte chunks
         const uint32_t to_scores =
             base + S::kScores + (t / 32 * 16 + t % 16) * kPanelBytes + ((t % 32 / 16 ^ t % 8) << 4);
         FK_UNROLL for (int k = 0; k < kQueries / 16; ++k) {
@@ -227,14 +228,14 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
         add_rows<S>(dk, scores, q + columns);
         wgmma_commit();
 
-        // dq of the step before. The first one makes something of no use, as with a product under a condition ptxas
-        // serialises all.
+        // dq of the previous step. The first step computes an unused value: a conditional matmul would make ptxas
+        // serialise all of them.
         float dq[32];
         if (begun) mbarrier_wait(base + S::kScoresFull + 8 * before, ((count - 1) / 2) & 1);
         wgmma_fence();
         multiply_keys<S>(dq, begun ? dq_scores + before * S::kScoreBytes : dq_k, dq_k);
         wgmma_commit();
-        wgmma_wait<1>();  // dv and dk have what they get of this step
+        wgmma_wait<1>();  // dv and dk have this step's contributions
         arrive(S::kQFree + landing);
         arrive(S::kDoutFree + landing);
         if (++stage == S::kStages) stage = 0, parity ^= 1;
@@ -267,7 +268,7 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
     }
 
     Head h(a, block_word(words, kSequence), 0);
-    h.kv_head = block_word(words, kKvHead);  // without a division
+    h.kv_head = block_word(words, kKvHead);  // avoids a division
     FK_UNROLL for (int half = 0; half < 2; ++half) {
       const int row = part_word(part, kTile) * kKeyTile + key_again() + 8 * half;
       const int first_column = column_block * S::kColumns;

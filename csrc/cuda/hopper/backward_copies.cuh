@@ -1,4 +1,4 @@
-// What the backward kernel's first warpgroup does: copies in, and dq out by turns.
+// The first warpgroup of the backward kernel: copies inputs in, and adds dq in turn.
 #pragma once
 
 #include "backward_shape.cuh"
@@ -16,7 +16,7 @@ struct BackwardMaps {
 template <class S>
 __device__ __forceinline__ void produce(const AttentionBackward& a, const BackwardWork& work, const BackwardMaps& maps,
                                         uint32_t base) {
-  constexpr int kAtOnce = S::kHalves ? 2 : S::kPanels;  // panels of Q and dO
+  constexpr int kAtOnce = S::kHalves ? 2 : S::kPanels;  // panels of Q and dO per copy
   const uint32_t words = base + S::kWords;
   const int batch = a.starts_q ? 0 : block_word(words, kSequence), kv_head = block_word(words, kKvHead);
   const int group = static_cast<int>(a.group), column_block = S::kHalves ? block_word(words, kColumnBlock) : 0;
@@ -34,7 +34,7 @@ __device__ __forceinline__ void produce(const AttentionBackward& a, const Backwa
     const int64_t row = query_tile_at(work, head, block_word(words, kFirstQueryTile), walk.tile) * S::kQueries;
     const auto load_queries = [&](uint32_t to, const TensorMap* map, uint32_t full, uint32_t free, const float* numbers,
                                   uint32_t numbers_to, int landing) {
-      // Of halves the one that is only for S and dP comes first, as it is free first.
+      // Of the halves, the one used only for S and dP comes first, because its buffer is free first.
       const int first = S::kHalves ? 2 * landing : 0;
       const bool last = !S::kHalves || landing == column_block;
       full = base + full + 8 * landing;
@@ -95,8 +95,8 @@ __device__ __forceinline__ void add_staged(const AttentionBackward& a, const Bac
   }
 }
 
-// Tells the warpgroup which piece it adds to when it is its turn, and the next adder when it has added. Whether the
-// next step's turn has come is looked up while this step is made, so that the warpgroup seldom waits for the release.
+// Tells the warpgroup which piece to add to when its turn comes, and the next adder when it has added. Polls for the
+// next step's turn during this step, so that the warpgroup rarely waits.
 template <class S>
 __device__ __forceinline__ void tell_turns(const AttentionBackward& a, const BackwardWork& work, uint32_t base,
                                            int consumer) {

@@ -1,17 +1,17 @@
-// The order of the work of the backward pass: what a block does, and when it is its turn to add to dq.
+// The order of work in the backward pass: what a block computes, and when it may add to dq.
 //
-// A block makes dk and dv of 128 keys of all heads of a group (256 wide: of 128 columns of these), and a part of dq of
-// each tile of queries that sees one of its keys. Query tiles are visited from the last to the first, of each the heads
-// of the group one after the other, and blocks of neighbouring keys begin together: they work on the same query tiles
-// at the same time, which so stay in L2, as do the sums of dq.
+// A block computes dk and dv of 128 keys for all heads of a group (at width 256: 128 columns of them), and a
+// contribution to dq for each tile of queries that sees one of its keys. Query tiles go from the last to the first, and
+// for each the heads of the group one after the other. Blocks of neighbouring keys begin together and work on the same
+// query tiles at the same time, so these, and the sums of dq, stay in the L2 cache.
 //
-// Where each query sees all keys up to its own, tiles of keys have work that falls from the first to the last: a block
-// takes two, one from either end, the second one's queries upwards. All blocks of a head then end together, and never
-// leave the same few query tiles.
+// If each query sees all keys up to its own, the work of a tile of keys falls from the first tile to the last. A block
+// then takes two tiles, one from either end, and visits the queries of the second upwards. All blocks of a head then
+// end together and always work on the same few query tiles.
 //
-// Sums of dq come about in any order, or by turns: the adders of a query tile have numbers, and each waits until those
-// before have added. A block waits only for blocks that already run: its number is that in which it began, and where
-// pairs wait for each other all of a head run at once.
+// dq is summed in any order, or in a fixed order by turns: the adders of a query tile are numbered, and each waits
+// until those before it have added. A block waits only for blocks that already run: its number is its place in the
+// order in which blocks began, and if pairs wait for each other all blocks of a head run at once.
 #pragma once
 
 #include "attention.cuh"
@@ -30,22 +30,22 @@ __host__ __device__ constexpr int pieces_of(int width) {
   return query_tile_of(width) * width / kPieceFloats;
 }  // of a query tile
 
-// What is known of a backward pass beside its inputs.
+// The state of a backward pass besides its inputs.
 struct BackwardWork {
-  float* dq;           // [heads, query tiles, pieces, 4096]: sums, to be multiplied by the scale
-  float *lse, *delta;  // [heads, query tiles, rows]: in powers of 2, infinite where a row sees no key, and delta
+  float* dq;           // [heads, query tiles, pieces, 4096]: sums, before the factor `scale`
+  float *lse, *delta;  // [heads, query tiles, rows]: lse in powers of 2, infinite if a row sees no key, and delta
   int* turns;          // [heads, query tiles, pieces]: adders that have added
   int* ticket;         // blocks that have begun
-  int* done;           // [key-value heads, sequences]: writers of dq that have ended
+  int* done;           // [key-value heads, sequences]: finished writers of dq
   int query_tiles;     // of one head of all sequences
   int units;           // tiles of keys, or pairs of them, of one head of all sequences
   int writers;         // of dq, of each of these
   bool pairs, in_order;
-  float scale_log2;            // of a product, to logits in powers of 2
-  float cap_in, cap_out_log2;  // its tanh is of cap_in times it
+  float scale_log2;            // from a score to its logit in powers of 2
+  float cap_in, cap_out_log2;  // the soft cap takes tanh of cap_in times the score
 };
 
-// Places in shared memory of what a block's first thread finds out for all.
+// Words in shared memory that a block's first thread computes for all.
 enum BlockWord {
   kParts,  // tiles of keys: 0, 1 or 2
   kSequence,
@@ -57,7 +57,7 @@ enum BlockWord {
   kFirstQueryTile,  // of the sequence, among those of all
   kOffset,          // as Head's
   kFirstKey,        // the first key that query i sees is i + this, if that is not negative
-  kPiece0,          // of dq, that a warpgroup adds to next, or ~ of one that it stores, where it is told
+  kPiece0,          // the piece of dq that a warpgroup adds to next, or ~ of one that it stores
   kPiece1,
   kBlockWords
 };
@@ -65,12 +65,12 @@ enum PartWord {
   kTile,  // of keys
   kStart,
   kStop,
-  kStepBy,  // tiles of queries that see one of its keys: from kStart by kStepBy to before kStop
+  kStepBy,  // tiles of queries that see one of its keys: from kStart, by kStepBy, to before kStop
   kBeginWhole,
-  kEndWhole,  // those of them whose pairs are all seen
+  kEndWhole,  // end of those that see all of its keys
   kLower,
-  kUpper,     // its key j is seen by queries from kLower + j to before kUpper + j
-  kKeysLeft,  // how many there are of it and behind it
+  kUpper,     // queries from kLower + j to before kUpper + j see its key j
+  kKeysLeft,  // how many keys are in the tile and after it
   kPartWords
 };
 constexpr int kAllWords = kBlockWords + 2 * kPartWords;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void write_part(const Head& h, uint32_t at, int tile,
   const int first = tile * kKeyTile, last = min(first + kKeyTile, h.k_len) - 1;
   const int from = h.first_query(first), end = h.end_query(last);
   const int begin = end > from ? from / kQueries : 0, count = end > from ? (end + kQueries - 1) / kQueries - begin : 0;
-  const int to = first - h.offset + h.left + 1;  // the first key is seen before this
+  const int to = first - h.offset + h.left + 1;  // the first key is seen before this query
   const bool full = first + kKeyTile <= h.k_len;
   write(kTile, tile);
   write(kStart, upwards ? begin : begin + count - 1);
@@ -95,12 +95,12 @@ __device__ __forceinline__ void write_part(const Head& h, uint32_t at, int tile,
   write(kStepBy, upwards ? 1 : -1);
   write(kBeginWhole, (h.first_query(last) + kQueries - 1) / kQueries);
   write(kEndWhole, !full || to < 0 ? 0 : to >= h.q_len ? kFar : to / kQueries);
-  write(kLower, max(first - h.offset - h.right, -kKeyTile));  // within what no row's sums pass
+  write(kLower, max(first - h.offset - h.right, -kKeyTile));  // clamped, so that row sums do not overflow
   write(kUpper, min(to, h.q_len));
   write(kKeysLeft, h.k_len - first);
 }
 
-// By one thread: what block `index` does.
+// On one thread: finds what block `index` does.
 template <int kQueries, int kColumnBlocks>
 __device__ __forceinline__ void write_words(const AttentionBackward& a, const BackwardWork& work, uint32_t words,
                                             int index) {
@@ -125,12 +125,12 @@ __device__ __forceinline__ void write_words(const AttentionBackward& a, const Ba
   write_part<kQueries>(h, part_words(words, 1), second, true);
 }
 
-// A block's steps in their order, for those who do nothing but walk along: of each of its parts the query tiles, of
-// each the heads of the group.
+// Walks through a block's steps in order: for each of its parts the query tiles, and for each of these the heads of the
+// group.
 class Walk {
  public:
-  uint32_t part;   // where its words are
-  int tile, head;  // the head within the group
+  uint32_t part;   // address of its words
+  int tile, head;  // head: within the group
 
   __device__ Walk(uint32_t words, int group)
       : part(part_words(words, 0)),
@@ -138,7 +138,7 @@ class Walk {
         end_(part_words(words, block_word(words, kParts))),
         group_(group) {
     enter();
-    if (tile == part_word(part, kStop)) part = end_;  // no query sees a key of it, and then it is the only one
+    if (tile == part_word(part, kStop)) part = end_;  // no query sees its keys, and it is the only part
   }
   __device__ bool at_end() const { return part == end_; }
   __device__ bool begins_part() const { return begins_; }
@@ -163,8 +163,8 @@ class Walk {
   }
 };
 
-// The turn of a tile of keys at a tile of queries. Of pairs the first halves come first, and then the second halves,
-// both in the order in which the blocks began.
+// The turn of a tile of keys at a tile of queries. For pairs all first halves come first, then the second halves, both
+// in the order in which the blocks began.
 template <int kQueries>
 __device__ __forceinline__ int turn_of(const AttentionBackward& a, const BackwardWork& work, uint32_t words,
                                        int query_tile, int key_tile) {
@@ -174,21 +174,21 @@ __device__ __forceinline__ int turn_of(const AttentionBackward& a, const Backwar
   return key_tile < pairs ? key_tile : pairs + (first + kQueries - 1) / kKeyTile - key_tile;
 }
 
-// The number of a query tile of one head among those of all, by which dq, the numbers a row and turns are found.
+// The index of a head's query tile among all of them, for dq, the per-row numbers and turns.
 __device__ __forceinline__ int64_t query_tile_at(const BackwardWork& work, int head, int first_tile, int tile) {
   return static_cast<int64_t>(head) * work.query_tiles + first_tile + tile;
 }
 
-// What BackwardWork::done counts up to for a sequence.
+// The value that BackwardWork::done reaches for a sequence.
 __device__ __forceinline__ int writers_of(const BackwardWork& work, const Head& h) {
   const int tiles = (h.k_len + kKeyTile - 1) / kKeyTile;
   return work.writers * (work.pairs ? (tiles + 1) / 2 : tiles);
 }
 
-// The launches before and after the main one: the numbers of each row, and zeros for sums in any order; dq.
+// The launches before the main one (per-row numbers, and zeros for sums in any order) and after it (dq).
 cudaError_t launch_before_backward(const AttentionBackward& a, const BackwardWork& work, cudaStream_t stream);
 cudaError_t launch_after_backward(const AttentionBackward& a, const BackwardWork& work, cudaStream_t stream);
-// The main one, of each width in a file of its own, as they take long to compile.
+// The main launch. Each width has its own file, because it takes long to compile.
 template <int kWidth>
 cudaError_t launch_backward_of_width(const AttentionBackward& a, const BackwardWork& work, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// What the backward pass does before and after its main kernel, of each tile of queries of each head.
+// The launches of the backward pass before and after its main kernel, one block per tile of queries and head.
 #include "backward_order.cuh"
 
 namespace foundry {
@@ -6,7 +6,7 @@ namespace cuda {
 namespace hopper {
 namespace {
 
-// A tile of queries, the `index`th of all.
+// Tile of queries number `index` of all.
 struct QueryTile {
   int64_t index;
   int head;
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) backward_numbers(AttentionBackward a
         FK_UNROLL for (int e = 0; e < 8; ++e) sum = fmaf(to_float(dout[i].values[e]), to_float(out[i].values[e]), sum);
       sum = warp_sum<kLanes>(sum);
       if (column != 0) continue;
-      float lse = INFINITY, delta = 0.f;  // behind the end, and where a row sees no key: weights of 0
+      float lse = INFINITY, delta = 0.f;  // beyond the end, and for a row without keys: weights of 0
       if (query < h.q_len) {
         constexpr double kLog2e = 1.4426950408889634;
         const int64_t at = h.row_at(a, query);
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads) backward_numbers(AttentionBackward a
 // --- after: dq from its sums, a block for each piece
 // -------------------------------------------------------------------
 
-// Begins while the main kernel still runs, on multiprocessors that have no more of its blocks, with what is done.
+// Begins while the main kernel still runs, on multiprocessors without blocks of it, with the parts that are done.
 template <class T, int kWidth>
 __global__ void __launch_bounds__(128) backward_dq(AttentionBackward a, BackwardWork work) {
   constexpr int kQueries = query_tile_of(kWidth), kPieces = pieces_of(kWidth);
@@ -80,13 +80,13 @@ __global__ void __launch_bounds__(128) backward_dq(AttentionBackward a, Backward
   const QueryTile tile = QueryTile::of<kQueries>(a, work, blockIdx.x / kPieces);
   const Head h(a, tile.place.sequence, tile.head);
   const int* const done = work.done + h.kv_head * a.n_sequences + h.n;
-  // This kernel must not end before the main one, which the last block sees to.
+  // This kernel must not end before the main one; the last block ensures that.
   if (load_acquire(done) < writers_of(work, h) || blockIdx.x == gridDim.x - 1) wait_for_launch_before();
   const int first = tile.place.tile * kQueries, last = min(first + kQueries, h.q_len) - 1;
   if (first > last) return;
 
   float sums[8][4] = {};
-  if (h.end_key(last) > h.first_key(first)) {  // else nobody has added
+  if (h.end_key(last) > h.first_key(first)) {  // otherwise no block has added
     const float* const from = work.dq + (tile.index * kPieces + piece) * kPieceFloats + threadIdx.x * 4;
     FK_UNROLL for (int r = 0; r < 8; ++r) {
       const Pack<float, 4> four = load<float, 4>(from + r * 512);
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(128) backward_dq(AttentionBackward a, Backward
 // --- launches
 // ---------------------------------------------------------------------------------------------------------
 
-// launch(type, width), of the call.
+// Calls launch(type, width) for the call.
 template <class F>
 cudaError_t with_shape(const AttentionBackward& a, F&& launch) {
   const auto of_type = [&](auto type) {

@@ -1,4 +1,4 @@
-// The backward kernel's tiles, places in shared memory and barriers, and its products.
+// The backward kernel's tiles, shared memory layout and barriers, and its matmuls.
 #pragma once
 
 #include "backward_order.cuh"
@@ -14,14 +14,14 @@ struct BackwardShape {
   static constexpr bool kOptions = kOptions_;  // soft cap and ALiBi
   static constexpr int kQueries = query_tile_of(kWidth), kColumnBlocks = column_blocks_of(kWidth);
   static constexpr int kColumns = kWidth / kColumnBlocks, kPanels = kWidth / kPanel;
-  static constexpr bool kHalves = kColumnBlocks == 2;  // Q and dO come, and are free again, 128 columns at a time
+  static constexpr bool kHalves = kColumnBlocks == 2;  // Q and dO are copied, and freed, 128 columns at a time
   static constexpr int kPieces = pieces_of(kWidth);
-  // How dq is added. In any order: by the consumers from registers. By turns: through shared memory and by bulk copies,
-  // or, where shared memory is full, by the consumers, who are told when it is their turn.
+  // How dq is added. In any order: by the computing warpgroups from registers. By turns: through shared memory with
+  // bulk copies or, if shared memory is full, by the computing warpgroups, which are told when their turn comes.
   static constexpr bool kInOrder = kInOrder_, kStaged = kInOrder && !kHalves, kTold = kInOrder && kHalves;
   static constexpr int kStages = kHalves ? 1 : kStaged ? 2 : 3;  // of Q and dO
   static constexpr int kLandings = kHalves ? 2 : kStages;        // barriers of Q and of dO
-  static constexpr bool kWeightsRounded = kWidth == 64;          // dS is made of P as dV is, as registers are few
+  static constexpr bool kWeightsRounded = kWidth == 64;          // dS uses the P that dV does, to save registers
 
   static constexpr uint32_t kKeyPanel = kKeyTile * kPanelBytes, kQueryPanel = kQueries * kPanelBytes;
   static constexpr uint32_t kKeyBytes = kPanels * kKeyPanel, kQueryBytes = kPanels * kQueryPanel;
@@ -31,7 +31,7 @@ struct BackwardShape {
                             kScores = kDout + kStages * kQueryBytes, kSums = kScores + 2 * kScoreBytes,
                             kLse = kSums + (kStaged ? 4 * kPieceBytes : 0), kDelta = kLse + kStages * kRowBytes,
                             kBarriers = kDelta + kStages * kRowBytes;
-  // Barriers: full where something has come, free where it may be overwritten.
+  // Barriers. Full: data has arrived. Free: it may be overwritten.
   static constexpr uint32_t kKFull = kBarriers, kVFull = kKFull + 8, kKeysFree = kVFull + 8, kQFull = kKeysFree + 8,
                             kQFree = kQFull + 8 * kLandings, kDoutFull = kQFree + 8 * kLandings,
                             kDoutFree = kDoutFull + 8 * kLandings, kScoresFull = kDoutFree + 8 * kLandings,

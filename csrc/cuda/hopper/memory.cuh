@@ -1,8 +1,8 @@
 // Shared memory, its barriers and the copies of the Tensor Memory Accelerator (TMA) of compute capability 9.0, each
-// instruction as a function. The checker's are in tests/support/cuda_on_cpu/include/hopper_memory.h.
+// instruction as a function. The checker's versions are in tests/support/cuda_on_cpu/include/hopper_memory.h.
 //
-// Shared memory is named by its address in bytes, as these instructions want it: a kernel begins with
-// FK_HOPPER_SHARED(base), which is a multiple of 1024, and divides what follows itself.
+// These instructions take byte addresses in shared memory. A kernel begins with FK_HOPPER_SHARED(base), a multiple of
+// 1024, and lays out the rest itself.
 #pragma once
 
 #include "../mma.cuh"
@@ -22,13 +22,13 @@ namespace hopper {
 
 // --- mbarriers: 8 bytes of shared memory each ------------------------------------------------------------------------
 //
-// A phase ends when `arrivals` threads have arrived and all bytes that were announced have come; the next one begins by
-// itself. A wait names the phase's parity: 0 for the first, third, ...; waiting for parity 1 of a new barrier passes.
+// A phase ends when `arrivals` threads have arrived and all announced bytes have come; the next phase then begins. A
+// wait names the phase's parity: 0 for the first, third, ... Waiting for parity 1 on a new barrier returns at once.
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// After all mbarrier_init of a block, by the thread that did them, before __syncthreads.
+// Call after all mbarrier_init of a block, on the thread that made them, before __syncthreads.
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -51,12 +51,12 @@ __device__ __forceinline__ bool mbarrier_try(uint32_t barrier, uint32_t parity) 
       : "memory");
   return done != 0;
 }
-// Nothing but the try in the loop: with a trap there ptxas serialises every wgmma of the kernel and spills.
+// The loop contains only the try: with a trap in it ptxas serialises every wgmma of the kernel and spills.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   while (!mbarrier_try(barrier, parity)) {
   }
 }
-// Whether both are done is asked before either is waited for: one round of latency where they are.
+// Polls both before it waits for either: one round of latency if both are done.
 __device__ __forceinline__ void mbarrier_wait_both(uint32_t first, uint32_t first_parity, uint32_t second,
                                                    uint32_t second_parity) {
   const bool one = mbarrier_try(first, first_parity), two = mbarrier_try(second, second_parity);
@@ -67,8 +67,8 @@ __device__ __forceinline__ void mbarrier_wait_both(uint32_t first, uint32_t firs
 
 // --- copies ----------------------------------------------------------------------------------------------------------
 
-// A box of a tensor map to shared memory, at a multiple of 1024 bytes; what lies outside of the tensor becomes zeros.
-// `barrier` gets all bytes of the box. One thread issues it.
+// Copies a box of a tensor map to shared memory, to a multiple of 1024 bytes. What lies outside the tensor becomes
+// zero. `barrier` receives all bytes of the box. One thread issues it.
 __device__ __forceinline__ void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, int column, int token,
                                          int head, int batch) {
   asm volatile(
@@ -80,13 +80,14 @@ __device__ __forceinline__ void tma_load(uint32_t to, const TensorMap* map, uint
 __device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// Bytes that lie in a row, a multiple of 16, at multiples of 16.
+// Copies contiguous bytes, a multiple of 16, between multiples of 16.
 __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
                : "memory");
 }
-// From shared memory: after fence_proxy_async of who wrote it there. One thread issues, commits and waits.
+// Copies from shared memory. The threads that wrote it must call fence_proxy_async first. One thread issues, commits
+// and waits.
 __device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
                "r"(from), "r"(bytes)
@@ -100,15 +101,15 @@ __device__ __forceinline__ void bulk_add(float* to, uint32_t from, uint32_t byte
       : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until shared memory has been read, so that it may be written again.
+// Waits until shared memory has been read and may be overwritten.
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-// Until what was written is in global memory.
+// Waits until the writes have reached global memory.
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // --- fences ----------------------------------------------------------------------------------------------------------
 
-// What this thread wrote to shared memory by ordinary stores becomes visible to wgmma and TMA. Without .shared::cta it
-// would also be a fence of the whole GPU, which is slow.
+// Makes this thread's ordinary stores to shared memory visible to wgmma and TMA. Without .shared::cta it would also be
+// a fence for the whole GPU, which is slow.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
@@ -140,7 +141,8 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t at) {
                : "r"(at)
                : "memory");
 }
-// The opposite: r[i] is row g, columns 2t, 2t + 1 of matrix i, whose rows lanes 8i .. 8i + 7 say the place of.
+// Stores four matrices: r[i] is row g, columns 2t, 2t + 1 of matrix i. Lanes 8i .. 8i + 7 hold the addresses of its
+// rows.
 __device__ __forceinline__ void store_matrices(uint32_t at, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(r[0]), "r"(r[1]),
                "r"(r[2]), "r"(r[3])
@@ -154,11 +156,11 @@ __device__ __forceinline__ int load_acquire(const int* from) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(from)) : "memory");
   return value;
 }
-// Everything that this thread has seen before is seen by who acquires the sum.
+// Everything that this thread has seen before is visible to a thread that acquires the sum.
 __device__ __forceinline__ void add_release(int* to) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(__cvta_generic_to_global(to)) : "memory");
 }
-// Until *from is `value`.
+// Waits until *from is `value`.
 __device__ __forceinline__ void wait_until(const int* from, int value) {
   while (load_acquire(from) != value) {
   }
@@ -173,13 +175,14 @@ __device__ __forceinline__ void store_four(float* to, float a, float b, float c,
                "f"(d)
                : "memory");
 }
-// The next launch may begin while this one runs, if it was made by launch_early; it waits for all of this one.
+// Lets the next launch begin while this one runs, if it was made by launch_early. The next launch waits for all of this
+// one.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // --- registers -------------------------------------------------------------------------------------------------------
 
-// A warpgroup's registers a thread from here on; what one gives up another gets.
+// Sets the registers per thread of a warpgroup. What one gives up another can take.
 template <int kRegisters>
 __device__ __forceinline__ void more_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -191,8 +194,8 @@ __device__ __forceinline__ void fewer_registers() {
 
 // --- launches --------------------------------------------------------------------------------------------------------
 
-// As foundry::launch, of a kernel whose blocks may wait for blocks with lower tickets: with more shared memory than
-// kernels have by default; `early`: it may begin before the launch before it has ended (launch_dependents).
+// As foundry::launch, for kernels whose blocks may wait for blocks with lower tickets and that need more shared memory
+// than the default. `early`: it may begin before the previous launch has ended (launch_dependents).
 template <class... Params, class... Args>
 cudaError_t launch_hopper(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
                           bool early, const Args&... args) {

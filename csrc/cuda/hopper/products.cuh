@@ -1,15 +1,15 @@
-// Products of a warpgroup (wgmma) of compute capability 9.0: d [64, N] += a [64, 16] b [16, N], of 16-bit numbers in
-// float32. The checker's are in tests/support/cuda_on_cpu/include/hopper_products.h.
+// Matmuls of a warpgroup (wgmma) of compute capability 9.0: d [64, N] += a [64, 16] b [16, N], 16-bit numbers summed in
+// float32. The checker's versions are in tests/support/cuda_on_cpu/include/hopper_products.h.
 //
-// Thread t of the warpgroup's 128 has, with w = t / 32, g = t % 32 / 4 and c = t % 4, of d
+// Thread t of the warpgroup's 128 holds, with w = t / 32, g = t % 32 / 4 and c = t % 4, of d
 //   d[4 j], d[4 j + 1]:     row 16 w + g,     columns 8 j + 2 c and 8 j + 2 c + 1
 //   d[4 j + 2], d[4 j + 3]: row 16 w + g + 8, the same columns
-// and of an `a` in registers, as of mma.cuh's, four pairs: rows g, g + 8, g, g + 8 of its 16 rows, columns 2 c and 2 c
-// + 1 of the first 8, twice, then of the last 8.
+// and of an `a` in registers four pairs, as in mma.cuh: rows g, g + 8, g, g + 8 of its 16 rows, columns 2 c and 2 c + 1
+// of the first 8, twice, then of the last 8.
 //
-// They are asynchronous: after wgmma_fence() any number is issued, wgmma_commit() makes a group of them, and d may be
-// touched, `a` in registers changed and shared memory written again once wgmma_wait<k>() says that at most the last k
-// groups still run. All threads of the warpgroup do all of it alike.
+// They are asynchronous: call wgmma_fence(), issue any number of them, and group them with wgmma_commit(). d, `a` in
+// registers and shared memory may be touched again once wgmma_wait<k>(), which leaves at most the last k groups
+// running, has waited for their group. All threads of the warpgroup make the same calls.
 #pragma once
 
 #include "memory.cuh"
@@ -18,9 +18,9 @@ namespace foundry {
 namespace cuda {
 namespace hopper {
 
-// A matrix in shared memory, in panels of 64 columns of 128 bytes as TMA's 128-byte swizzle lays them, each at a
-// multiple of 1024 bytes. Bits of the descriptor: 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride offset /
-// 16, 62-63 the swizzle (1: 128 bytes).
+// A matrix in shared memory, in panels of 64 columns (128 bytes) with TMA's 128-byte swizzle, each at a multiple of
+// 1024 bytes. Bits of the descriptor: 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride offset / 16, 62-63 the
+// swizzle (1: 128 bytes).
 //   Columns along k ("K-major"): 16 of k are 32 bytes further; the stride offset, 1024, is that of the next 8 rows, and
 //   the leading offset is not used.
 //   Columns along the result's side ("MN-major", k along rows): 16 of k are 2048 bytes further; the stride offset,
@@ -60,14 +60,14 @@ __device__ __forceinline__ void settle(T (&r)[kCount]) {
     else asm volatile("" : "+r"(r[i])::"memory");
   }
 }
-// A store that never happens, as x is never negative, but that needs x: ptxas would else move the wait for a product
-// above what x is computed from, and the two would not overlap. `at`: any word of shared memory.
+// A store that never happens (x is never negative) but depends on x. Without it ptxas moves the wait for a matmul above
+// the computation of x, and the two do not overlap. `at`: any word of shared memory.
 __device__ __forceinline__ void needed_before_wait(float x, uint32_t at) {
   asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}\n" ::"f"(x), "r"(at)
                : "memory");
 }
 
-// The result of kColumns columns is `d` of kColumns / 2 registers. `add`: else d's values are not read. kAcross: the
+// The result has kColumns columns in `d`, kColumns / 2 registers. Without `add` d's values are not read. kAcross: the
 // operand is MN-major (see matrix()).
 //   shared:    a and b in shared memory
 //   registers: a[0 .. 3] in registers
@@ -106,7 +106,7 @@ template <int kColumns> struct Wgmma;
       : FK_D##COUNT                                                                                               \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)), "n"(kAcrossB ? 1 : 0))
 
-// The numbers are those of the operands that follow d's.
+// The numbers are those of the operands after d's.
 #define FK_WGMMA(COLUMNS, COUNT, N0, N1, N2, N3, N4, N5, N6)                                                       \
   template <> struct Wgmma<COLUMNS> {                                                                              \
     template <class T, bool kAcrossA, bool kAcrossB>                                                               \

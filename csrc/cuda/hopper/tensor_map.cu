@@ -1,5 +1,5 @@
-// Tensor maps by the driver's cuTensorMapEncodeTiled, which the runtime knows the address of: the extension links no
-// library of the driver. Under the checker hopper_tensor_map.h has encode_map.
+// Tensor maps by the driver's cuTensorMapEncodeTiled. The runtime gives its address, so the extension does not link the
+// driver's library. Under the checker, hopper_tensor_map.h provides encode_map.
 #include "tensor_map.cuh"
 
 #if !defined(FK_CUDA_ON_CPU)
@@ -11,7 +11,7 @@ namespace hopper {
 namespace {
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
-constexpr unsigned kSince = 12000;  // the CUDA version whose form of the function is called
+constexpr unsigned kSince = 12000;  // the CUDA version of the function's signature
 constexpr int kRank = 4;
 constexpr cuuint64_t kElement = 2;  // bytes
 
@@ -38,7 +38,7 @@ cudaError_t encode_map(TensorMap& map, const MapOf& of) {
   if (driver.error != cudaSuccess) return driver.error;
   const cuuint64_t sizes[kRank] = {static_cast<cuuint64_t>(of.columns), static_cast<cuuint64_t>(of.tokens),
                                    static_cast<cuuint64_t>(of.heads), static_cast<cuuint64_t>(of.batches)};
-  // No address depends on the stride of a dimension of size 1, but the driver wants one that is legal.
+  // No address depends on the stride of a dimension of size 1, but the driver requires a valid one.
   const auto bytes = [&](int64_t stride, int64_t size) {
     return kElement * static_cast<cuuint64_t>(size > 1 ? stride : of.columns);
   };

@@ -1,4 +1,4 @@
-// Tensor maps: what TMA is told of a tensor [batch, head, token, column] of 16-bit numbers in global memory.
+// Tensor maps: how TMA sees a tensor [batch, head, token, column] of 16-bit numbers in global memory.
 #pragma once
 
 #include "../flash_attention.h"
@@ -21,12 +21,12 @@ namespace foundry {
 namespace cuda {
 namespace hopper {
 
-constexpr int kPanel = 64;           // columns of a box: 128 bytes, which is what the swizzle is about
+constexpr int kPanel = 64;           // columns of a box: 128 bytes, the width of the swizzle
 constexpr int kPanelBytes = 128;     // of a row of a panel
 constexpr int kSwizzleBytes = 1024;  // of 8 rows; a box begins at a multiple of it
 
-// The tensor's sizes and element strides; `rows` tokens to a box of kPanel columns. In shared memory the 16-byte chunk
-// c of row r of a box lies at byte 128 r + 16 (c ^ r % 8).
+// The tensor's sizes and element strides. A box has `rows` tokens and kPanel columns. In shared memory the 16-byte
+// chunk c of row r of a box is at byte 128 r + 16 (c ^ r % 8).
 struct MapOf {
   const void* data;
   Dtype type;
@@ -35,7 +35,7 @@ struct MapOf {
   int rows;
 };
 
-// cudaErrorInvalidValue where the driver refuses it.
+// Returns cudaErrorInvalidValue if the driver rejects it.
 cudaError_t encode_map(TensorMap& map, const MapOf& of);
 
 }  // namespace hopper

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         steps = plan_steps(settings, configs, len(options.seeds), options.minutes)
         settings = settle(options.out, {**vars(options), "steps": steps})
     if "train" in phases:
-        # Written only now: a refusal leaves no folder behind.
+        # Written only now, so that invalid options create no folder.
         keep(options.out, settings)
         print(listing(settings, configs), flush=True)
         train_all(options.out, options.text, settings, chosen, options.seeds)
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def choose(options: argparse.Namespace, settings: Settings) -> tuple[list[str], dict[str, ModelConfig]]:
-    """The variants that are asked for, and their models: as large as GPT-2's, which is the measure."""
+    """The requested variants and their models, checked to be as large as GPT-2."""
     chosen = list(dict.fromkeys(options.variants or names(settings.shape, options.back)))
     try:
         configs = {name: config_of(name, settings.shape) for name in dict.fromkeys(["gpt2", *chosen])}
@@ -87,7 +87,7 @@ def choose(options: argparse.Namespace, settings: Settings) -> tuple[list[str], 
 
 
 def plan_steps(settings: Settings, configs: dict[str, ModelConfig], seeds: int, minutes: float) -> int:
-    """How many steps fit, by the time of a few of each variant; a tenth is left to evaluations."""
+    """How many steps fit, estimated from a few steps of each variant; a tenth of the time is for evaluation."""
     total = 0.0
     for config in configs.values():
         step, times = speed.OneStep(config, settings)(), []
@@ -104,7 +104,7 @@ def plan_steps(settings: Settings, configs: dict[str, ModelConfig], seeds: int, 
 
 
 def listing(settings: Settings, configs: dict[str, ModelConfig]) -> str:
-    """The variants with their parameters."""
+    """The variants with their parameter counts."""
     expected = config_of("gpt2", settings.shape).n_parameters
     width = max(map(len, configs))
     lines = [

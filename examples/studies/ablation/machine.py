@@ -1,4 +1,4 @@
-"""What figures were measured on."""
+"""The machine on which figures were measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks import isa
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """device: the one that computed."""
+    """device: the device that computed."""
     used = isa.found()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpu = {"gpu": torch.cuda.get_device_name(device)} if device != "cpu" else {}

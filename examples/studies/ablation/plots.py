@@ -12,7 +12,7 @@ from matplotlib import pyplot
 
 
 def variants(results: dict[str, Any], path: Path) -> None:
-    """Losses of the seeds, and times, memory and cache beside them, one row a variant."""
+    """Losses of the seeds, times, memory and cache, one row per variant."""
     names = list(results["runs"])
     labels = [results["titles"][name] for name in names]
     speed = results["speed"]
@@ -47,7 +47,7 @@ def variants(results: dict[str, Any], path: Path) -> None:
 
 
 def curves(results: dict[str, Any], path: Path) -> None:
-    """Loss over the tokens read, means of the first seed's steps."""
+    """Loss of the first seed over the tokens read, as means over steps."""
     settings = results["settings"]
     tokens = settings["batch"] * settings["seq_len"] / 1e6
     figure, axis = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
@@ -63,7 +63,7 @@ def curves(results: dict[str, Any], path: Path) -> None:
 
 
 def extrapolation(results: dict[str, Any], path: Path) -> None:
-    """Perplexity over the length of the windows, a line for each kind of positions."""
+    """Perplexity over the window length, one line per kind of positions."""
     figure, axis = pyplot.subplots(figsize=(7.5, 4.8), layout="constrained")
     for name, row in results["rows"].items():
         known = {int(length): of["perplexity"] for length, of in row["lengths"].items() if of is not None}

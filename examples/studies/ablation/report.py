@@ -1,4 +1,4 @@
-"""Tables and a picture of what the phases have left in a folder."""
+"""Tables and pictures of the results in a folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from examples.studies.ablation.settings import Settings, UsageError, load, save
 from examples.studies.ablation.training import load_run
 from examples.studies.ablation.variants import title
 
-#: What tutorials claim for attention without its matrix and for RMSNorm, mostly without shapes, machine or what exactly
-#: was compared: so all of it stands beside either table.
+#: The claims of tutorials for attention without its matrix and for RMSNorm. Most give no shapes, machine or baseline.
+#: All of them stand next to either table.
 TUTORIALS = "Tutorials claim 1.9x and 1.8x, or 3.6x, 3.4x and 3.9x, mostly without shapes or machine."
 #: What tables and pictures show of a run; its folder has the rest.
 KEPT = ("parameters", "held_out", "curve", "text")
@@ -73,7 +73,7 @@ def pictures(results: dict[str, Any], target: Path) -> None:
 
 
 def variants(results: dict[str, Any]) -> str:
-    """One row a variant, compared with the first."""
+    """One row per variant, compared with the first."""
     speed, settings = results["speed"], results["settings"]
     first = next(iter(results["runs"]))
     base = losses(results, first)
@@ -140,7 +140,7 @@ def heads(tables: dict[str, Any]) -> str:
 
 
 def attention(tables: dict[str, Any]) -> str:
-    """Times and memory over those of the matrix, beside what tutorials claim."""
+    """Times and memory relative to the explicit form, and the claims of tutorials."""
     if "attention" not in tables:
         return "Not measured yet: --only tables."
     sizes, rows = tables["sizes"], []
@@ -162,7 +162,7 @@ def attention(tables: dict[str, Any]) -> str:
 
 
 def norms(tables: dict[str, Any]) -> str:
-    """LayerNorm's time over RMSNorm's, beside what tutorials claim."""
+    """LayerNorm's time over RMSNorm's, and the claims of tutorials."""
     if "norms" not in tables:
         return "Not measured yet: --only tables."
     sizes, rows = tables["sizes"], []

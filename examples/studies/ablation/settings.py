@@ -1,4 +1,4 @@
-"""What determines a comparison, kept in its folder: phases that are run later, or again, agree with the first."""
+"""The settings of a comparison, saved in its folder, so that phases run later use the same ones."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ import torch
 from examples.studies.ablation.variants import Shape, split
 from examples.training.text import TextError
 
-#: Predicted bytes of the held-out text, at most.
+#: The most predicted bytes of the held-out text.
 HELD_OUT = 98304
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class UsageError(Exception):
-    """Options that cannot be run, or a folder that does not fit them; the message is for the user."""
+    """Invalid options, or a folder that does not match them; the message is for the user."""
 
 
 def exit_code(run: Callable[[], int]) -> int:
-    """Returns what a command does, or 2 after an error that is the user's, which is printed, and 130 where it is
-    interrupted."""
+    """Returns the command's exit code: its own, 2 after printing a user error, or 130 after Ctrl-C."""
     try:
         return run()
     except (UsageError, TextError) as error:
@@ -41,9 +40,9 @@ def exit_code(run: Callable[[], int]) -> int:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that all variants share, but for the options in a variant's name. `dtype` bfloat16 is autocast, with
-    parameters in float32. `warm_up` is a part of the steps, `train_bytes` how many of the text are trained on, from its
-    start (0: all that are not held out), `held_out` over how many of the others losses are."""
+    """The settings that all variants share, except the options in a variant's name. `dtype` bfloat16 is autocast with
+    parameters in float32. `warm_up` is a fraction of the steps. `train_bytes` is the number of bytes to train on, from
+    the start of the text (0: all that are not held out), `held_out` the number of held-out bytes for losses."""
 
     dim: int = Shape.dim
     layers: int = Shape.layers
@@ -64,7 +63,7 @@ class Settings:
         return Shape(self.dim, self.layers, self.heads, self.kv_heads, self.seq_len)
 
     def of(self, name: str) -> Settings:
-        """With the options of a variant that are not the model's."""
+        """These settings with the training options of a variant's name."""
         options = split(name)[1]
         return dataclasses.replace(self, **{key: value for key, value in options.items() if key in ("lr", "warm_up")})
 
@@ -77,7 +76,7 @@ FIELDS = {field.name: field.default for field in dataclasses.fields(Settings)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What the programs over a folder of runs have in common. Settings that are not given are None, see `settle`."""
+    """Adds the options that programs with a folder of runs share. Settings not given are None, see `settle`."""
     add = parser.add_argument
     add("--text", type=Path, metavar="FILE", help="any file, read as bytes; its last tenth is held out")
     add("--out", type=Path, default=Path("runs/ablation"), metavar="DIR", help="default: runs/ablation")
@@ -115,7 +114,7 @@ def check_device(name: str) -> None:
 
 
 def settle(folder: Path, given: Mapping[str, Any]) -> Settings:
-    """What the folder was begun with, else what is `given`, else the defaults; None is not given.
+    """The settings saved in the folder, else the `given` ones (None: not given), else the defaults.
 
     Raises:
         UsageError: the folder was begun with something else, or a value is out of range.
@@ -147,7 +146,7 @@ def keep(folder: Path, settings: Settings) -> None:
 
 
 def load(path: Path) -> Any:
-    """The content of a JSON file, or None where there is no such file.
+    """The content of a JSON file, or None if there is no such file.
 
     Raises:
         UsageError: it is damaged.
@@ -157,7 +156,7 @@ def load(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {error}; remove it to have it made again") from None
+        raise UsageError(f"cannot read {path}: {error}; remove it to create it again") from None
 
 
 def compact(content: Any, indent: int = 0) -> str:
@@ -170,7 +169,7 @@ def compact(content: Any, indent: int = 0) -> str:
 
 
 def save(path: Path, content: Any) -> None:
-    """Write the file whole or not at all."""
+    """Write the file atomically."""
     temporary = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""How fast the variants are, all by turns, and what memory they take."""
+"""Speed of the variants, measured alternately, and their memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from examples.studies.ablation.settings import DTYPES, Settings, load, save
 from examples.training.optimizer import make_optimizer
 from foundry_kernels.models import KVCache, ModelConfig, Transformer
 
-#: By name, what prepares a run, and how many units the run makes.
+#: By name: what prepares a run, and how many units it has.
 Contenders = Mapping[str, tuple[Prepare, int]]
 
 SECONDS = 60.0  # for the steps of all variants; generation gets a third of it
@@ -25,13 +25,13 @@ NEW_TOKENS = 32  # in a timed run of generation
 
 
 def measure(folder: Path, settings: Settings, configs: dict[str, ModelConfig]) -> None:
-    """Fill `speed.json`: of each part (a step, generated tokens, memory) what is not there yet."""
+    """Complete `speed.json` with the parts (a step, generated tokens, memory) that it lacks."""
     path = folder / "speed.json"
     kept: dict[str, Any] = load(path) or {}
     kept = begin(kept, {"settings": asdict(settings), "machine": machine(settings.device)})
     parts = {"step": (steps, SECONDS), "token": (tokens, SECONDS / 3.0)}
     for part, (prepare_all, limit) in parts.items():
-        if not kept.get(part, {}).keys() >= configs.keys():  # by turns: a new variant needs the others beside it
+        if not kept.get(part, {}).keys() >= configs.keys():  # a new variant alternates with all others
             kept[part] = timed(prepare_all(settings, configs), limit)
             save(path, kept)
             release()
@@ -52,7 +52,7 @@ def allocated(cache: KVCache) -> int:
 
 
 def begin(kept: dict[str, Any], context: dict[str, Any]) -> dict[str, Any]:
-    """What was measured before, if it was measured in the same `context` but for the day."""
+    """Earlier measurements, if their `context` differs only in the day."""
     same = all(_dateless(kept.get(key)) == _dateless(value) for key, value in context.items())
     if kept and not same:
         print("measured before with other settings or another machine; measured again", flush=True)
@@ -64,8 +64,8 @@ def _dateless(context: Any) -> Any:
 
 
 def timed(contenders: Contenders, seconds: float, rounds: int = 15) -> dict[str, Any]:
-    """Returns for each contender the median of milliseconds a unit, and the median over rounds of its time over the
-    first one's."""
+    """Returns the median milliseconds per unit of each contender, and the median over rounds of the ratio to the first
+    one's time."""
     times = interleaved({name: prepare for name, (prepare, _) in contenders.items()}, seconds, rounds)
     base = times[next(iter(times))]
     return {
@@ -85,7 +85,7 @@ def ready(run: Callable[[], object]) -> Prepare:
 
 
 def tokens(settings: Settings, configs: dict[str, ModelConfig]) -> Contenders:
-    """One token at a time behind half a context, in float32."""
+    """One token at a time after half a context, in float32."""
     prompt = _tokens(1, settings.seq_len // 2, settings.device)
     new = max(1, min(NEW_TOKENS, settings.seq_len // 2))
     return {
@@ -118,7 +118,7 @@ class OneStep:
 
 
 class Decoding:
-    """`new` tokens, one by one, behind a prompt whose keys and values are in the cache."""
+    """`new` tokens, one by one, after a prompt whose keys and values are cached."""
 
     def __init__(self, model: Transformer, prompt: torch.Tensor, new: int) -> None:
         self.model, self.length, self.new = model.eval(), prompt.shape[1], new

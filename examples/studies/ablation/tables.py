@@ -21,7 +21,7 @@ from examples.studies.ablation.settings import DTYPES, load, save
 from examples.studies.ablation.speed import Contenders, Decoding, allocated, begin, ready, timed
 from foundry_kernels.models import ModelConfig, Transformer
 
-#: A backward pass alone is timed behind a forward pass that is not.
+#: For a backward pass alone, the forward pass before it is not timed.
 DIRECTIONS = ("forward", "backward", "forward+backward")
 
 
@@ -50,7 +50,7 @@ SIZES = Sizes()
 
 
 def measure(folder: Path) -> None:
-    """Fill `tables.json`: what is not there yet."""
+    """Complete `tables.json` with the parts that it lacks."""
     path, sizes = folder / "tables.json", SIZES
     kept = begin(load(path) or {}, {"machine": machine(sizes.device), "sizes": vars(sizes)})
     parts: dict[str, Callable[[Sizes], Any]] = {"heads": heads, "attention": attention_with_memory, "norms": norms}
@@ -127,13 +127,13 @@ def _repeated(times: int, q: Tensor, k: Tensor, v: Tensor) -> Prepare:
 
 
 def materialized(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Computes attention as it is written down: T x T scores, masked, their softmax, its product with the values."""
+    """Explicit attention: T x T scores, mask, softmax, matmul with the values."""
     hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
 
 
-#: Causal attention, the matrix itself first: the others are compared with it.
+#: Causal attention. The explicit form comes first: the others are compared with it.
 ATTENTION: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "explicit matrices": materialized,
     "PyTorch's SDPA": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
@@ -143,7 +143,7 @@ ATTENTION: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Attend:
-    """A run of one of `ATTENTION` on inputs of its own."""
+    """A run of one of `ATTENTION` on its own inputs."""
 
     name: str
     sizes: Sizes
@@ -158,7 +158,7 @@ class Attend:
 def directed(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], dout: Tensor, direction: str
 ) -> Callable[[], object]:
-    """The part of a call that a direction is about; before "backward" alone the call is made here."""
+    """The timed part of a call for a direction. For "backward" alone this makes the forward call."""
     if direction == "forward":
         return lambda: function(*inputs)
     if direction == "backward":
@@ -179,7 +179,7 @@ def attention(sizes: Sizes) -> dict[str, Any]:
 
 
 def attention_with_memory(sizes: Sizes) -> dict[str, Any]:
-    """And peak memory beside what is there before the run."""
+    """Also measures peak memory above that before the run."""
     found = attention(sizes)
     for case, rows in found.items():
         direction, dtype = case.split()
@@ -212,7 +212,7 @@ NORMS: dict[str, dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
 
 
 def norms(sizes: Sizes) -> dict[str, Any]:
-    """Time of each in each dtype and direction; all four take turns, and ours's LayerNorm is the first."""
+    """Time of each in each dtype and direction. All four alternate; our LayerNorm is the first."""
     found: dict[str, Any] = {}
     flat = {f"{whose} {what}": norm for whose, both in NORMS.items() for what, norm in both.items()}
     for dtype_name, dtype in DTYPES.items():

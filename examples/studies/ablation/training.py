@@ -1,5 +1,5 @@
-"""Train the variants, each from the same seeds on the same batches, and keep what came of it: a JSON file and the
-weights of each run. A run that is already there is not repeated."""
+"""Train the variants from the same seeds on the same batches, and save a JSON file and the weights of each run.
+Existing runs are not repeated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:
         raise
     sys.exit("error: tqdm is missing; pip install 'foundry-kernels[train]'")
 
-MEANS = 16  # of the losses of a run, over as many parts of it
+MEANS = 16  # mean losses kept per run, over as many equal parts
 
 
 def run_path(folder: Path, name: str, seed: int) -> Path:
@@ -48,7 +48,7 @@ def train_all(
     *,
     may_diverge: bool = False,
 ) -> None:
-    """All runs that are not in the folder yet, on the file at `path` or on the standard library's source.
+    """Train all runs that the folder lacks, on the file at `path` or on the standard library's source.
 
     Raises:
         UsageError: one diverged and may not; or there are runs of another text.
@@ -68,7 +68,7 @@ def train_all(
             weights = {"config": dataclasses.asdict(model.config), "model": model.state_dict()}
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(weights, weights_path(folder, name, seed))
-            save(run_path(folder, name, seed), run)  # last: what has it is whole
+            save(run_path(folder, name, seed), run)  # last, so that its presence means a complete run
             print(f"{name}, seed {seed}: {_outcome(run)}, {run['seconds']:.0f} s", flush=True)
 
 
@@ -77,7 +77,7 @@ def _outcome(run: dict[str, Any]) -> str:
 
 
 def load_run(folder: Path, name: str, seed: int, text: Text | None = None) -> dict[str, Any] | None:
-    """What a run left, or None where there is none.
+    """The saved results of a run, or None if there are none.
 
     Raises:
         UsageError: it is of another text.
@@ -91,14 +91,14 @@ def load_run(folder: Path, name: str, seed: int, text: Text | None = None) -> di
 
 
 def load_model(folder: Path, name: str, seed: int, config: ModelConfig) -> Transformer:
-    """The trained weights in a model of `config`, which may differ from the run's in what has no weights.
+    """The trained weights in a model of `config`, which may differ from the run's in fields without weights.
 
     Raises:
         UsageError: they are not there.
     """
     path = weights_path(folder, name, seed)
     if not path.exists():
-        raise UsageError(f"{path} is missing; remove {run_path(folder, name, seed).name} to have both made again")
+        raise UsageError(f"{path} is missing; remove {run_path(folder, name, seed).name} to train the run again")
     content = torch.load(path, weights_only=True)
     model = Transformer(config)
     model.load_state_dict(content["model"])
@@ -108,7 +108,7 @@ def load_model(folder: Path, name: str, seed: int, config: ModelConfig) -> Trans
 def train(
     config: ModelConfig, settings: Settings, text: Text, seed: int, name: str = ""
 ) -> tuple[Transformer, dict[str, Any]]:
-    """One run: the model, and what is kept of it: losses are None where they are not finite."""
+    """One run: the model and the results to save. Losses that are not finite are None."""
     every = max(1, settings.steps // MEANS)
     recipe = train_loop.Recipe(
         config,
@@ -144,7 +144,7 @@ def train(
 
 
 def mean_loss(model: Transformer, data: Tensor, settings: Settings) -> float | None:
-    """The mean loss of the first bytes in windows that do not overlap, None where it is not finite."""
+    """The mean loss of the first bytes in windows that do not overlap, None if it is not finite."""
     loss = losses_by_position(model, data, settings.seq_len, settings.held_out).mean().item()
     return loss if math.isfinite(loss) else None
 
@@ -155,8 +155,8 @@ def _finite(loss: float) -> float | None:
 
 @torch.no_grad()
 def losses_by_position(model: Transformer, data: Tensor, length: int, tokens: int) -> Tensor:
-    """Mean loss at each position of windows of `length` that do not overlap, float64 ``[length]``: in float32, of the
-    first `tokens` predictions or as many whole windows as there are."""
+    """Mean loss at each position of windows of `length` that do not overlap, float64 ``[length]``. The model runs in
+    float32, over the first `tokens` predictions or as many whole windows as there are."""
     device = next((p.device for p in model.parameters()), data.device)
     data = data[: tokens + 1].to(device)
     count = max(1, min(tokens, len(data) - 1) // length)

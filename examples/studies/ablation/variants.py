@@ -1,5 +1,5 @@
-"""The models that are compared: GPT-2, each single change toward LLaMA, LLaMA, and each of its changes taken back; and
-any of them with options, such as ``llama+norm_placement=post+layers=24+warm_up=0``."""
+"""The compared models: GPT-2, each single change toward LLaMA, LLaMA, and LLaMA with each change reverted; also any of
+them with options, such as ``llama+norm_placement=post+layers=24+warm_up=0``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from foundry_kernels.models import ModelConfig
 
 VOCABULARY = 256  # a token is a byte
-#: How far a variant's parameters may be from GPT-2's, of GPT-2's.
+#: The largest relative difference of a variant's parameter count from GPT-2's.
 TOLERANCE = 0.03
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What all variants share. `kv_heads` are those of grouped-query attention."""
+    """The shape that all variants share. `kv_heads` is for grouped-query attention."""
 
     dim: int = 192
     layers: int = 4
@@ -28,7 +28,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Change:
-    """One choice of LLaMA's: what it is called with it and, in a LLaMA, without it, and the fields it changes."""
+    """One choice of LLaMA: the name of a model with it, that of a LLaMA without it, and the fields it changes."""
 
     with_it: str
     without_it: str
@@ -49,8 +49,8 @@ def changes(shape: Shape) -> dict[str, Change]:
 
 @dataclass(frozen=True)
 class Option:
-    """What ``+name=value`` in a variant's name sets: how the value is read, the model's fields that follow from it
-    (none: it is of the training), and what the variant is then called."""
+    """An option ``+name=value`` in a variant's name: how to read the value, the model's fields that it sets (none: a
+    training option), and the title of the variant."""
 
     read: Callable[[str], Any]
     fields: Callable[[Any], dict[str, Any]]
@@ -81,7 +81,7 @@ POSITIONS = ("sinusoidal", "alibi", "none")
 
 
 def names(shape: Shape, back: bool = False) -> list[str]:
-    """The variants of the ablation; with `back` also LLaMA with each change taken back."""
+    """The variants of the ablation; with `back` also LLaMA with each change reverted."""
     single = list(changes(shape))
     return ["gpt2", *(f"gpt2+{n}" for n in single), "llama", *(f"llama-{n}" for n in single if back)]
 
@@ -119,7 +119,7 @@ def config_of(name: str, shape: Shape) -> ModelConfig:
 
 
 def split(name: str) -> tuple[str, dict[str, Any]]:
-    """A variant's name without its options, and their values.
+    """Splits a variant's name from its options and their values.
 
     Raises:
         ValueError: there is no such option, or its value cannot be read.
@@ -138,8 +138,8 @@ def split(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def _with_parameters_of_mha(config: ModelConfig) -> ModelConfig:
-    """Fewer key-value heads leave parameters over; the feed-forward part gets them, as in Llama 2's own comparison of
-    MHA, GQA and MQA (Touvron et al., 2023, arXiv:2307.09288, appendix A.2.1)."""
+    """Gives the parameters that fewer key-value heads save to the feed-forward part, as in Llama 2's comparison of MHA,
+    GQA and MQA (Touvron et al., 2023, arXiv:2307.09288, appendix A.2.1)."""
     if config.kv_heads == config.n_heads:
         return config
     saved = 2 * (config.n_heads - config.kv_heads) * config.head_width  # columns of [dim, ...] matrices
@@ -148,7 +148,7 @@ def _with_parameters_of_mha(config: ModelConfig) -> ModelConfig:
 
 
 def check_parameters(configs: dict[str, ModelConfig]) -> None:
-    """That all are as large as the first but for `TOLERANCE`.
+    """Checks that all are as large as the first, within `TOLERANCE`.
 
     Raises:
         ValueError: one is not; the message names it.
@@ -181,5 +181,5 @@ def title(name: str, shape: Shape) -> str:
 
 
 def notable(name: str, shape: Shape) -> str:
-    """A `title` for messages, with the name that options know it by."""
+    """A `title` for messages, with the name for --variants."""
     return f"{title(name, shape)} ({name})"

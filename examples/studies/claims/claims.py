@@ -1,4 +1,4 @@
-"""The claims: what tutorials say, what of the results answers it, and which numbers the explanation may name."""
+"""The claims: what tutorials say, which results test it, and the numbers for the explanation."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _labels(key: str) -> list[str]:
 
 
 def _loss_values(results: Results, key: str, names: dict[str, str], prefix: str = "") -> Values:
-    """Of each variant, by the name it has here: its mean loss, and how much that is above the first one's."""
+    """For each variant, by its name here: its mean loss, and the difference to the first one's."""
     of, trained = tables.losses(results, key), tables.losses(results, key, "trained_on")
     above = tables.changes(of)
     found = {}
@@ -141,7 +141,7 @@ def _dropout_values(results: Results) -> Values:
 
 
 def _init_values(results: Results) -> Values:
-    """And Xavier's standard deviation of a square matrix, at the width of the study and at that of a large model."""
+    """Also Xavier's standard deviation of a square matrix, at the width of the study and at that of a large model."""
     found = _all_losses(("init_shallow", "shallow_", DRAWN), ("init_deep", "deep_", DRAWN))(results)
     settings = results.get("studies", {}).get("init_deep", {}).get("settings")
     width = settings["dim"] if settings else None

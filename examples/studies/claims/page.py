@@ -14,14 +14,14 @@ from examples.studies.claims.studies import STUDIES
 from examples.studies.claims.tables import MISSING
 
 WHY = Path(__file__).with_name("why.md")
-#: Sections of `why.md` that belong to no claim: what the page begins and ends with.
+#: Sections of `why.md` that belong to no claim: the beginning and end of the page.
 FRAME = ("begin", "end")
-#: Studies whose losses on the way are drawn, and which: of the batches, or of held-out text.
+#: Studies whose losses during training are drawn, and which losses: of the batches, or of held-out text.
 DRAWN = {"placement_deep": "curve", "placement_xavier": "curve", "dropout_often": "held_out_curve"}
 
 
 def write(results: Results, path: Path) -> None:
-    """Write the page at `path`, its pictures in the folder of its name.
+    """Write the page to `path` and its pictures to the folder of the same name.
 
     Raises:
         UsageError: it cannot be written, or an explanation is missing or names a number that its claim does not have.
@@ -58,7 +58,7 @@ def render(results: Results, why: Mapping[str, str], shown: Mapping[str, list[st
 
 
 def explanations(text: str) -> dict[str, str]:
-    """The sections of `why.md` by the comments that they begin with.
+    """The sections of `why.md` by the comments at their beginning.
 
     Raises:
         UsageError: one is missing, empty or of no claim.
@@ -73,7 +73,7 @@ def explanations(text: str) -> dict[str, str]:
 
 
 def fill(text: str, values: Mapping[str, str], key: str) -> str:
-    """The text with its numbers, which it names in braces; a line of which none has been measured only says so.
+    """The text with numbers in place of their names in braces. A line without any measured number only says so.
 
     Raises:
         UsageError: there is no such number.
@@ -92,12 +92,12 @@ def fill(text: str, values: Mapping[str, str], key: str) -> str:
 
 
 def anchor(title: str) -> str:
-    """How GitHub names a heading."""
+    """The anchor of a heading on GitHub."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def pictures(results: Results, folder: Path) -> dict[str, list[str]]:
-    """The lines that show the losses on the way, by the claim, of studies that were trained and drawn in the folder."""
+    """By claim, the lines with pictures of the losses during training, for studies drawn in the folder."""
     found: dict[str, list[str]] = {}
     for key, curve in DRAWN.items():
         if key in results.get("studies", {}) and (folder / f"{key}.png").exists():
@@ -108,7 +108,7 @@ def pictures(results: Results, folder: Path) -> dict[str, list[str]]:
 
 
 def draw(results: Results, folder: Path) -> None:
-    """Draw the losses on the way; what is drawn already stays where there is no matplotlib."""
+    """Draw the losses during training. Without matplotlib existing pictures stay."""
     try:
         from examples.studies.ablation import plots
     except ImportError as error:

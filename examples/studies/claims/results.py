@@ -1,4 +1,4 @@
-"""What the phases have left in a folder, joined to what is kept beside the page."""
+"""The results in a folder, merged with those saved beside the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from examples.studies.claims.timings import PARTS
 
 Results = dict[str, Any]
 
-#: Of a run; the rest is the same for all of a study, or too much.
+#: Fields kept per run; the rest is equal for a whole study, or too large.
 KEPT = ("parameters", "held_out", "trained_on", "seconds")
 CURVES = ("curve", "held_out_curve")
 
@@ -22,7 +22,7 @@ def beside(page: Path) -> Path:
 
 
 def collect(folder: Path, scale: str, page: Path) -> Results:
-    """The results beside the page, with those of the folder in place of older ones, and keep them there.
+    """Merge the folder's results into those beside the page, and save them there.
 
     Raises:
         UsageError: a file is damaged or cannot be written.
@@ -41,7 +41,7 @@ def collect(folder: Path, scale: str, page: Path) -> Results:
 
 
 def _trained(folder: Path, study: Study) -> dict[str, Any] | None:
-    """The runs of a study by label and seed, and what they have in common; None where there is none."""
+    """The runs of a study by label and seed, and their common settings; None if there are none."""
     seeds = sorted({int(path.stem.rpartition("-seed")[2]) for path in folder.glob("run-*-seed*.json")})
     runs: dict[str, dict[str, Any]] = {}
     one: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What is trained for the claims: variants of the ablation that differ in one thing, and the settings of each scale."""
+"""The studies of the claims: variants of the ablation that differ in one thing, and the settings of each scale."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from foundry_kernels.models import ModelConfig
 
 SCALES = ("small", "tutorial")
 
-# Five to fifteen seconds a run on one core, and a size at which the claim can show. The heads of attention are 12 where
-# a third and a twelfth of them are asked for, and widths are such that two thirds of 4d need no rounding.
+# Five to fifteen seconds per run on one core, at a size at which the claim can show. There are 12 attention heads if a
+# third and a twelfth of them are needed. Widths are such that two thirds of 4d need no rounding.
 _SMALL = Settings(
     dim=96, layers=4, heads=6, kv_heads=6, seq_len=64, batch=16, steps=200, lr=3e-3, dtype="bfloat16", held_out=16384
 )
@@ -28,7 +28,7 @@ _TUTORIAL = Settings(
 
 @dataclass(frozen=True)
 class Study:
-    """Variants that are compared, by what the page calls them; the first is what the others are compared with.
+    """Compared variants by their labels on the page; the first is the baseline.
 
     Attributes:
         variants: names of the ablation's variants by their labels.
@@ -108,7 +108,7 @@ STUDIES: dict[str, Study] = {
 def train(
     folder: Path, path: Path | None, scale: str, seeds: list[int], keys: list[str], overrides: Mapping[str, object]
 ) -> None:
-    """Train what is not in the folder yet; each study has a folder of its own in it.
+    """Train the runs that the folder lacks; each study has its own subfolder.
 
     Raises:
         UsageError: the folder holds runs with other settings or of another text.

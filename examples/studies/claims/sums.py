@@ -1,4 +1,4 @@
-"""Sums that tutorials print about parameters, and what they come to."""
+"""Parameter counts that tutorials print, and the correct ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LLAMA = ModelConfig.llama("llama-2-7b")
 
 
 def shares(config: ModelConfig) -> dict[str, float]:
-    """Of all parameters, those of attention, of the feed-forward part, and of embedding and head together."""
+    """The shares of attention, the feed-forward part, and embedding plus head in all parameters."""
     of = config.parameters_by_part().shares
     return {
         "embedding and head": of["embedding"] + of["head"],
@@ -24,7 +24,7 @@ def shares(config: ModelConfig) -> dict[str, float]:
 
 
 def rows() -> list[list[str]]:
-    """What is claimed, what it comes to, and how that is counted."""
+    """The claim, the correct number, and how it is counted."""
     tied = dataclasses.replace(SMALL, tie_embeddings=True)
     narrow = dataclasses.replace(SMALL, hidden_dim=COUNTED_WIDTH).parameters_by_part()
     vocabulary = f"{SMALL.vocab_size:,} x {SMALL.dim}"

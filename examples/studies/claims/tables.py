@@ -1,4 +1,4 @@
-"""Tables of the results, as the page shows them. What has not been measured says so."""
+"""The tables of the page. Missing measurements are marked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MISSING = "not measured"
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 
-#: Of a study's variants by their labels, the losses of the seeds; None is a run that diverged.
+#: The losses of a study's variants by label and seed; None: the run diverged.
 Losses = dict[str, dict[str, float | None]]
 
 
@@ -28,14 +28,14 @@ def losses(results: Results, key: str, what: str = "held_out") -> Losses:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """None where one diverged, or there is none."""
+    """None if one diverged, or if there are none."""
     losses = list(values)
     known = [loss for loss in losses if loss is not None]
     return statistics.fmean(known) if known and len(known) == len(losses) else None
 
 
 def best(results: Results, key: str) -> Losses:
-    """The least held-out loss on the way, of a study that keeps it."""
+    """The lowest held-out loss during training, for a study that records it."""
     runs = results.get("studies", {}).get(key, {}).get("runs", {})
     return {
         label: {seed: min(loss for _, loss in run["held_out_curve"] if loss is not None) for seed, run in of.items()}
@@ -44,7 +44,7 @@ def best(results: Results, key: str) -> Losses:
 
 
 def changes(of: Losses) -> dict[str, float | None]:
-    """How much the loss of each variant is above that of the first, in the mean over the seeds that both have."""
+    """The difference of each variant's loss to the first one's, averaged over the seeds that both have."""
     base = next(iter(of.values()), {})
     differences = {}
     for label, found in of.items():
@@ -54,7 +54,7 @@ def changes(of: Losses) -> dict[str, float | None]:
 
 
 def spread(results: Results, key: str) -> float | None:
-    """The most that the seeds of a variant are apart, None without two seeds."""
+    """The largest difference between seeds of a variant, None without two seeds."""
     found = []
     for of in losses(results, key).values():
         known = [loss for loss in of.values() if loss is not None]
@@ -71,7 +71,7 @@ def loss(value: float | None, sign: bool = False) -> str:
 
 
 def study(results: Results, key: str) -> str:
-    """A table of a study with what it was made by."""
+    """A table of a study with its settings and machine."""
     found = results.get("studies", {}).get(key)
     if found is None:
         return f"{MISSING}: --only train --studies {key}"

@@ -1,4 +1,4 @@
-"""What is timed for the claims, by the ablation's own functions. To be run on a quiet machine."""
+"""Timings for the claims, by the functions of the ablation. Run them on a quiet machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PARTS = (*TABLES, *STEPS)
 
 
 def measure(folder: Path, scale: str, device: str) -> None:
-    """Fill `timings.json`: what is not there yet, or was measured elsewhere."""
+    """Complete `timings.json` with what it lacks, or what was measured on another machine."""
     path = folder / "timings.json"
     kept: dict[str, Any] = load(path) or {}
     for part in PARTS:

@@ -132,7 +132,7 @@ def test_a_refused_tensor_map_names_the_tensor() -> None:
     library = getattr(torch.ops, LIBRARY)
     with on_other_kernels(FLASH_ATTENTION).active(), pretended_hopper():
         out = fk.flash_attention(q, k, v, backend="native")
-        expected = r"the driver refuses a tensor map of k of shape \[1, 2, 140, 64\] and strides \[17920, 8960, 64, 1\]"
+        expected = r"the driver rejected the tensor map of k of shape \[1, 2, 140, 64\] and strides \[17920, 8960, 64"
         library.refuse_map_of(k.detach())
         try:
             with pytest.raises(RuntimeError, match="attention forward: " + expected):
