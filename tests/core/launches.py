@@ -349,7 +349,7 @@ def test_all_cases(op: OpSpec, dtype: torch.dtype, gpu: Recorder, runs: list[str
     for case, args in inputs:
         forward_and_backward(op, case, args)
     made = gpu.take()
-    assert not runs
+    assert set(runs) <= {"flash_attention_fwd_gluon_kernel"}, "whose descriptors Triton makes for each call"
     runs.clear()
     monkeypatch.setattr(launches, "DIRECT", False)
     for case, args in inputs:

@@ -242,15 +242,12 @@ BUDGETS = {
         "attention_forward_tiles<bfloat16, 64, 2, 0>": 4.95,
         "attention_backward_tiles<bfloat16, 128, 0, false>": 3.3,
         "attention_backward_tiles<bfloat16, 128, 1, false>": 3.2,
-        "attention_backward_tiles<bfloat16, 128, 4, false>": 3.3,
         "attention_backward_tiles<bfloat16, 64, 0, false>": 3.95,
         "attention_backward_tiles<bfloat16, 64, 1, false>": 3.65,
-        "attention_backward_tiles<bfloat16, 64, 4, false>": 4.1,
     },
     "89": {
         "attention_forward_tiles<bfloat16, 128, 1, 0>": 4.1,
         "attention_forward_tiles<bfloat16, 64, 2, 0>": 4.95,
-        "attention_backward_tiles<bfloat16, 128, 4, false>": 3.3,
     },
 }
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from benchmarks.measure import peak_bytes
 from foundry_kernels import _triton
-from foundry_kernels._triton.tuning import triton_version
 from foundry_kernels.ops.flash_attention import (
     FLASH_ATTENTION,
     FLASH_ATTENTION_VARLEN,
@@ -280,21 +279,21 @@ def test_products_are_under_way_during_the_softmax() -> None:
     budgeted, and those on its edges, which are masked by few more. An edit that loses the overlap need not meet a GPU
     to fail."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "foundry_kernels", "inspect", "flash_attention", "--arch", "90"]
-    chosen = ["--kernel", "attention_fwd", "--case", "-causal bfloat16"]
-    done = subprocess.run([*command, *chosen], capture_output=True, text=True, env=env)
+    chosen = ["inspect", "flash_attention", "--arch", "90", "--kernel", "attention_fwd", "--case", "-causal bfloat16"]
+    code = "import sys; from foundry_kernels.ops.flash_attention.triton import gluon_launch; "
+    code += "gluon_launch.MISSING = 'left out'; "  # which takes these calls
+    code += f"from foundry_kernels.__main__ import main; sys.exit(main({chosen}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     # For 64 keys, instructions at most without a mask and with one; of a tile products that overlap, and the share of
-    # the exponentials that are hidden, at least. 64 wide a tile has 128 keys, and ptxas waits earlier in its softmax;
-    # it has so many fewer instructions that the estimate is higher (`LEAST_TFLOPS` in tests/tools/test_aot.py).
-    budgets = {64: (270, 355, 11, 0.6), 128: (395, 490, 9, 0.75), 256: (800, 1000, 5, 0.75)}
+    # the exponentials that are hidden, at least. 64 wide the tile is the one that an H100 ran fastest of those that do
+    # not spill.
+    budgets = {64: (345, 435, 8, 0.7), 128: (395, 490, 9, 0.75), 256: (800, 1000, 5, 0.75)}
     budgets[512] = (1700, 1750, 0, 0.0)  # tiles of 16 keys, in which nothing overlaps yet
-    if triton_version().startswith("3.6."):  # a tile of 64 keys: 128 would spill
-        budgets[64] = (320, 395, 8, 0.75)
     # Other tiles (`_SINCE_3_9`) and another ptxas, after which kernels that save lse wait for most products at once.
     newest = _triton.VERSION >= (3, 9)
     if newest:
-        budgets = {64: (350, 400, 3, 0.5), 128: (505, 535, 4, 0.75), 256: (525, 820, 0, 0.0), 512: (1015, 1155, 0, 0.0)}
+        budgets = {64: (355, 510, 3, 0.7), 128: (505, 535, 4, 0.75), 256: (525, 820, 0, 0.0), 512: (1015, 1155, 0, 0.0)}
     seen = dict.fromkeys(budgets, 0)
     launches = re.split(r"\n(?=\w+_kernel )", done.stdout)
     for launch in (each for each in launches if each.startswith("flash_attention_fwd_kernel ")):
