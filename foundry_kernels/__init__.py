@@ -7,7 +7,7 @@ from foundry_kernels import compat, models, nn
 from foundry_kernels._triton import tuning
 from foundry_kernels.compat.batch_invariant import batch_invariant
 from foundry_kernels.core.registry import OPS, BackendUnavailable, when_dtensor_is_used
-from foundry_kernels.integrations import patch
+from foundry_kernels.integrations import patch, unpatch
 from foundry_kernels.ops.bias_gelu import bias_gelu, bias_relu, bias_silu
 from foundry_kernels.ops.combine_experts import combine_experts
 from foundry_kernels.ops.cross_entropy import cross_entropy
@@ -51,6 +51,7 @@ __all__ = [
     "rope",
     "rope_table",
     "swiglu",
+    "unpatch",
 ]
 
 tuning.start()

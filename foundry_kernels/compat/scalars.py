@@ -31,7 +31,8 @@ def as_int(name: str, value: Any) -> int:
 
 
 def as_bool(name: str, value: Any) -> Any:
-    """`value` as a bool, or what torch.compile has in place of one: of what has a truth value of its own, as a number or an array of one element.
+    """`value` as a bool, or what torch.compile has in place of one: anything with a truth value of its own, as numbers
+    and arrays of one element have.
 
     Raises:
         TypeError: it is a string or a list, or an array or tensor of more than one element.

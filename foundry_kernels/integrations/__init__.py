@@ -5,7 +5,8 @@ model of that package is patched, or by whoever wants ``attn_implementation="fou
 """
 
 from foundry_kernels.integrations import from_hf, seq2seq
-from foundry_kernels.integrations.patch import Entry, PatchHandle, Report, patch, unpatch
+from foundry_kernels.integrations.handle import PatchHandle, unpatch
+from foundry_kernels.integrations.patch import Entry, Report, patch
 from foundry_kernels.models import EncoderDecoder, Transformer
 
 __all__ = ["Entry", "PatchHandle", "Report", "patch", "unpatch"]
