@@ -48,7 +48,7 @@ def versions() -> list[str]:
         ("triton", triton),
         ("transformers", installed("transformers")),
         ("processor", f"{processor()}, {count(os.cpu_count() or 1, 'thread')}"),
-        ("gpu", gpu(*([torch.cuda.current_device()] if torch.cuda.is_available() else []))),
+        ("gpu", gpu()),
         ("driver", driver()),
     ]
     info = extension.build_info()
@@ -107,10 +107,11 @@ def _cpuinfo(key: str) -> str | None:
 
 
 def gpu(index: int | None = None) -> str:
-    """One GPU's name and what it runs; without an index the reason why there is none."""
-    no_gpu = devices.why_no_gpu()
-    if index is None:
+    """The name of a GPU, or of the current one, and what it runs; the reason where there is none."""
+    no_gpu = devices.why_no_gpu()  # which is to be asked before torch is
+    if not torch.cuda.is_available():
         return str(no_gpu)
+    index = torch.cuda.current_device() if index is None else index
     major, minor = torch.cuda.get_device_capability(index)
     memory = torch.cuda.get_device_properties(index).total_memory / 2**30
     text = f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}, {memory:.0f} GiB"
@@ -191,8 +192,8 @@ def table(devices: tuple[str, ...]) -> list[str]:
 
 
 def overview() -> list[str]:
-    usable = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    return [heading(), "", *versions(), "", *table(usable)]
+    above = [heading(), "", *versions(), ""]
+    return [*above, *table(("cpu", "cuda") if torch.cuda.is_available() else ("cpu",))]
 
 
 def report() -> list[str]:
@@ -202,17 +203,18 @@ def report() -> list[str]:
     except OSError:  # not Linux, or a Linux without this file
         system = ""
     others = ("numpy", "accelerate", "peft", "trl", "lightning", "deepspeed", "liger-kernel", "flash-attn")
+    above = overview()
     lines = [
         ("system", ", ".join(part for part in (system, platform.platform()) if part)),
         ("instructions", processor_features()),
         *((f"gpu {i}", gpu(i)) for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)),
-        ("beside it", ", ".join(f"{p} {v}" for p in others if (v := installed(p)) != "not installed") or "nothing"),
+        ("packages", ", ".join(f"{p} {v}" for p in others if (v := installed(p)) != "not installed") or "nothing"),
         ("package", str(Path(foundry_kernels.__file__).parent).replace(str(Path.home()), "~")),
         *((f"  {key}", str(value)) for key, value in extension.build_info().items()),
         *(variables() or [("variables", f"none of {', '.join(f'{v}*' for v in VARIABLES)}")]),
     ]
     width = max(len(name) for name, _ in lines)
-    return [*overview(), "", *(f"{name:<{width}} {text}" for name, text in lines)]
+    return [*above, "", *(f"{name:<{width}} {text}" for name, text in lines)]
 
 
 def variables() -> list[tuple[str, str]]:
