@@ -113,4 +113,12 @@ def fields(family: str, size: str, changes: dict[str, Any]) -> dict[str, Any]:
     """
     if size not in SIZES[family]:
         raise ValueError(f"size must be one of {', '.join(SIZES[family])}; got {size!r}")
-    return {**FAMILIES[family], **SIZES[family][size], **changes}
+    return choices(family, {**SIZES[family][size], **changes})
+
+
+def choices(family: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a family, changed; without its rotary pairs where other positions are chosen."""
+    found = {**FAMILIES[family], **changes}
+    if found.get("positions", "rope") != "rope" and "rope_interleaved" not in changes:
+        found.pop("rope_interleaved", None)
+    return found

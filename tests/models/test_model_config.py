@@ -147,6 +147,12 @@ def test_published_models_give_their_own():
         assert (config.norm_eps, config.norm, config.rope_interleaved) == (None, "layer_norm", False)
 
 
+def test_a_published_model_with_other_positions():
+    assert not ModelConfig.llama(positions="alibi").rope_interleaved
+    with pytest.raises(ValueError, match="rope_interleaved needs positions='rope'; got True"):
+        ModelConfig.llama(positions="alibi", rope_interleaved=True)
+
+
 def test_types_and_modules_are_refused():
     with pytest.raises(TypeError, match="qk_norm must be a bool; got int"):
         dataclasses.replace(TINY, qk_norm=1)

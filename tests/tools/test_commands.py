@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,6 +193,22 @@ def test_the_report_says_what_is_set_and_no_paths(
     assert platform.release() in shown["system"]
     assert platform.node() not in shown["system"]
     assert f"torch uses {torch.backends.cpu.get_cpu_capability()}" in shown["instructions"]
+
+
+def test_a_gpu_is_named_with_what_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"is_available": True, "current_device": 1, "get_device_capability": (9, 0), "get_device_name": "H100"}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=85e9))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(environment.devices, "why_no_gpu", lambda: None)
+    assert environment.gpu() == "H100, compute capability 9.0, 79 GiB, CUDA 13.0"
+    monkeypatch.setattr(environment.devices, "why_no_gpu", lambda: "it is too old")
+    assert environment.gpu(0).endswith("CUDA 13.0; it is too old")
+    monkeypatch.setattr(environment, "_cpuinfo", lambda _: None)
+    monkeypatch.setattr(environment, "_output", lambda *_: "580.65")
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13020, raising=False)
+    assert environment.driver() == "580.65, for CUDA up to 13.2"
 
 
 CPUINFO = {
