@@ -217,7 +217,7 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_
     """Keeps what the figures were measured with, and the rows that have none, beside them."""
     import torch
 
-    from foundry_kernels.__main__ import versions
+    from foundry_kernels.tools.environment import versions
 
     output_json["environment"] = dict(line.split(None, 1) for line in versions())
     output_json["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

@@ -181,7 +181,7 @@ STEPS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def environment() -> dict[str, str]:
-    from foundry_kernels.__main__ import versions
+    from foundry_kernels.tools.environment import versions
 
     return dict(line.strip().split(None, 1) for line in versions())
 

@@ -47,25 +47,25 @@ TASKS = {
 #: By device and name; the first is the quick one. "1b" has the shape of Llama-3.2-1B, its vocabulary cut.
 SIZES: dict[str, dict[str, ModelConfig]] = {
     "cpu": {
-        "small": ModelConfig(512, 2, 8, 2, 4096, 1024, hidden_dim=1408, rope_interleaved=False),
-        "medium": ModelConfig(768, 6, 12, 4, 8192, 2048, hidden_dim=2048, rope_interleaved=False),
+        "small": ModelConfig(512, 2, 8, 2, 4096, 1024, hidden_dim=1408, norm_eps=1e-5),
+        "medium": ModelConfig(768, 6, 12, 4, 8192, 2048, hidden_dim=2048, norm_eps=1e-5),
     },
     "cuda": {
-        "1b": ModelConfig(2048, 16, 32, 8, 32000, 8192, hidden_dim=8192, rope_interleaved=False),
-        "small": ModelConfig(512, 2, 8, 2, 4096, 1024, hidden_dim=1408, rope_interleaved=False),
+        "1b": ModelConfig(2048, 16, 32, 8, 32000, 8192, hidden_dim=8192, norm_eps=1e-5),
+        "small": ModelConfig(512, 2, 8, 2, 4096, 1024, hidden_dim=1408, norm_eps=1e-5),
     },
 }
 #: Of training, on a GPU: the shape of Llama-3.2-1B, and how many sequences at a time. Each model is measured by itself.
-_STEPS = {"llama-1b": ModelConfig(2048, 16, 32, 8, 128256, 8192, hidden_dim=8192, rope_interleaved=False)}
+_STEPS = {"llama-1b": ModelConfig(2048, 16, 32, 8, 128256, 8192, hidden_dim=8192, norm_eps=1e-5)}
 _SEQUENCES = 2
 #: Of generation: 3 and 100 million parameters.
 _GENERATION = {
-    "3m": ModelConfig(256, 4, 8, 4, 1024, 1024, hidden_dim=688, rope_interleaved=False),
-    "100m": ModelConfig(768, 12, 12, 4, 16384, 2048, hidden_dim=2048, rope_interleaved=False),
+    "3m": ModelConfig(256, 4, 8, 4, 1024, 1024, hidden_dim=688, norm_eps=1e-5),
+    "100m": ModelConfig(768, 12, 12, 4, 16384, 2048, hidden_dim=2048, norm_eps=1e-5),
 }
 #: For whether a model runs, not how fast.
 TINY = "tiny"
-_TINY = ModelConfig(64, 1, 4, 2, 128, 256, hidden_dim=128, rope_interleaved=False)
+_TINY = ModelConfig(64, 1, 4, 2, 128, 256, hidden_dim=128, norm_eps=1e-5)
 _TOKENS = {TINY: 96, "small": 512, "medium": 1024, "1b": 4096, "llama-1b": 4096, "3m": 64, "100m": 64}
 _PROMPT, _NEW = 64, 32
 #: Of serving: lengths of the prompts, in the order in which they come; each gets `_SERVED` tokens.

@@ -49,6 +49,7 @@ __all__ = [
     "rope",
     "rope_table",
     "swiglu",
+    "unpatch",
 ]
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from foundry_kernels import integrations as integrations
     from foundry_kernels import models as models
     from foundry_kernels.compat.batch_invariant import batch_invariant as batch_invariant
+    from foundry_kernels.integrations.handle import unpatch as unpatch
     from foundry_kernels.integrations.patch import patch as patch
 del TYPE_CHECKING
 
@@ -66,7 +68,8 @@ _FOLDERS = ("compat", "diagnostics", "distributed", "integrations", "models", "n
 __getattr__, __dir__ = _late.names(
     __name__,
     {folder: f"{__name__}.{folder}" for folder in _FOLDERS}
-    | {"batch_invariant": f"{__name__}.compat.batch_invariant", "patch": f"{__name__}.integrations.patch"},
+    | {"batch_invariant": f"{__name__}.compat.batch_invariant", "patch": f"{__name__}.integrations.patch"}
+    | {"unpatch": f"{__name__}.integrations.handle"},
 )
 _late.provide({name: f"{__name__}.integrations.{name}" for name in ("from_hf", "seq2seq")})
 _late.provide({"sharding": f"{__name__}.distributed.sharding"})

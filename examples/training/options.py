@@ -17,7 +17,7 @@ from examples.training.text import Bytes
 from foundry_kernels import RopeScaling
 from foundry_kernels.core.registry import BACKENDS
 from foundry_kernels.models import ModelConfig
-from foundry_kernels.models.presets import FAMILIES
+from foundry_kernels.models.presets import FAMILIES, choices
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Fields of ModelConfig that these options set.
@@ -109,7 +109,7 @@ def make_recipe(options: argparse.Namespace, prompt: int, vocab_size: int = Byte
 
 def make_model_config(options: argparse.Namespace, prompt: int, vocab_size: int) -> ModelConfig:
     """The family's fields, then those of --set; max_seq_len covers the training windows and the sample."""
-    chosen = {**FAMILIES[options.family], **_fields(options.set)}
+    chosen = choices(options.family, _fields(options.set))
     if options.kv_heads is not None:
         chosen["n_kv_heads"] = options.kv_heads
     elif (own := 4 if options.family == "llama" else chosen.get("n_kv_heads")) is not None and options.heads > 0:

@@ -8,7 +8,7 @@ from typing import SupportsFloat, SupportsIndex
 from torch import Tensor
 
 from foundry_kernels.compat.attn_probs import dense_probs, packed_probs, with_seed
-from foundry_kernels.compat.scalars import as_float, as_int, as_window
+from foundry_kernels.compat.scalars import as_bool, as_float, as_int, as_window
 from foundry_kernels.core.checks import check_positive, check_rank, check_tensor
 from foundry_kernels.ops.flash_attention import Options, flash_attention, flash_attention_varlen
 
@@ -143,12 +143,12 @@ def translate(
         check_positive("softcap", cap)
     left, right = as_window(window_size)
     return {
-        "causal": bool(causal),
+        "causal": as_bool("causal", causal),
         "scale": scale,
         "window": None if left is None and right is None else (left, right),
         "softcap": cap,
         "alibi_slopes": alibi_slopes,
         "dropout_p": as_float("dropout_p", dropout_p),
-        "deterministic": bool(deterministic),
+        "deterministic": as_bool("deterministic", deterministic),
         "backend": backend,
     }

@@ -30,6 +30,23 @@ def as_int(name: str, value: Any) -> int:
     raise TypeError(f"{name} must be an int; got {value!r}")
 
 
+def as_bool(name: str, value: Any) -> Any:
+    """`value` as a bool, or what torch.compile has in place of one: anything with a truth value of its own, as numbers
+    and arrays of one element have.
+
+    Raises:
+        TypeError: it is a string or a list, or an array or tensor of more than one element.
+    """
+    if value is True or value is False or isinstance(value, torch.SymBool):
+        return value
+    try:
+        if hasattr(value, "__bool__"):  # a string has none: its length would count
+            return bool(value)
+    except (ValueError, RuntimeError):
+        pass
+    raise TypeError(f"{name} must be a bool; got {value!r}")
+
+
 def as_float(name: str, value: Any) -> float:
     """`value` as a float, or an int that stays one.
 

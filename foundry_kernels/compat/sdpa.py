@@ -8,7 +8,7 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor
 
-from foundry_kernels.compat.scalars import as_float
+from foundry_kernels.compat.scalars import as_bool, as_float
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.checks import check_dtype, check_float
 from foundry_kernels.core.registry import is_subclass
@@ -76,6 +76,7 @@ def scaled_dot_product_attention(
             raise ValueError(
                 f"{name} must be [..., heads, tokens, head_dim] or [tokens, head_dim]; got {tuple(x.shape)}"
             )
+    is_causal = as_bool("is_causal", is_causal)
     if attn_mask is not None and is_causal:
         raise ValueError(
             "attn_mask must be None with is_causal=True, as in PyTorch; foundry_kernels.flash_attention takes both "

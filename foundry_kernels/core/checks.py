@@ -24,6 +24,15 @@ def check_float(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64; got {x.dtype}")
 
 
+EPS_FLOAT32, EPS_FLOAT64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+
+
+def default_eps(name: str, x: Tensor) -> float:
+    """What an RMSNorm's eps of None is, as in PyTorch: the machine epsilon of the arithmetic, not of `x`."""
+    check_float(name, x)
+    return EPS_FLOAT64 if x.dtype == torch.float64 else EPS_FLOAT32
+
+
 def check_integer(name: str, x: Tensor) -> None:
     check_tensor(name, x)
     if x.dtype not in (torch.int32, torch.int64):
@@ -59,7 +68,8 @@ def check_int(name: str, value: object, minimum: int | None = None) -> None:
 
 
 def check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
+    """A bool, or what stands for one while torch.compile traces."""
+    if not isinstance(value, (bool, torch.SymBool)):
         raise TypeError(f"{name} must be a bool; got {type(value).__name__}")
 
 

@@ -125,6 +125,8 @@ def _content(content: Any) -> tuple[ModelConfig, dict[str, Any], str | None]:
 
 
 def _config(fields: dict[str, Any]) -> ModelConfig:
+    if fields.get("positions", "rope") != "rope":  # a file of a release whose default, True, was written into each
+        fields = {name: value for name, value in fields.items() if name != "rope_interleaved"}
     scaling = fields.get("rope_scaling")
     return ModelConfig(**{**fields, "rope_scaling": RopeScaling(**scaling) if isinstance(scaling, dict) else scaling})
 

@@ -5,6 +5,7 @@ model of that package is patched, or by whoever wants ``attn_implementation="fou
 `foundry_kernels.integrations.from_hf` and `.seq2seq`, by `from_hf` of a model of ours.
 """
 
-from foundry_kernels.integrations.patch import Entry, PatchHandle, Report, patch, unpatch
+from foundry_kernels.integrations.handle import PatchHandle, unpatch
+from foundry_kernels.integrations.patch import Entry, Report, patch
 
 __all__ = ["Entry", "PatchHandle", "Report", "patch", "unpatch"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention,
 from foundry_kernels.integrations.calls import PackedModel, makes_masks, models_around, reads_rows, recurrent_layers
 from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
 from foundry_kernels.integrations.configs import Configs
+from foundry_kernels.integrations.handle import Arguments, PatchHandle, handle_of, keep
 from foundry_kernels.integrations.release import check_release_of
 from foundry_kernels.integrations.table import NO_ROW, adapter_for
 from foundry_kernels.nn import Attention as OurAttention
@@ -107,58 +107,6 @@ def parts(report: Report) -> tuple[str, str, str, str, str]:
     return of("Norm"), products, of("Attention"), of("ForCausalLM", "LMHeadModel"), text
 
 
-class PatchHandle:
-    """What :func:`patch` returns. As a context manager it undoes the patch at the end of the block."""
-
-    def __init__(self, modules: list[nn.Module], report: Report) -> None:
-        self._modules, self._report = modules, report
-        self._undone = False
-
-    def report(self) -> Report:
-        """Returns what was replaced, and what was left and why: ``print(handle.report())``."""
-        return self._report
-
-    def undo(self) -> None:
-        """Gives every module its own class, and the model's config its attention, back.
-
-        Raises:
-            RuntimeError: it was undone before, or a module has been changed since so that it is impossible.
-                Nothing is undone then.
-        """
-        if self._undone:
-            raise RuntimeError("this patch has been undone already")
-        _revert(self._modules)
-        self._undone = True
-
-    def __enter__(self) -> PatchHandle:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not self._undone:
-            self.undo()
-
-
-def _revert(modules: list[nn.Module]) -> None:
-    for module in modules:
-        reason = swap.why_not_revertible(module)
-        if reason is not None:
-            raise RuntimeError(f"cannot undo: a {type(module).__name__} {reason}")
-    for module in modules:
-        swap.revert(module)
-
-
-def unpatch(model: nn.Module) -> None:
-    """Undoes the patch of a model whose handle is not at hand: a deep copy of a patched model, or one that was loaded.
-
-    Raises:
-        ValueError: no module of it is patched. RuntimeError: as :meth:`PatchHandle.undo`.
-    """
-    modules = [module for module in model.modules() if swap.is_patched(module)]
-    if not modules:
-        raise ValueError("model is not patched")
-    _revert(modules)
-
-
 def patch(
     model: nn.Module,
     *,
@@ -204,11 +152,14 @@ def patch(
             eval mode they are as ever. A loss over no labels at all is 0, not NaN.
 
     Returns:
-        A handle: `report()` tells what was replaced, what was left and why; `undo()` undoes it.
+        A handle: `report()` tells what was replaced, what was left and why; `undo()` undoes it, as
+        :func:`foundry_kernels.unpatch` does without it. A model that is patched already by the same arguments stays as
+        it is, modules that it got since included, and its handle is returned.
 
     Raises:
         TypeError: `model` is no module, `ops` is a string or no iterable of strings.
-        ValueError: an unknown name in `ops`, `backend` or `dense_masks`; the model is patched already.
+        ValueError: an unknown name in `ops`, `backend` or `dense_masks`; the model is patched already, by other
+            arguments, which the message names, or in part.
         ImportError: transformers is older than 5.4.
         BackendUnavailable: a mapping names a backend of which the operation has no kernel.
 
@@ -216,16 +167,24 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    wanted = tuple(op for op in _wanted(ops) if op != "linear_cross_entropy" or not return_logits)
+    asked = _wanted(ops)
+    wanted = tuple(op for op in asked if op != "linear_cross_entropy" or not return_logits)
     if dense_masks not in DENSE_MASKS:
         raise ValueError(f"dense_masks must be one of {', '.join(DENSE_MASKS)}; got {dense_masks!r}")
     check_release_of(model)
+    arguments = Arguments(
+        dict(backend) if isinstance(backend, Mapping) else backend,
+        None if ops is None else tuple(op for op in PATCHABLE if op in asked),
+        dense_masks,
+        return_logits,
+    )
+    if (handle := handle_of(model, arguments)) is not None:
+        return handle
     taken = [name for name, module in model.named_modules() if swap.is_patched(module)]
     if taken:
         raise ValueError(f"model is patched already ({taken[0] or 'itself'} is); undo that first")
     fused = _fused_norms(model, wanted)
-    asked = ops is not None
-    found = [(module, *_find(name, module, wanted, fused, asked)) for name, module in model.named_modules()]
+    found = [(module, *_find(name, module, wanted, fused, ops is not None)) for name, module in model.named_modules()]
     entries = _without_containers([entry for _, _, entry in found if entry is not None])
     changes = [(module, adapter, entry) for module, adapter, entry in found if entry is not None and entry.ops]
     used = {op for _, _, entry in changes for op in entry.ops}
@@ -264,7 +223,7 @@ def patch(
             swap.revert(module)
         configs.restore()
         raise
-    return PatchHandle(done, report)
+    return keep(model, done, report, arguments)
 
 
 def _mixing(model: nn.Module, attending: list[nn.Module]) -> tuple[str, ...]:

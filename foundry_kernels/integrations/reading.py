@@ -258,5 +258,5 @@ def falcon(config: Any) -> dict[str, Any]:
     if not config.alibi:
         return fields | rope(config)
     # Its attention drops out weights with ALiBi alone.
-    alibi = {"positions": "alibi", "alibi_scaled": True, "rope_interleaved": True}
+    alibi = {"positions": "alibi", "alibi_scaled": True}
     return fields | alibi | {"attention_dropout": config.attention_dropout}

@@ -50,7 +50,8 @@ def operations(config: ModelConfig) -> tuple[str, ...]:
 
 def make_norm(config: ModelConfig, factory: dict[str, Any]) -> Norm:
     if config.norm == "layer_norm":
-        return LayerNorm(config.dim, config.norm_eps, bias=config.norms_have_bias, **factory)
+        eps: dict[str, Any] = {} if config.norm_eps is None else {"eps": config.norm_eps}
+        return LayerNorm(config.dim, **eps, bias=config.norms_have_bias, **factory)
     order, offset = config.norm_round_before_weight, config.norm_weight_offset
     return RMSNorm(config.dim, config.norm_eps, round_before_weight=order, weight_offset=offset, **factory)
 

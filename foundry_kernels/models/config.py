@@ -32,7 +32,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a :class:`Transformer`, in the names of Meta's `params.json`; the defaults are LLaMA's choices.
+    """The shape of a :class:`Transformer`, in the names of Meta's `params.json`; the defaults are LLaMA's architecture.
 
     Attributes:
         dim: width of the residual stream.
@@ -46,12 +46,14 @@ class ModelConfig:
         ffn_dim_multiplier: factor on the feed-forward width before it is rounded up.
         hidden_dim: the feed-forward width itself, which overrides the two above and `ffn_rule`.
         head_dim: width of a head; None is ``dim // n_heads``.
-        norm_eps: epsilon of every norm.
+        norm_eps: epsilon of every norm; None is the norm's own default: for "rms_norm" the machine epsilon of the
+            arithmetic, for "layer_norm" 1e-5. Published models' sizes, below, give theirs.
         norm_round_before_weight: round ``x / rms`` before the weight multiplies it, as Meta's code does. It matters
             only in low precision; False is more accurate.
         rope_base: base of the rotary wavelengths (`rope_theta` in Meta's files).
         rope_scaling: None, or a :class:`foundry_kernels.RopeScaling`.
-        rope_interleaved: True pairs the dimensions (2i, 2i+1), as Meta's checkpoints need; False (i, i + D/2).
+        rope_interleaved: False pairs the dimensions (i, i + D/2), as transformers does; True (2i, 2i+1), as Meta's
+            checkpoints need (:meth:`llama` and :meth:`mixtral` set it).
         tie_embeddings: the output projection is the embedding's matrix.
         init: how projections begin, from normal distributions: "normal", with `init_std`; "xavier", with
             ``sqrt(2 / (fan_in + fan_out))``; "depth_scaled", with `init_std`, by ``sqrt(2 n_layers)`` less where they
@@ -83,7 +85,7 @@ class ModelConfig:
         output_bias: of the output projection.
         parallel_residual: attention and feed-forward read the same stream, and both are added to it (GPT-NeoX).
         shared_attention_norm: with `parallel_residual`, one norm for both (Falcon-7B).
-        sliding_window: positions that a query sees, its own the last of them; None is all before.
+        sliding_window: positions that a query sees, its own the last of them; None or -1 is all before.
         causal: whether a position sees none behind it. False makes an encoder, without a cache or generation.
         context_dim: width of a context, of another sequence, that each block attends to between its own attention and
             the feed-forward part (the decoder of an :class:`EncoderDecoder`); None is no context.
@@ -134,11 +136,11 @@ class ModelConfig:
     ffn_dim_multiplier: float | None = None
     hidden_dim: int | None = None
     head_dim: int | None = None
-    norm_eps: float = 1e-5
+    norm_eps: float | None = None
     norm_round_before_weight: bool = False
     rope_base: float = 10000.0
     rope_scaling: RopeScaling | None = None
-    rope_interleaved: bool = True
+    rope_interleaved: bool = False
     tie_embeddings: bool = False
     init_std: float = 0.02
     positions: str = "rope"
@@ -194,6 +196,8 @@ class ModelConfig:
     init: str = "normal"
 
     def __post_init__(self) -> None:
+        if self.sliding_window == -1:
+            object.__setattr__(self, "sliding_window", None)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if str(field.type).startswith("int") and value is not None and field.name != "token_types":

@@ -6,6 +6,7 @@ from typing import Any
 
 from foundry_kernels.ops.rope import RopeScaling
 
+_META = {"norm_eps": 1e-5, "rope_interleaved": True}  # as the files of Meta's and Mistral's models are read
 _LLAMA_2 = {"max_seq_len": 4096, "multiple_of": 256}
 _LLAMA_3 = {"vocab_size": 128256, "max_seq_len": 8192, "rope_base": 500000.0, "n_kv_heads": 8}
 _LLAMA_3_1 = {**_LLAMA_3, "max_seq_len": 131072, "rope_scaling": RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)}
@@ -32,7 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "tie_embeddings": True,
     },
-    "llama": {},
+    "llama": _META,
     "bloom": {
         "vocab_size": 250880,
         "max_seq_len": 2048,
@@ -52,10 +53,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "parallel_residual": True,
         "shared_attention_norm": True,
         "n_kv_heads": 1,
-        "rope_interleaved": False,
         "tie_embeddings": True,
     },
-    "mixtral": {"n_kv_heads": 8, "rope_base": 1e6, "n_experts": 8, "top_k": 2},
+    "mixtral": {**_META, "n_kv_heads": 8, "rope_base": 1e6, "n_experts": 8, "top_k": 2},
 }
 
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
@@ -113,4 +113,12 @@ def fields(family: str, size: str, changes: dict[str, Any]) -> dict[str, Any]:
     """
     if size not in SIZES[family]:
         raise ValueError(f"size must be one of {', '.join(SIZES[family])}; got {size!r}")
-    return {**FAMILIES[family], **SIZES[family][size], **changes}
+    return choices(family, {**SIZES[family][size], **changes})
+
+
+def choices(family: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a family, changed; without its rotary pairs where other positions are chosen."""
+    found = {**FAMILIES[family], **changes}
+    if found.get("positions", "rope") != "rope" and "rope_interleaved" not in changes:
+        found.pop("rope_interleaved", None)
+    return found

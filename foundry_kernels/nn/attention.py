@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.checks import check_integer, check_positive, check_rank, check_tensor
+from foundry_kernels.core.checks import check_bool, check_int, check_integer, check_positive, check_rank, check_tensor
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._head import weight_of_norm
 from foundry_kernels.nn._linear_layers import Layers, layers_for
@@ -68,7 +68,7 @@ class Attention(torch.nn.Module):
         alibi: the slopes of ALiBi, which layers may share, or None.
         causal: whether a query sees no later key of its own sequence. A context is always seen as a whole.
         sliding_window: positions that a query sees, its own the last of them (without `causal` as many after it); None
-            is unbounded.
+            or -1 is unbounded.
         bias: whether the projections to queries, keys and values have one.
         out_bias: whether the projection from attention has one; None is `bias`.
         scale: factor on the scores; None is ``head_dim ** -0.5``.
@@ -82,6 +82,7 @@ class Attention(torch.nn.Module):
         backend: a backend's name, or a mapping of operations to names. The rotary embedding has its own.
 
     Raises:
+        TypeError: a size is no int, `causal` no bool.
         ValueError: `n_heads` is no multiple of `n_kv_heads`, `dim` none of `n_heads` where head_dim is None, the rotary
             dimensions exceed `head_dim`, `alibi` has other heads, `sliding_window` is below 1, `dropout` outside
             [0, 1), `scale` is not positive, an unknown `qk_norm_over` or backend.
@@ -106,7 +107,7 @@ class Attention(torch.nn.Module):
         context_dim: int | None = None,
         qk_norm: bool = False,
         qk_norm_over: str = "head",
-        norm_eps: float = 1e-6,
+        norm_eps: float | None = None,
         norm_round_before_weight: bool = False,
         dropout: float = 0.0,
         device: Any = None,
@@ -118,6 +119,7 @@ class Attention(torch.nn.Module):
         context_dim = dim if context_dim is None else context_dim
         sizes = (("dim", dim), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads), ("context_dim", context_dim))
         for name, value in sizes:
+            check_int(name, value)
             if value < 1:
                 raise ValueError(f"{name} must be at least 1; got {value}")
         if n_heads % n_kv_heads:
@@ -132,10 +134,15 @@ class Attention(torch.nn.Module):
             raise ValueError(f"rope must rotate at most head_dim={head_dim} dimensions; got {rope.dim}")
         if alibi is not None and alibi.n_heads != n_heads:
             raise ValueError(f"alibi must have a slope for each of n_heads={n_heads}; got {alibi.n_heads}")
+        if sliding_window is not None:
+            check_int("sliding_window", sliding_window)
+        if sliding_window == -1:
+            sliding_window = None
         if sliding_window is not None and sliding_window < 1:
             raise ValueError(f"sliding_window must be None or at least 1; got {sliding_window}")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1); got {dropout}")
+        check_bool("causal", causal)
         if scale is not None:
             check_positive("scale", scale)
         if qk_norm_over not in NORMS:

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from foundry_kernels.core import dropout
 from foundry_kernels.core.autocast import autocast_dtype
-from foundry_kernels.core.checks import check_device, check_dtype, check_rank, check_shape, check_tensor
+from foundry_kernels.core.checks import check_bool, check_device, check_dtype, check_rank, check_shape, check_tensor
 from foundry_kernels.core.registry import FLOATS
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
 from foundry_kernels.nn._linear_layers import products_for
@@ -136,6 +136,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """
         for name, x in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, x)
+        check_bool("is_causal", is_causal)
         if is_causal and attn_mask is None:
             raise ValueError("attn_mask must be given with is_causal=True, which is a hint about it; got None")
         if query.is_nested or key.is_nested or value.is_nested:

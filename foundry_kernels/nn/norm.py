@@ -108,10 +108,7 @@ class RMSNorm(torch.nn.RMSNorm):
             x = x.flatten(-dims)
             weight = None if weight is None else weight.flatten()
             residual = None if residual is None else residual.flatten(-dims)
-        eps = self.eps
-        if eps is None:
-            eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-        offset, order = self.weight_offset, self.round_before_weight
+        eps, offset, order = self.eps, self.weight_offset, self.round_before_weight
         if residual is None:
             _check_no_dropout(dropout_p)
             backend = self.backends["rms_norm"]

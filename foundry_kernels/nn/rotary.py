@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from foundry_kernels.core.checks import check_bool, check_int
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._tables import PositionTables
 from foundry_kernels.ops.rope import RopeScaling, rope
@@ -35,6 +36,7 @@ class RotaryEmbedding(PositionTables):
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:
+        TypeError: a size is no int, `interleaved` no bool.
         ValueError: `dim` is odd or below 2, `max_positions` below 1, an unknown backend.
     """
 
@@ -55,6 +57,9 @@ class RotaryEmbedding(PositionTables):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
+        check_int("dim", dim)
+        check_int("max_positions", max_positions)
+        check_bool("interleaved", interleaved)
         if dim < 2 or dim % 2:
             raise ValueError(f"dim must be even and at least 2; got {dim}")
         if max_positions < 1:

@@ -78,6 +78,18 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "softcap": (lambda: flash_attn_func(q, k, k, softcap=-1.0), ValueError, r"softcap must be finite and > 0"),
     "window": (lambda: flash_attn_func(q, k, k, window_size=(-2, 0)), ValueError, r"window_size must hold ints >= 0"),
     "window pair": (lambda: flash_attn_func(q, k, k, window_size=3), TypeError, r"window_size must be a pair"),  # type: ignore[arg-type]
+    "causal": (lambda: flash_attn_func(q, k, k, causal="yes"), TypeError, r"causal must be a bool; got 'yes'"),  # type: ignore[arg-type]
+    "causal list": (lambda: flash_attn_func(q, k, k, causal=[]), TypeError, r"causal must be a bool; got \[\]"),  # type: ignore[arg-type]
+    "causal of two": (
+        lambda: flash_attn_func(q, k, k, causal=torch.tensor([True, False])),  # type: ignore[arg-type]
+        TypeError,
+        r"causal must be a bool; got tensor",
+    ),
+    "deterministic": (
+        lambda: flash_attn_func(q, k, k, deterministic="no"),  # type: ignore[arg-type]
+        TypeError,
+        r"deterministic must be a bool; got 'no'",
+    ),
     "window of three": (
         lambda: flash_attn_func(q, k, k, window_size=torch.tensor([1, 2, 3])),
         TypeError,
@@ -183,6 +195,11 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         TypeError,
         r"scale must be a float; got '1'",
     ),  # type: ignore[arg-type]
+    "sdpa is_causal": (
+        lambda: scaled_dot_product_attention(q, q, q, is_causal="yes"),  # type: ignore[arg-type]
+        TypeError,
+        r"is_causal must be a bool; got 'yes'",
+    ),
     "sdpa vector": (lambda: scaled_dot_product_attention(*[torch.ones(8)] * 3), ValueError, r"query must be"),
 }
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import foundry_kernels as fk
-from foundry_kernels.__main__ import cuda_architectures
 from foundry_kernels.core import extension
 from foundry_kernels.core.registry import Impl, OpSpec, override, register, resolve
+from foundry_kernels.tools.environment import cuda_architectures
 
 NATIVE = extension.MISSING is None
 

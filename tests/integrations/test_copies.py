@@ -22,7 +22,6 @@ from transformers import (
 )
 
 import foundry_kernels as fk
-from foundry_kernels.integrations import unpatch
 from foundry_kernels.integrations.patch import DENSE_MASKS
 from foundry_kernels.integrations.table import PATCHED
 from foundry_kernels.integrations.tiny import tiny_model
@@ -61,7 +60,8 @@ def test_copies(family: str) -> None:
     handle.undo()
     for other in (*others, *(copied(model) for copied in WAYS.values())):
         if other in others:
-            unpatch(other)
+            assert fk.patch(other).report() == handle.report()
+            fk.unpatch(other)
         assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
         assert torch.equal(logits(other), plain)
 

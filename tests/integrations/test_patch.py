@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
+import re
 import subprocess
 import sys
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import foundry_kernels as fk
-from foundry_kernels.integrations import swap, unpatch
+from foundry_kernels.integrations import swap
 from foundry_kernels.integrations.adapters import PATCHABLE
 from foundry_kernels.integrations.tiny import tiny_model
 
@@ -50,15 +54,115 @@ def test_no_module() -> None:
 def test_patched_twice_and_undone_twice() -> None:
     model = tiny_model("llama")
     handle = fk.patch(model)
-    for again in (model, model.model.layers[0]):
-        with pytest.raises(ValueError, match="is patched already"):
-            fk.patch(again)
+    patched = snapshot(model)
+    assert fk.patch(model) is handle
+    assert snapshot(model) == patched
+    with pytest.raises(ValueError, match="is patched already"):
+        fk.patch(model.model.layers[0])
     handle.undo()
     with pytest.raises(RuntimeError, match="undone already"):
         handle.undo()
     with pytest.raises(ValueError, match="is not patched"):
-        unpatch(model)
+        fk.unpatch(model)
     fk.patch(model).undo()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "native"}, r"with backend='reference' where this call has 'native'.*; undo it first: .*unpatch"),
+        ({}, r"with backend='reference' where this call has 'auto', ops=\['rms_norm', 'swiglu'\] where .* None;"),
+        ({"ops": ["swiglu"]}, r"ops=\['rms_norm', 'swiglu'\] where this call has \['swiglu'\]"),
+        ({"dense_masks": "sdpa", "return_logits": True}, r"dense_masks='kernels' where .*return_logits=False where"),
+    ],
+)
+def test_patched_by_other_arguments(options: dict[str, Any], message: str) -> None:
+    model = tiny_model("llama")
+    handle = fk.patch(model, backend="reference", ops=["swiglu", "rms_norm"])
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=f"model is patched already, .*{message}"):
+        fk.patch(model, **options)
+    assert snapshot(model) == before
+    assert fk.patch(model, backend="reference", ops=("rms_norm", "swiglu")) is handle
+    fk.unpatch(model)
+    assert fk.patch(model, **options) is not handle
+
+
+def classes(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+def test_a_handle_that_was_thrown_away() -> None:
+    """A cell of a notebook that runs again; and the model, which does not wait for the garbage collector."""
+    model = tiny_model("llama")
+    before, report = classes(model), fk.patch(model).report()
+    handle = fk.patch(model)
+    assert (handle.report(), fk.patch(model)) == (report, handle)
+    handle.undo()
+    assert classes(model) == before
+    assert not [name for name in vars(model) if "foundry" in name]
+    fk.patch(model)
+    fk.unpatch(model)
+    assert classes(model) == before
+    fk.patch(model)
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model, handle
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_undone_without_the_handle() -> None:
+    model = tiny_model("llama")
+    before, handle = classes(model), fk.patch(model)
+    report = handle.report()
+    counts = f"{len(report.replaced)} of {len(report.replaced) + len(report.left)}"
+    assert repr(handle) == f"<PatchHandle of LlamaForCausalLM: {counts} modules replaced>"
+    fk.unpatch(model)
+    assert classes(model) == before
+    assert repr(handle) == "<PatchHandle of LlamaForCausalLM: undone>"
+    with pytest.raises(RuntimeError, match="undone already"):
+        handle.undo()
+    assert fk.patch(model) is not handle
+
+
+def test_a_block_leaves_the_model_as_it_was() -> None:
+    model = tiny_model("llama")
+    before, handle = classes(model), fk.patch(model)
+    patched = classes(model)
+    with fk.patch(model) as outer:
+        with fk.patch(model):
+            assert outer is handle
+        assert classes(model) == patched
+    assert classes(model) == patched
+    handle.undo()
+    with fk.patch(model):
+        with fk.patch(model):
+            pass
+        assert classes(model) == patched
+    assert classes(model) == before
+
+
+def test_a_model_of_which_a_part_was_undone_is_not_taken_for_patched() -> None:
+    model = tiny_model("llama")
+    handle = fk.patch(model)
+    fk.unpatch(model.model.layers[0].mlp)
+    with pytest.raises(ValueError, match=r"model is patched already \("):
+        fk.patch(model)
+    with pytest.raises(RuntimeError, match="is not patched any more"):
+        handle.undo()
+    fk.unpatch(model)
+    fk.patch(model).undo()
+
+
+def test_nothing_to_patch_is_looked_at_again() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    assert repr(fk.patch(model)) == "<PatchHandle of Sequential: 0 of 0 modules replaced>"
+    model.append(nn.RMSNorm(4))
+    assert len(fk.patch(model).report().replaced) == 1
 
 
 def test_a_part_patched_before_is_named() -> None:
@@ -262,7 +366,7 @@ def test_our_own_model() -> None:
         assert not handle.report().left
         assert set(model.backends.values()) == {"reference"}
         assert set(model.layers[0].attention_norm.backends.values()) == {"reference"}
-        with pytest.raises(ValueError, match="patched already"):
+        with pytest.raises(ValueError, match="patched already, with backend='reference' where this call has 'auto'"):
             fk.patch(model)
     assert snapshot(model) == before
     with fk.patch(model, backend="reference", ops=["swiglu"]):
@@ -313,3 +417,52 @@ def test_patch_report(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["patch-report", "tapas"])
     assert "family must be one of llama" in capsys.readouterr().err
+
+
+def test_patch_report_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of any size: nothing is read but the config, and the model takes no memory."""
+    from foundry_kernels.__main__ import main
+
+    wide = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "vocab_size": 128256}
+    config = CONFIG_MAPPING["llama"](**wide, num_key_value_heads=8, num_hidden_layers=80)
+    config.save_pretrained(tmp_path / "llama-70b")
+    CONFIG_MAPPING["bert"](num_hidden_layers=3).save_pretrained(tmp_path / "encoder")
+    CONFIG_MAPPING["t5"](architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5-small")
+    given = [str(tmp_path / "llama-70b"), str(tmp_path / "encoder" / "config.json"), str(tmp_path / "t5-small")]
+    assert main(["patch-report", *given]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert "modules of a checkpoint's model" in head
+    cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in rows[2:]}
+    assert cells.keys() == {"llama-70b", "encoder", "t5-small"}
+    assert cells["llama-70b"][:2] == ["161 rms_norm", "80 swiglu"]
+    assert cells["llama-70b"][2:] == [
+        "80 rope, 80 flash_attention", "1 linear_cross_entropy, 1 cross_entropy", ""
+    ]  # fmt: skip
+    assert cells["encoder"][2] == "3 flash_attention"
+    assert cells["t5-small"][2] == "18 flash_attention"
+    assert main(["patch-report", "llama", given[0]]) == 0
+    assert "a two-layer model of a family, of all layers of a checkpoint" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "has no config.json"),
+        ({"adapter_config.json": "{}"}, "it holds an adapter, give the folder of the model that it is for"),
+        ({"config.json": "{nothing"}, "transformers makes no model of .*not a valid JSON"),
+        ({"config.json": '{"dim": 4}'}, "transformers makes no model of .*Unrecognized model"),
+        ({"config.json": '{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}'}, "custom code"),
+        (None, "does not exist: give a checkpoint's folder, or its config.json"),
+    ],
+)
+def test_patch_report_of_no_checkpoint(
+    files: dict[str, str] | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from foundry_kernels.__main__ import main
+
+    for name, text in (files or {}).items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        main(["patch-report", str(tmp_path if files is not None else tmp_path / "nothing")])
+    assert stopped.value.code == 2
+    assert re.search(message, capsys.readouterr().err)

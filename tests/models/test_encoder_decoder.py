@@ -29,7 +29,7 @@ CONFIGS = {
     "relative": dataclasses.replace(
         TINY, positions="relative", relative_buckets=8, relative_max_distance=6, attention_scale=1.0, logit_scale=0.5
     ),
-    "rope": dataclasses.replace(TINY, qk_norm=True, rope_interleaved=False),
+    "rope": dataclasses.replace(TINY, qk_norm=True),
     "experts": dataclasses.replace(
         TINY, positions="none", n_experts=4, hidden_dim=6, dense_layers=(0,), load_balancing_coef=0.1
     ),

@@ -147,7 +147,7 @@ def plain_llama(config: ModelConfig, state: dict[str, Tensor], tokens: Tensor) -
     ids=["GQA", "MQA", "MHA", "tied", "widths"],
 )
 def test_model_is_llama(changes):
-    config = dataclasses.replace(TINY, **changes)
+    config = dataclasses.replace(TINY, rope_interleaved=True, **changes)
     model, tokens = make(config).double(), draw()
     expected = plain_llama(config, model.state_dict(), tokens)
     # The rotary tables stay float32, which bounds the agreement.
@@ -156,10 +156,10 @@ def test_model_is_llama(changes):
 
 def test_rope_options_reach_the_tables():
     scaling = RopeScaling("linear", 2.0)
-    config = dataclasses.replace(TINY, rope_base=500.0, rope_scaling=scaling, rope_interleaved=False)
+    config = dataclasses.replace(TINY, rope_base=500.0, rope_scaling=scaling, rope_interleaved=True)
     model = make(config)
     embedding = model.layers[0].attention.rope
-    assert (embedding.base, embedding.scaling, embedding.interleaved) == (500.0, scaling, False)
+    assert (embedding.base, embedding.scaling, embedding.interleaved) == (500.0, scaling, True)
     assert embedding is model.layers[1].attention.rope
     assert not torch.allclose(model(draw()), make()(draw()))
 

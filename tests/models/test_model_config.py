@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_presets_have_their_parameters(family):
         ({"positions": "alibi", "rope_scaling": fk.RopeScaling("linear", 2.0)}, "rope_scaling needs positions='rope'"),
         ({"positions": "learned", "rope_base": 5e5}, "rope_base needs positions='rope'; got 500000.0 .*'learned'"),
         ({"positions": "none", "rope_dim": 2}, "rope_dim needs positions='rope'; got 2"),
-        ({"positions": "alibi", "rope_interleaved": False}, "rope_interleaved needs positions='rope'; got False"),
+        ({"positions": "alibi", "rope_interleaved": True}, "rope_interleaved needs positions='rope'; got True"),
         ({"rope_dim": 3}, "rope_dim must be even and at most head_dim=4; got 3"),
         ({"rope_dim": 6}, "rope_dim must be even and at most head_dim=4; got 6"),
         ({"norm_placement": "post", "parallel_residual": True}, "parallel_residual needs norm_placement='pre'"),
@@ -104,6 +105,54 @@ def test_contradictions_are_refused(changes, message):
         dataclasses.replace(TINY, **changes)
 
 
+def test_a_window_of_minus_one_is_no_bound():
+    assert dataclasses.replace(TINY, sliding_window=-1) == TINY
+    assert fk.nn.Attention(8, 2, sliding_window=-1).sliding_window is None
+
+
+def _default(function, name):
+    return inspect.signature(function).parameters[name].default
+
+
+def test_functions_modules_and_models_have_the_same_defaults():
+    """Those of PyTorch: an RMSNorm's eps is the machine epsilon, a LayerNorm's 1e-5; rotary pairs are halves."""
+    functions = (fk.rms_norm, fk.add_rms_norm, fk.qk_norm_rope, fk.nn.RMSNorm, torch.nn.RMSNorm)
+    assert {_default(function, "eps") for function in (*functions, torch.nn.functional.rms_norm)} == {None}
+    assert _default(fk.nn.Attention, "norm_eps") is None
+    assert _default(ModelConfig, "norm_eps") is None
+    layer_norms = (fk.layer_norm, fk.add_layer_norm, fk.nn.LayerNorm, torch.nn.LayerNorm)
+    assert {_default(function, "eps") for function in layer_norms} == {1e-5}
+    pairs = (fk.rope, fk.qk_norm_rope, fk.nn.RotaryEmbedding)
+    assert {_default(function, "interleaved") for function in pairs} == {False}
+    assert _default(ModelConfig, "rope_interleaved") is False
+
+    shape = {"dim": 16, "n_layers": 1, "n_heads": 2, "vocab_size": 11}
+    x, weight = torch.randn(3, 16) * 1e-3, torch.ones(16)
+    norm = Transformer(ModelConfig(**shape)).norm
+    torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (16,), weight))
+    assert torch.equal(norm(x), fk.rms_norm(x, weight))
+    layer = Transformer(ModelConfig(**shape, norm="layer_norm")).norm
+    assert torch.equal(layer(x), fk.layer_norm(x, weight, torch.zeros(16)))
+    normed = Transformer(ModelConfig(**shape, qk_norm=True)).layers[0].attention
+    q = torch.randn(1, 2, 3, 8)
+    rotated = fk.qk_norm_rope(q, q, torch.ones(8), torch.ones(8), *fk.rope_table(8, 3))
+    for mine, expected in zip(normed._norm_and_rotate(q, q, None), rotated, strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_published_models_give_their_own():
+    for config in (ModelConfig.llama(), ModelConfig.mixtral()):
+        assert (config.norm_eps, config.rope_interleaved) == (1e-5, True)
+    for config in (ModelConfig.gpt2(), ModelConfig.bloom(), ModelConfig.falcon()):
+        assert (config.norm_eps, config.norm, config.rope_interleaved) == (None, "layer_norm", False)
+
+
+def test_a_published_model_with_other_positions():
+    assert not ModelConfig.llama(positions="alibi").rope_interleaved
+    with pytest.raises(ValueError, match="rope_interleaved needs positions='rope'; got True"):
+        ModelConfig.llama(positions="alibi", rope_interleaved=True)
+
+
 def test_types_and_modules_are_refused():
     with pytest.raises(TypeError, match="qk_norm must be a bool; got int"):
         dataclasses.replace(TINY, qk_norm=1)
@@ -114,6 +163,12 @@ def test_types_and_modules_are_refused():
         fk.nn.Attention(8, 2, alibi=fk.nn.AlibiSlopes(4))
     with pytest.raises(ValueError, match="sliding_window must be None or at least 1; got 0"):
         fk.nn.Attention(8, 2, sliding_window=0)
+    with pytest.raises(TypeError, match="sliding_window must be an int; got tuple"):
+        fk.nn.Attention(8, 2, sliding_window=(3, 0))
+    with pytest.raises(TypeError, match="causal must be a bool; got str"):
+        fk.nn.Attention(8, 2, causal="yes")
+    with pytest.raises(TypeError, match="dim must be an int; got str"):
+        fk.nn.Attention("8", 2)
     with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\); got 1.5"):
         fk.nn.Attention(8, 2, dropout=1.5)
     with pytest.raises(ValueError, match="activation must be one of gelu, gelu_tanh, silu, relu; got 'swiglu'"):

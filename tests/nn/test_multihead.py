@@ -335,6 +335,7 @@ X, NESTED = torch.zeros(B, T, E), torch.nested.nested_tensor([torch.zeros(2, E)]
         (lambda: call(X[:2], X, X), ValueError, "key must have query's batch size 2"),
         (lambda: call(X.double(), X, X), ValueError, "query must have the weights's dtype"),
         (lambda: call(is_causal=True), ValueError, "attn_mask must be given with is_causal=True"),
+        (lambda: call(attn_mask=CAUSAL, is_causal="yes"), TypeError, "is_causal must be a bool; got str"),
         (lambda: call(attn_mask=torch.zeros(T, T).int()), TypeError, "attn_mask must be bool or floating"),
         (lambda: call(attn_mask=torch.zeros(T, T).double()), TypeError, "attn_mask may be float64 only"),
         (lambda: call(attn_mask=torch.zeros(B, T, T)), ValueError, r"attn_mask must have shape \(12, 7, 7\)"),

@@ -129,6 +129,10 @@ def test_positions_below_0_are_refused():
 def test_rotary_refuses_an_odd_width():
     with pytest.raises(ValueError, match="dim must be even"):
         nn.RotaryEmbedding(7)
+    with pytest.raises(TypeError, match="dim must be an int; got str"):
+        nn.RotaryEmbedding("8")
+    with pytest.raises(TypeError, match="interleaved must be a bool; got str"):
+        nn.RotaryEmbedding(8, interleaved="yes")
 
 
 # --- SwiGLU and Attention ---------------------------------------------------------------------------------------------

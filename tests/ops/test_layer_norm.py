@@ -27,6 +27,12 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "scalar": (lambda: fk.layer_norm(torch.tensor(1.0)), ValueError, r"x must have at least one dimension"),
     "zero width": (lambda: fk.layer_norm(torch.ones(2, 0)), ValueError, r"x must have a last dimension of at least 1"),
     "weight": (lambda: fk.layer_norm(x, torch.ones(7)), ValueError, r"weight must have shape \(8,\).*got \(7,\)"),
+    "weight as in F.layer_norm": (
+        lambda: fk.layer_norm(x, (8,), w, w),  # type: ignore[arg-type]
+        TypeError,
+        r"weight must be a torch.Tensor; got tuple",
+    ),
+    "bias number": (lambda: fk.layer_norm(x, w, 1e-5), TypeError, r"bias must be a torch.Tensor; got float"),  # type: ignore[arg-type]
     "bias shape": (lambda: fk.layer_norm(x, w, torch.ones(1, 8)), ValueError, r"bias must have shape \(8,\)"),
     "bias integers": (lambda: fk.layer_norm(x, None, w.int()), TypeError, r"bias must be float.*got torch.int32"),
     "bias double": (lambda: fk.layer_norm(x, w, w.double()), TypeError, r"bias may be float64 only where x is"),

@@ -51,6 +51,20 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "weight integers": (lambda: fk.rms_norm(x, torch.ones(8, dtype=torch.int32)), TypeError, r"weight must be float"),
     "weight double": (lambda: fk.rms_norm(x, w.double()), TypeError, r"weight may be float64 only where x is"),
     "weight device": (lambda: fk.rms_norm(x, w.to("meta")), ValueError, r"weight must be on x's device cpu; got meta"),
+    "weight as in F.rms_norm": (
+        lambda: fk.rms_norm(x, (8,), w),
+        TypeError,
+        r"weight must be a torch.Tensor; got tuple",
+    ),  # type: ignore[arg-type]
+    "weight as an int": (lambda: fk.rms_norm(x, 8, w), TypeError, r"weight must be a torch.Tensor; got int"),  # type: ignore[arg-type]
+    "weight as an int, sum": (lambda: fk.add_rms_norm(x, x, (8,), w), TypeError, r"weight must be a torch.Tensor"),  # type: ignore[arg-type]
+    "weight for residual": (lambda: fk.add_rms_norm(x, w), ValueError, r"residual must have shape \(2, 3, 8\)"),
+    "eps tensor": (lambda: fk.rms_norm(x, w, w), TypeError, r"eps must be a float; got Tensor"),  # type: ignore[arg-type]
+    "order string": (
+        lambda: fk.rms_norm(x, w, round_before_weight="yes"),  # type: ignore[arg-type]
+        TypeError,
+        r"round_before_weight must be a bool; got str",
+    ),
     "eps negative": (lambda: fk.rms_norm(x, w, -1e-6), ValueError, r"eps must be finite and >= 0; got -1e-06"),
     "eps nan": (lambda: fk.rms_norm(x, w, math.nan), ValueError, r"eps must be finite"),
     "eps infinite": (lambda: fk.rms_norm(x, w, math.inf), ValueError, r"eps must be finite"),
@@ -105,6 +119,7 @@ def test_no_eps_is_torchs_default(op: str, dtype: torch.dtype) -> None:
     weight = torch.ones(8, dtype=dtype)
     y = fk.rms_norm(a, weight, None) if op == "rms_norm" else fk.add_rms_norm(a, a * 0, weight, None)[0]
     torch.testing.assert_close(y, F.rms_norm(a, (8,), weight))
+    assert torch.equal(y, fk.rms_norm(a, weight) if op == "rms_norm" else fk.add_rms_norm(a, a * 0, weight)[0])
     assert not torch.allclose(y, fk.rms_norm(a, weight, 1e-6))
 
 

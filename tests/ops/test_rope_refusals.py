@@ -59,6 +59,7 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
         "positions must be None",
         {"cos": zeros(B, T, 6), "sin": zeros(B, T, 6), "positions": torch.arange(T)},
     ),
+    (TypeError, "interleaved must be a bool; got str", {"interleaved": "yes"}),
     (ValueError, "backend must be one of auto, reference, triton, native; got 'cuda'", {"backend": "cuda"}),
 ]
 
@@ -81,6 +82,7 @@ BAD_NORMS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "weight_offset needs weights.*k_weight=None", {"k_weight": None, "weight_offset": 1.0}),
     (ValueError, "eps must be finite and >= 0", {"eps": -1e-6}),
     (TypeError, "eps must be a float", {"eps": "1e-6"}),
+    (TypeError, "round_before_weight must be a bool; got str", {"round_before_weight": "yes"}),
 ]
 
 

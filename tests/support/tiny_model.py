@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foundry_kernels.models import ModelConfig, Transformer
 
-TINY = ModelConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=11, max_seq_len=24)
+TINY = ModelConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=11, max_seq_len=24, norm_eps=1e-5)
 
 #: What differs from a Llama. Each value of each choice is in at least one.
 MODELS: dict[str, dict[str, Any]] = {
@@ -18,16 +18,22 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"mlp_bias": True, "tie_embeddings": True, "init": "depth_scaled"},
     "bloom": {"positions": "alibi", "norm": "layer_norm", "embedding_norm": True, "activation": "gelu_tanh"}
     | {"attention_bias": True, "mlp_bias": True, "n_heads": 6, "dim": 24, "n_kv_heads": None},
-    "falcon": {"norm": "layer_norm", "activation": "gelu", "n_kv_heads": 1, "rope_interleaved": False}
+    "falcon": {"norm": "layer_norm", "activation": "gelu", "n_kv_heads": 1}
     | {"parallel_residual": True, "shared_attention_norm": True, "tie_embeddings": True},
-    "neox": {"norm": "layer_norm", "activation": "gelu", "parallel_residual": True, "rope_interleaved": False}
+    "neox": {"norm": "layer_norm", "activation": "gelu", "parallel_residual": True}
     | {"rope_dim": 2, "attention_bias": True, "mlp_bias": True, "output_bias": True, "init": "xavier"},
     "vaswani": {"positions": "sinusoidal", "norm": "layer_norm", "norm_placement": "post", "activation": "relu"}
     | {"mlp_bias": True},
     "post-rms": {"positions": "none", "norm_placement": "post", "activation": "geglu", "mlp_bias": True},
-    "qk-norm": {"qk_norm": True, "rope_interleaved": False, "sliding_window": 3, "head_dim": 6},
+    "qk-norm": {"qk_norm": True, "sliding_window": 3, "head_dim": 6},
     "qk-norm-alibi": {"qk_norm": True, "positions": "alibi", "sliding_window": 4, "activation": "geglu_tanh"},
-    "no-bias": {"norm": "layer_norm", "norm_bias": False, "activation": "silu", "rope_dim": 2},
+    "no-bias": {
+        "norm": "layer_norm",
+        "norm_bias": False,
+        "activation": "silu",
+        "rope_dim": 2,
+        "rope_interleaved": True,
+    },
     "experts": {"n_experts": 5, "top_k": 3, "router_scoring": "sigmoid", "router_scale": 1.5, "hidden_dim": 6}
     | {"router_bias": True, "selection_bias": True, "mlp_bias": True}
     | {"shared_expert_dim": 4, "shared_expert_gate": True},
@@ -35,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"logit_scale": 0.25, "activation": "relu", "tie_embeddings": True, "embedding_scale": 1.5},
     "groups": {"n_experts": 6, "top_k": 2, "router_groups": 3, "router_top_groups": 2, "hidden_dim": 6}
     | {"dense_layers": (0,), "dense_hidden_dim": 10, "selection_bias": True, "router_scoring": "sigmoid"}
-    | {"qk_norm": True, "qk_norm_over": "projection", "norm_weight_offset": 0.5, "rope_interleaved": False}
+    | {"qk_norm": True, "qk_norm_over": "projection", "norm_weight_offset": 0.5}
     | {"activation": "glu"},
     "falcon-rw": {"positions": "alibi", "alibi_scaled": True, "norm": "layer_norm", "n_heads": 6, "dim": 24}
     | {"n_kv_heads": None, "activation": "gelu", "norm_placement": "post", "final_norm": True},

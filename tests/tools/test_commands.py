@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
+import os
+import platform
+import re
 import runpy
+import signal
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+
+from foundry_kernels.tools import environment
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("check", "inspect", "patch-report", "size", "tune")
@@ -102,6 +113,145 @@ def test_what_is_not_known(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert all(name in shown.err for name in named), shown.err
+
+
+@pytest.mark.parametrize("buffered", [True, False], ids=["at the end", "at once"])
+@pytest.mark.parametrize("arguments", [["--report"], ["--help"], ["size", "llama-2-7b"]], ids=" ".join)
+def test_a_reader_that_has_gone_is_no_error(arguments: list[str], buffered: bool) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    environ = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    command = [sys.executable, "-m", "foundry_kernels", *arguments]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environ, text=True, stdout=write, stderr=subprocess.PIPE, timeout=120
+        )
+    finally:
+        os.close(write)
+    assert done.stderr == ""
+    ignored = arguments == ["--help"] and not buffered  # by argparse
+    assert done.returncode == (0 if ignored else 128 + signal.SIGPIPE)
+
+
+def test_the_console_script_is_the_same_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts.keys() == {"foundry-kernels"}
+    program = importlib.metadata.EntryPoint("foundry-kernels", scripts["foundry-kernels"], "console_scripts").load()
+    monkeypatch.setattr(sys, "argv", ["foundry-kernels", "--version"])
+    with pytest.raises(SystemExit) as stopped:
+        program()
+    assert stopped.value.code == 0
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert capsys.readouterr().out == f"foundry_kernels {version}\n"
+    monkeypatch.setattr(sys, "argv", ["foundry-kernels"])
+    assert program() == 0
+    assert "flash_attention" in capsys.readouterr().out
+
+
+def overview(*arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    assert importlib.import_module("foundry_kernels.__main__").main(list(arguments)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return {words[0]: words[1] for line in lines if len(words := line.strip().split(None, 1)) == 2}
+
+
+def test_the_overview_names_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = overview(capsys=capsys)
+    assert shown["python"].startswith(platform.python_version())
+    assert shown["torch"] == torch.__version__
+    assert shown["transformers"] == environment.installed("transformers")
+    assert re.search(r"\w.*, \d+ threads?$", shown["processor"])
+    assert (shown["driver"] == "none found") or re.match(r"(amdgpu )?\d+\.\d+", shown["driver"])
+
+
+def test_the_report_says_what_is_set_and_no_paths(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in os.environ if name.startswith(environment.VARIABLES)]:
+        monkeypatch.delenv(name)
+    assert overview("--report", capsys=capsys)["variables"] == "none of FOUNDRY_*, TRITON_*"
+    values = {
+        "TRITON_CACHE_DIR": "/home/someone/cache/triton",
+        "TRITON_ALWAYS_COMPILE": "1",
+        "FOUNDRY_KERNELS_TUNING": "/scratch/someone/one.json:/home/someone/two.json",
+        "FOUNDRY_TOKEN": "someone",
+        "ANOTHER": "someone",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    shown = overview("--report", capsys=capsys)
+    assert {name: shown.get(name) for name in values} == {
+        "TRITON_CACHE_DIR": "[...]/triton",
+        "TRITON_ALWAYS_COMPILE": "1",
+        "FOUNDRY_KERNELS_TUNING": "[...]/one.json:[...]/two.json",
+        "FOUNDRY_TOKEN": "(set)",
+        "ANOTHER": None,
+    }
+    assert not any("someone" in text for text in shown.values())
+    assert Path(shown["package"]).expanduser() == Path(environment.__file__).parents[1]
+    assert platform.release() in shown["system"]
+    assert platform.node() not in shown["system"]
+    assert f"torch uses {torch.backends.cpu.get_cpu_capability()}" in shown["instructions"]
+
+
+def test_a_gpu_is_named_with_what_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"is_available": True, "current_device": 1, "get_device_capability": (9, 0), "get_device_name": "H100"}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=85e9))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(environment.devices, "why_no_gpu", lambda: None)
+    assert environment.gpu() == "H100, compute capability 9.0, 79 GiB, CUDA 13.0"
+    monkeypatch.setattr(environment.devices, "why_no_gpu", lambda: "it is too old")
+    assert environment.gpu(0).endswith("CUDA 13.0; it is too old")
+    monkeypatch.setattr(environment, "_cpuinfo", lambda _: None)
+    monkeypatch.setattr(environment, "_output", lambda *_: "580.65")
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13020, raising=False)
+    assert environment.driver() == "580.65, for CUDA up to 13.2"
+
+
+CPUINFO = {
+    "x86": (
+        "processor : 0\nmodel name\t: AMD EPYC 9654\nflags\t\t: fpu avx2 sse avx512f\n",
+        "AMD EPYC 9654",
+        "avx2 avx512f",
+    ),
+    "board": ("processor : 0\nFeatures : fp asimd i8mm\nModel : Raspberry Pi 5\n", "Raspberry Pi 5", "asimd i8mm"),
+    "unnamed": ("processor : 0\nFeatures : fp asimd sve\nCPU part : 0xd40\n", "Neoverse-V1", "asimd sve"),
+    "nothing": ("", "told by lscpu", "not known"),
+}
+
+
+@pytest.mark.parametrize("kind", CPUINFO)
+def test_processors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, name, features = CPUINFO[kind]
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    told = {"unnamed": "Vendor ID: ARM\nModel name:   Neoverse-V1\nModel: 1", "nothing": "Model name: told by lscpu"}
+    monkeypatch.setattr(environment, "_output", lambda *_: told.get(kind, ""))
+    assert environment.processor() == name
+    assert environment.processor_features().partition(";")[0] == features
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n", "535.183.01"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n", "580.65.06"),
+        (None, "570.1"),
+    ],
+    ids=["closed", "open", "by nvidia-smi"],
+)
+def test_drivers(text: str | None, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any, **__: Any) -> str:
+        if text is None:
+            raise FileNotFoundError
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(environment, "_output", lambda *_: "570.1\n570.1")
+    assert environment.driver().partition(",")[0] == version
 
 
 def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

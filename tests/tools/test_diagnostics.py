@@ -13,6 +13,7 @@ import torch
 from foundry_kernels import diagnostics
 from foundry_kernels.diagnostics import LayerHealth, QKClip, attention_maps, effective_rank, qk_ranks, record
 from foundry_kernels.diagnostics.__main__ import main
+from foundry_kernels.diagnostics.checkpoint import load
 from foundry_kernels.models import ModelConfig, Transformer
 
 CHOICES = {
@@ -271,6 +272,17 @@ def test_the_command_on_a_model_of_transformers(text: Path, tmp_path: Path) -> N
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).save_pretrained(tmp_path / "gpt2")
     assert main([str(tmp_path / "gpt2"), "--text", str(text), "--out", str(tmp_path), "--seq-len", "16"]) == 0
     check_page(tmp_path, 2)
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_a_checkpoint_of_a_release_with_other_defaults(positions: str, tmp_path: Path) -> None:
+    """It says all fields: its model is the one that was saved, also where a default meant nothing."""
+    saved = dataclasses.asdict(ModelConfig(dim=16, n_layers=1, n_heads=2, vocab_size=256, positions=positions))
+    model = Transformer(ModelConfig(**saved))
+    then = saved | {"norm_eps": 1e-5, "rope_interleaved": True}
+    torch.save({"config": then, "model": model.state_dict()}, tmp_path / "model.pt")
+    config = load(tmp_path / "model.pt")[0].config
+    assert (config.norm_eps, config.rope_interleaved) == (1e-5, positions == "rope")
 
 
 def test_checkpoints_that_cannot_be_read(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

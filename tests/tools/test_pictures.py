@@ -20,6 +20,7 @@ from foundry_kernels.diagnostics.__main__ import main
 from foundry_kernels.diagnostics.pictures import commands
 from foundry_kernels.diagnostics.tokens import spell_byte, spell_bytes_of, visible
 from foundry_kernels.models import EncoderDecoder, ModelConfig, Transformer
+from foundry_kernels.models.presets import FAMILIES
 
 PROMPT = "to be,\n$or\tnot"
 
@@ -370,7 +371,7 @@ def test_initialisations_beside_each_other(drawn: Any) -> None:
     tokens = torch.randint(1024, (2, 9), generator=torch.Generator().manual_seed(5))
     parts = ("activations", "activation_gradients", "weight_gradients")
     for line, scheme in enumerate(("normal", "xavier", "depth_scaled")):
-        config = ModelConfig(**shape, vocab_size=1024, init=scheme)
+        config = ModelConfig(**FAMILIES["llama"], **shape, vocab_size=1024, init=scheme)
         expected = pictures.layer_scales(config, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), seed=5)
         for axis, part in zip(figure.axes, parts, strict=True):
             assert list(axis.lines[line].get_ydata()) == pytest.approx(getattr(expected, part))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import datetime
 import os
-import platform
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import isa
+from foundry_kernels.tools.environment import processor
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
@@ -21,7 +20,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         **gpu,
-        "cpu": _processor(),
+        "cpu": processor(),
         "cores": cores,
         "threads": torch.get_num_threads(),
         "isa": used.ours or "none: the extension is not built",
@@ -38,12 +37,3 @@ def sentence(found: dict[str, Any]) -> str:
         f"{'thread' if found['threads'] == 1 else 'threads'}, instruction set {found['isa']} (PyTorch's own: "
         f"{found['torch_isa']}), torch {found['torch']}"
     )
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return named or platform.processor() or platform.machine()

@@ -70,7 +70,7 @@ def heads(sizes: Sizes) -> dict[str, Any]:
     positions, and reading as many at once; and both of attention alone."""
     dim, tokens = sizes.heads * sizes.head_dim, sizes.tokens
     config = ModelConfig(
-        dim, sizes.layers, sizes.heads, vocab_size=256, max_seq_len=tokens + sizes.new_tokens, rope_interleaved=False
+        dim, sizes.layers, sizes.heads, vocab_size=256, max_seq_len=tokens + sizes.new_tokens, norm_eps=1e-5
     )
     prompt = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0)).to(sizes.device)
     models = {
@@ -202,7 +202,7 @@ def _qkv(sizes: Sizes, dtype: torch.dtype, kv_heads: int | None = None) -> tuple
 NORMS: dict[str, dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
     "fk": {
         "LayerNorm": lambda x, weight, bias: fk.layer_norm(x, weight, bias),
-        "RMSNorm": lambda x, weight, bias: fk.rms_norm(x, weight),
+        "RMSNorm": lambda x, weight, bias: fk.rms_norm(x, weight, 1e-6),
     },
     "PyTorch": {
         "LayerNorm": lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias),

@@ -137,8 +137,8 @@ def flash_attention(
             :class:`AttentionMask`, whose empty tiles are skipped on all backends.
         causal: a query sees no key after its own position, also if `window` would allow it.
         scale: factor on the scores, finite and > 0; ``1 / sqrt(D)`` if None.
-        window: ``(left, right)``: query i sees keys ``i - left <= j <= i + right`` after alignment; each is >= 0 or
-            None for unbounded. None for both.
+        window: ``(left, right)``: query i sees keys ``i - left <= j <= i + right`` after alignment; each is >= 0,
+            or None or -1 for no bound. None for both.
         softcap: c > 0 bounds the scores smoothly: ``c * tanh(s / c)``.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32; subtracts ``slope * |i - j|`` (after alignment). Takes no gradient.
         sinks: ``[H]``, floating-point: one logit per head that counts in the softmax's denominator and in `lse`, but

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from foundry_kernels.core import dropout, invariance
 from foundry_kernels.core.checks import (
+    check_bool,
     check_device,
     check_dtype,
     check_float,
@@ -190,6 +191,13 @@ def make_options(
     pages: Pages | None = None,
 ) -> AttentionOptions:
     """The options of a call, checked; the tensors and lengths are those of `check_dense` or `check_varlen`."""
+    flags = (
+        ("causal", causal), ("deterministic", deterministic), ("batch_invariant", batch_invariant),
+        ("return_lse", return_lse), ("return_stats", return_stats),
+    )  # fmt: skip
+    for name, flag in flags:
+        if flag is not True and flag is not False:
+            check_bool(name, flag)
     left, right = window_sides(window, causal)
     if scale is None:
         scale = q.shape[-1] ** -0.5
@@ -200,9 +208,6 @@ def make_options(
     if softcap is not None:
         check_positive("softcap", softcap)
         check_positive("scale / softcap", scale / softcap)  # which kernels multiply by
-    for name, flag in (("deterministic", deterministic), ("batch_invariant", batch_invariant)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool; got {type(flag).__name__}")
     if invariance.on:
         batch_invariant = True
     if alibi_slopes is not None:
@@ -312,14 +317,19 @@ def _check_sinks(sinks: Tensor, q: Tensor, n_heads: int) -> None:
 
 
 def window_sides(window: tuple[int | None, int | None] | None, causal: bool) -> tuple[int | None, int | None]:
-    """(left, right) of the window; a causal mask bounds it by 0 on the right."""
+    """(left, right) of the window, None where there is no bound; a causal mask bounds it by 0 on the right."""
     if window is None:
         return None, (0 if causal else None)
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window must be a pair (left, right) or None; got {window!r}")
-    left, right = window
-    if left is not None:
-        check_int("window's left side", left, minimum=0)
-    if right is not None:
-        check_int("window's right side", right, minimum=0)
+    left, right = _window_side("left", window[0]), _window_side("right", window[1])
     return left, (0 if causal else right)
+
+
+def _window_side(name: str, side: int | None) -> int | None:
+    if side is None:
+        return None
+    check_int(f"window's {name} side", side)
+    if side < -1:
+        raise ValueError(f"window's {name} side must be >= 0, or None or -1 for no bound; got {side}")
+    return None if side == -1 else side

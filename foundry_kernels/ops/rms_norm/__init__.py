@@ -37,7 +37,15 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core import dropout
-from foundry_kernels.core.checks import check_device, check_float, check_not_negative, check_number, check_shape
+from foundry_kernels.core.checks import (
+    check_bool,
+    check_device,
+    check_float,
+    check_not_negative,
+    check_number,
+    check_shape,
+    default_eps,
+)
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.rms_norm import reference
@@ -46,7 +54,7 @@ from foundry_kernels.ops.rms_norm import reference
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
-    eps: float | None = 1e-6,
+    eps: float | None = None,
     *,
     normalized_shape: Sequence[int] | None = None,
     weight_offset: float = 0.0,
@@ -61,8 +69,8 @@ def rms_norm(
         x: ``[..., N]`` float32, bfloat16, float16 or float64, any strides. N >= 1; other dimensions may be 0.
         weight: ``[N]``, any of these dtypes (float64 only with a float64 x), or None for no scaling. Of a weight of
             several dimensions, those are the last of x, and the mean is over all of them.
-        eps: added to the mean square, >= 0. None is PyTorch's default, the machine epsilon of the arithmetic: float64's
-            for a float64 x, else float32's.
+        eps: added to the mean square, >= 0. None is, as in ``F.rms_norm``, the machine epsilon of the arithmetic:
+            float64's for a float64 x, else float32's.
         normalized_shape: the last dimensions of x that the mean is over, as in PyTorch, and the shape of the weight;
             None: the weight's shape, or without one the last dimension.
         weight_offset: added to the weight: 1.0 for Gemma, whose weights are stored around 0. Without a weight there is
@@ -84,7 +92,7 @@ def rms_norm(
     Autocast has no effect: arithmetic is in float32 anyway. Kernels have no second derivative.
     """
     if eps is None:
-        eps = _default_eps(x)
+        eps = default_eps("x", x)
     if normalized_shape is None and not is_dynamo_compiling():
         y = RMS_NORM.direct(backend, x, weight, eps, weight_offset, round_before_weight)
         if y is not None:
@@ -94,7 +102,7 @@ def rms_norm(
         rows, weight = _rows(x, weight, shape)
         options: dict[str, Any] = {"weight_offset": weight_offset, "round_before_weight": round_before_weight}
         return rms_norm(rows, weight, eps, **options, backend=backend).view(x.shape)
-    _check(x, weight, eps, weight_offset)
+    _check(x, weight, eps, weight_offset, round_before_weight)
     if weight is None:
         weight_offset = 0.0
     return resolve(RMS_NORM, backend, x)(x, weight, eps, weight_offset, round_before_weight)
@@ -104,7 +112,7 @@ def add_rms_norm(
     x: Tensor,
     residual: Tensor,
     weight: Tensor | None = None,
-    eps: float | None = 1e-6,
+    eps: float | None = None,
     *,
     normalized_shape: Sequence[int] | None = None,
     weight_offset: float = 0.0,
@@ -136,7 +144,7 @@ def add_rms_norm(
             or the seed is on another device; TypeError if they have another type.
     """
     if eps is None:
-        eps = _default_eps(x)
+        eps = default_eps("x", x)
     if dropout_p == 0.0 and dropout_seed is None and normalized_shape is None and not is_dynamo_compiling():
         pair = ADD_RMS_NORM.direct(backend, x, residual, weight, eps, weight_offset, round_before_weight)
         if pair is not None:
@@ -149,7 +157,7 @@ def add_rms_norm(
         options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "backend": backend}
         y, h = add_rms_norm(rows, residual.flatten(-len(shape)), weight, eps, **options)
         return y.view(x.shape), h.view(x.shape)
-    _check(x, weight, eps, weight_offset)
+    _check(x, weight, eps, weight_offset, round_before_weight)
     if weight is None:
         weight_offset = 0.0
     _check_residual(x, residual)
@@ -247,17 +255,13 @@ def _sum_in_wider(x: Tensor, residual: Tensor, backend: str, drop: tuple[()] | t
     return h.to(x.dtype)
 
 
-def _check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> None:
-    _check_rows(x, eps)
-    check_number("weight_offset", weight_offset)
-    if weight is not None:
+def _check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_weight: bool) -> None:
+    _check_rows(x)
+    if weight is not None:  # before the numbers: a caller who begins as F.rms_norm does gave normalized_shape here
         _check_vector("weight", weight, x)
-
-
-def _default_eps(x: Tensor) -> float:
-    """PyTorch's: the machine epsilon of the arithmetic, not of x."""
-    check_float("x", x)
-    return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+    check_not_negative("eps", eps)
+    check_number("weight_offset", weight_offset)
+    check_bool("round_before_weight", round_before_weight)
 
 
 def _several_dims(weight: Tensor | None, normalized_shape: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -280,19 +284,19 @@ def _rows(x: Tensor, weight: Tensor | None, shape: tuple[int, ...]) -> tuple[Ten
 
 
 def _check_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
-    _check_rows(x, eps)
+    _check_rows(x)
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None:
             _check_vector(name, vector, x)
+    check_not_negative("eps", eps)
 
 
-def _check_rows(x: Tensor, eps: float) -> None:
+def _check_rows(x: Tensor) -> None:
     check_float("x", x)
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension; got a scalar")
     if x.shape[-1] == 0:
         raise ValueError(f"x must have a last dimension of at least 1; got shape {tuple(x.shape)}")
-    check_not_negative("eps", eps)
 
 
 def _check_vector(name: str, vector: Tensor, x: Tensor) -> None:

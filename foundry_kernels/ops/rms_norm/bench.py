@@ -19,7 +19,7 @@ def _bench(op: str, rows: int, width: int, name: str) -> Case:
     args["weight"] = Arg((width,))
     if op.endswith("layer_norm"):
         return Case(f"{rows}x{width}-{name}", args | {"bias": Arg((width,))})
-    return Case(f"{rows}x{width}-{name}", args, {"round_before_weight": True})
+    return Case(f"{rows}x{width}-{name}", args, {"eps": 1e-6, "round_before_weight": True})
 
 
 #: Shapes to time, by device: the width of a model and rows that fit in the cache or do not.

@@ -22,7 +22,7 @@ def _one_large(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
 
 def _case(shape: tuple[int, ...], note: str = "", *, x: Arg | None = None, w: Arg | str | None = "", **kw: Any) -> Case:
     weight = Arg((shape[-1],), values=normal(0.3, 1.0)) if isinstance(w, str) else w
-    options = kw.pop("options", {})
+    options = {"eps": 1e-6, **kw.pop("options", {})}
     name = "x".join(map(str, shape)) + ("-" + note if note else "")
     return Case(name, {"x": x or Arg(shape), "weight": weight}, options, **kw)
 
@@ -68,7 +68,7 @@ def _constant(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
 
 def _layer(shape: tuple[int, ...], note: str = "", *, b: Arg | str | None = "", **kw: Any) -> Case:
     """Returns what `_case` does, with a bias."""
-    case = _case(shape, note, **kw)
+    case = _case(shape, note, **{**kw, "options": {"eps": 1e-5, **kw.get("options", {})}})
     bias = Arg((shape[-1],), values=normal(0.5)) if isinstance(b, str) else b
     return replace(case, args={**case.args, "bias": bias})
 
@@ -192,7 +192,7 @@ def scales(
     centered = "bias" in args
     if centered:
         x = x - x.mean(-1, keepdim=True)
-    eps = options.get("eps", 1e-5 if centered else 1e-6) or 0.0
+    eps = options.get("eps", 1e-5 if centered else None) or 0.0  # that of None is as small as rounding
     rstd = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     terms = cotangents[0] * x * rstd
     w = 1.0 if weight is None else weight.detach() + options.get("weight_offset", 0.0)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core.checks import (
+    check_bool,
     check_device,
     check_dtype,
     check_float,
@@ -32,6 +33,7 @@ from foundry_kernels.core.checks import (
     check_rank,
     check_shape,
     check_tensor,
+    default_eps,
 )
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import NATIVE_FIRST, register_op
@@ -86,6 +88,7 @@ def rope(
         if pair is not None:
             return pair
     cos, sin, positions = _check(q, k, cos, sin, positions)
+    check_bool("interleaved", interleaved)
     return resolve(ROPE, backend, q)(q, k, cos, sin, interleaved, positions)
 
 
@@ -97,7 +100,7 @@ def qk_norm_rope(
     cos: Tensor,
     sin: Tensor,
     *,
-    eps: float = 1e-6,
+    eps: float | None = None,
     weight_offset: float = 0.0,
     round_before_weight: bool = False,
     interleaved: bool = False,
@@ -128,6 +131,8 @@ def qk_norm_rope(
 
     Autocast has no effect: arithmetic is in float32 anyway. Kernels have no second derivative.
     """
+    if eps is None:
+        eps = default_eps("q", q)
     if not is_dynamo_compiling():
         pair = QK_NORM_ROPE.direct(
             backend, q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions
@@ -148,6 +153,8 @@ def qk_norm_rope(
             raise ValueError(f"weight_offset needs weights to be added to; got {weight_offset} with {name}=None")
     check_not_negative("eps", eps)
     check_number("weight_offset", weight_offset)
+    check_bool("round_before_weight", round_before_weight)
+    check_bool("interleaved", interleaved)
     run = resolve(QK_NORM_ROPE, backend, q)
     return run(q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions)
 

@@ -135,7 +135,7 @@ def _normed(
         case,
         id=case.id + ("-" + note if note else ""),
         args={**case.args, **weights},
-        options={**case.options, **options},
+        options={"eps": 1e-6, **case.options, **options},
     )
 
 
@@ -192,7 +192,7 @@ def scales(
         if x.numel() == 0:
             continue
         x = x.detach()
-        rstd = (x.square().mean(-1, keepdim=True) + options.get("eps", 1e-6)).rsqrt()
+        rstd = (x.square().mean(-1, keepdim=True) + (options.get("eps") or 0.0)).rsqrt()
         w = 1.0 if weight is None else weight.detach() + options.get("weight_offset", 0.0)
         found[name] = float((dy * w * rstd).abs().max())
         found[name + "_weight"] = float((dy * x * rstd).square().sum((0, 1, 2)).sqrt().max())

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from attention_inputs import DV, HK, B, D, H, T, attend, attend_varlen, inputs
 from torch import Tensor
 
+import foundry_kernels as fk
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION_VARLEN
 from foundry_kernels.ops.flash_attention.cases import CASES
 from foundry_kernels.testing import Case, call, make_cotangents
@@ -66,6 +67,21 @@ def test_equals_torch_attention_with_the_mask(
     (dq,) = torch.autograd.grad(lse[:, :, rows].sum(), q)
     p = scores.softmax(-1).nan_to_num(0.0)
     torch.testing.assert_close(dq, p @ repeated[0] / D**0.5, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 1), (2, -1), (-1, None)], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_minus_one_is_no_bound(window: tuple[int | None, int | None], causal: bool, backend: str) -> None:
+    q, k, v = (x.float() for x in inputs(5, 9))
+    left, right = (None if side == -1 else side for side in window)
+    options: dict[str, Any] = {"causal": causal, "backend": backend}
+    expected = fk.flash_attention(q, k, v, window=(left, right), **options)
+    assert torch.equal(fk.flash_attention(q, k, v, window=window, **options), expected)
+    lengths = [torch.tensor([0, n], dtype=torch.int32) for n in (5, 9)]
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    out = fk.flash_attention_varlen(*packed, *lengths, 5, 9, window=window, **options)
+    torch.testing.assert_close(out.transpose(0, 1), expected[0])
 
 
 def test_top_left_is_torch_is_causal() -> None:
