@@ -92,7 +92,7 @@ def _largest_first(op: OpSpec) -> list[Case]:
     of = [group for case in timed_cases(op) if (group := Group(op, case, DTYPES[0], "forward")).quick]
 
     def size(group: Group) -> tuple[bool, bool, int]:
-        known = op.bench is not None and op.bench.slowdown(op.name, group.case, 1) is not None
+        known = op.bench is not None and op.bench.load_imbalance(op.name, group.case, 1) is not None
         return known, "decode" not in group.case.id, group.flops or case_bytes(group.case, torch.float32)
 
     return [group.case for group in sorted(of, key=size, reverse=True)]
@@ -157,7 +157,7 @@ def schedule(scaling: Scaling) -> dict[str, dict[str, float]]:
     op, bench = scaling.op, scaling.op.bench
     if scaling.axis != "threads" or bench is None:
         return {}
-    of = {str(n): bench.slowdown(op.name, case, n) for case in _largest_first(op)[:1] for n in _COMPUTED}
+    of = {str(n): bench.load_imbalance(op.name, case, n) for case in _largest_first(op)[:1] for n in _COMPUTED}
     return {"schedule": {n: round(value, 3) for n, value in of.items() if value is not None}}
 
 

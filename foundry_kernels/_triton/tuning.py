@@ -174,8 +174,8 @@ class Choice:
 
     kernel: str
     key: str
-    rows: tuple[LaunchConfig, ...]
-    row: LaunchConfig
+    configs: tuple[LaunchConfig, ...]
+    config: LaunchConfig
     origin: str
 
 
@@ -183,37 +183,38 @@ _forced: dict[tuple[str, str], LaunchConfig] = {}
 _watching: list[Callable[[Choice], None]] = []
 
 
-def choose(kernel: str, tags: str, rows: Sequence[LaunchConfig], device: torch.device) -> LaunchConfig:
-    """The config of a launch of `kernel`: of `rows`, all of which give right results, the one that was measured to be
-    the fastest on this GPU, or the first, which is the code's own. Called when a launch is planned, not when it is
-    made.
+def choose(kernel: str, tags: str, configs: Sequence[LaunchConfig], device: torch.device) -> LaunchConfig:
+    """Returns the config for a launch of `kernel`: the one of `configs` that was measured to be the fastest on this
+    GPU, or else the first one, the built-in config. All of them give right results. A launcher calls this when it plans
+    a launch, not when it launches.
 
-    tags: what tells launches apart for which the code has the same config, but the best one may differ: a dtype's size.
+    tags: what separates launches that share the built-in config but may have different best ones, such as the size of
+    the dtype.
     """
-    key, row, origin = config_key(tags, rows[0]), rows[0], "built in"
+    key, config, origin = config_key(tags, configs[0]), configs[0], "built in"
     if (kernel, key) in _forced:
-        row, origin = _forced[kernel, key], "forced"
+        config, origin = _forced[kernel, key], "forced"
     else:
         for source, entry in entries(device):
             found = entry.rows.get(kernel, {}).get(key)
-            if found is not None and found["row"] in rows:
-                row = found["row"]
+            if found is not None and found["row"] in configs:
+                config = found["row"]
                 origin = f"{source}: {entry.gpu}, {entry.measured}, x{found.get('speedup', 0):.2f}"
                 break
     for watch in _watching:
-        watch(Choice(kernel, key, tuple(rows), row, origin))
-    return dict(row)
+        watch(Choice(kernel, key, tuple(configs), config, origin))
+    return dict(config)
 
 
-def is_forced(kernel: str, tags: str, rows: Sequence[LaunchConfig]) -> bool:
+def is_forced(kernel: str, tags: str, configs: Sequence[LaunchConfig]) -> bool:
     """Whether `choose` would answer with a config that is forced."""
-    return (kernel, config_key(tags, rows[0])) in _forced
+    return (kernel, config_key(tags, configs[0])) in _forced
 
 
 @contextmanager
-def forced(kernel: str, key: str, row: LaunchConfig) -> Iterator[None]:
-    """While it lasts, launches that ask by this key get `row`. It holds for every thread of the process."""
-    _forced[kernel, key] = row
+def forced(kernel: str, key: str, config: LaunchConfig) -> Iterator[None]:
+    """While it lasts, launches that ask by this key get `config`. It holds for every thread of the process."""
+    _forced[kernel, key] = config
     forget_plans()
     try:
         yield

@@ -60,8 +60,8 @@ def config_key(tags: str, own: LaunchConfig) -> str:
     return f"{tags}: {describe(own)}"
 
 
-def describe(row: LaunchConfig) -> str:
-    return " ".join(f"{name}={value}" for name, value in sorted(row.items()))
+def describe(config: LaunchConfig) -> str:
+    return " ".join(f"{name}={value}" for name, value in sorted(config.items()))
 
 
 def default_path() -> Path:

@@ -130,7 +130,7 @@ class Bench(Protocol):
         vocabulary, B for sequences, D for the width of a head, S for keys. The quick set takes the first of them."""
         return {}
 
-    def slowdown(self, op: str, case: Case, threads: int) -> float | None:
+    def load_imbalance(self, op: str, case: Case, threads: int) -> float | None:
         """How many times longer so many threads of a CPU take for a forward pass of the native kernel than if its work
         were split evenly and nobody waited; None where it has no rule of its own. See
         `foundry_kernels.testing.schedules`."""

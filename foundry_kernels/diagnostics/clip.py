@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from foundry_kernels.diagnostics.recorder import attentions_of, check_model
 from foundry_kernels.diagnostics.reparam import SigmaReparam
 from foundry_kernels.models import Transformer
-from foundry_kernels.models.contradictions import EXPERT_FIELDS, refuse_choices
+from foundry_kernels.models.validate import EXPERT_FIELDS, refuse_choices
 from foundry_kernels.nn import Attention
 
 #: The fields of a model's configuration that may have other values than their default, any or these: with them a logit

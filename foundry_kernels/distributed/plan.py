@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from foundry_kernels.models import Transformer
-from foundry_kernels.models.contradictions import refuse_choices
+from foundry_kernels.models.validate import refuse_choices
 from foundry_kernels.nn._head import PLANNED_GRADIENT, PLANNED_HOOKS, PLANNED_INPUT, count_hooks
 
 

@@ -34,12 +34,12 @@ def nothing(module: Any) -> dict[str, Any]:
     return {}
 
 
-def words(text: str) -> frozenset[str]:
+def split_names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
 #: The arguments of a module of one input; `forward` is called with them by position or by these names.
-ONE_INPUT = words("self x hidden_states")
+ONE_INPUT = split_names("self x hidden_states")
 
 
 def names_of(code: CodeType) -> set[str]:
@@ -116,7 +116,7 @@ class Norm(Adapter):
     weight_offset: float = 0.0
     round_before_weight: bool = False
 
-    names = words("dtype to torch float32 pow mean rsqrt variance_epsilon weight _norm float type_as eps")
+    names = split_names("dtype to torch float32 pow mean rsqrt variance_epsilon weight _norm float type_as eps")
     arguments = ONE_INPUT
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
@@ -188,7 +188,7 @@ class MLP(Gated):
 
     packed: bool = False
 
-    names = words("gate_proj up_proj gate_up_proj down_proj act_fn activation_fn chunk")
+    names = split_names("gate_proj up_proj gate_up_proj down_proj act_fn activation_fn chunk")
     arguments = ONE_INPUT
 
     def members(self, original: type) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def gated(state: State, gate: Tensor, up: Tensor | None, **options: Any) -> Tens
 
 
 #: What the attention functions of transformers take that "foundry" knows.
-ATTENTION_ARGUMENTS = words(
+ATTENTION_ARGUMENTS = split_names(
     "module query key value attention_mask scaling dropout is_causal softcap s_aux sliding_window position_bias kwargs"
 )
 
@@ -242,13 +242,13 @@ class Attention(Adapter):
     #: Whether all of it is replaced, or nothing.
     whole: ClassVar[bool] = False
 
-    names = words(
+    names = split_names(
         "shape head_dim q_proj k_proj v_proj o_proj view transpose apply_rotary_pos_emb update layer_idx "
         "ALL_ATTENTION_FUNCTIONS get_interface config _attn_implementation eager_attention_forward training "
         "attention_dropout scaling reshape contiguous"
     )
     #: The cache has two names, by release.
-    arguments = words("self hidden_states position_embeddings attention_mask past_key_values cache kwargs")
+    arguments = split_names("self hidden_states position_embeddings attention_mask past_key_values cache kwargs")
 
     def known(self) -> frozenset[str]:
         norms = ("q_norm", "k_norm") if self.norms else ()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_kernels.core.registry import is_dtensor
-from foundry_kernels.integrations.adapters import Adapter, words
+from foundry_kernels.integrations.adapters import Adapter, split_names
 from foundry_kernels.integrations.calls import reads_documents
 from foundry_kernels.nn._head import PLANNED_INPUT, count_hooks, matrix_of
 from foundry_kernels.ops.cross_entropy import cross_entropy
@@ -30,7 +30,7 @@ NO_LOGITS = "logits of a call with labels are None in training mode; return_logi
 
 
 #: The arguments of the loss of transformers, and of the function that it calls; of `kwargs` both read nothing.
-LOSS = words("logits labels source target vocab_size num_items_in_batch ignore_index shift_labels kwargs")
+LOSS = split_names("logits labels source target vocab_size num_items_in_batch ignore_index shift_labels kwargs")
 
 
 def _one(module: Any) -> float:
@@ -55,12 +55,12 @@ class CausalLM(Adapter):
     mixture: bool = False
     uses: tuple[str, ...] = field(default=())
 
-    names = words(
+    names = split_names(
         "last_hidden_state slice_logits_to_keep slice isinstance int lm_head loss_function config vocab_size "
         "CausalLMOutputWithPast past_key_values cache hidden_states attentions"
     )
     #: The cache has two names, by release.
-    arguments = words(
+    arguments = split_names(
         "self input_ids attention_mask position_ids past_key_values cache inputs_embeds labels use_cache kwargs "
         "logits_to_keep encoder_hidden_states encoder_attention_mask token_type_ids output_attentions "
         "output_hidden_states output_router_logits return_dict"
@@ -71,7 +71,7 @@ class CausalLM(Adapter):
         return ("linear_cross_entropy", "cross_entropy")
 
     def known(self) -> frozenset[str]:
-        mixture = words(
+        mixture = split_names(
             "output_router_logits load_balancing_loss_func router_logits num_experts num_experts_per_tok to device "
             "router_aux_loss_coef MoeCausalLMOutputWithPast"
         )

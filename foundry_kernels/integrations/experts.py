@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from foundry_kernels.core.registry import is_dtensor
-from foundry_kernels.integrations.adapters import Gated, State, gated, nothing, words
+from foundry_kernels.integrations.adapters import Gated, State, gated, nothing, split_names
 from foundry_kernels.nn.moe import dispatch, run_experts
 
 
@@ -24,12 +24,12 @@ class Experts(Gated):
 
     passes: Callable[[Any], dict[str, Any]] = nothing
 
-    names = words(
+    names = split_names(
         "torch zeros_like no_grad nn functional one_hot num_experts permute greater sum nonzero where linear "
         "gate_up_proj chunk act_fn down_proj index_add_ to dtype"
     )
     #: Called by position; GPT-OSS has other names for the last two.
-    arguments = words("self hidden_states top_k_index top_k_weights router_indices routing_weights")
+    arguments = split_names("self hidden_states top_k_index top_k_weights router_indices routing_weights")
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return ("grouped_mm", *super().ops(module))
@@ -54,11 +54,11 @@ class Experts(Gated):
 class ClampedExperts(Experts):
     """Experts that have no activation module: `passes` says which form of `swiglu` their `_apply_gate` is."""
 
-    names = words(
+    names = split_names(
         "torch zeros_like dtype device no_grad nn functional one_hot num_experts permute greater sum nonzero where "
         "gate_up_proj gate_up_proj_bias _apply_gate down_proj down_proj_bias index_add_ to"
     )
-    gate: ClassVar[frozenset[str]] = words("clamp limit torch sigmoid alpha")
+    gate: ClassVar[frozenset[str]] = split_names("clamp limit torch sigmoid alpha")
 
     def activation(self, module: nn.Module) -> tuple[str, str] | None:
         return "swiglu", ""

@@ -1,4 +1,4 @@
-"""How `Transformer.from_hf` reads the configuration of a family: `readings.py` has a `Reading` of each."""
+"""How `Transformer.from_hf` reads the configuration of a family: `hf_config_maps.py` has a `Reading` of each."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from foundry_kernels.core.inference import recorded, without_backward
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
-from foundry_kernels.models.contradictions import check_cache
+from foundry_kernels.models.validate import check_cache
 from foundry_kernels.nn._linear_layers import KeyValueMemory
 from foundry_kernels.nn._paged import NO_GRADIENT
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from foundry_kernels.core.checks import check_int, check_not_negative, check_number, check_positive
 from foundry_kernels.core.choices import ACTIVATIONS, GATES, INITS, SCORINGS
 from foundry_kernels.models import count, presets
-from foundry_kernels.models.contradictions import contradictions
+from foundry_kernels.models.validate import contradictions
 from foundry_kernels.ops.rope import RopeScaling
 
 if TYPE_CHECKING:

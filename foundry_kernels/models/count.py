@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from foundry_kernels.core.checks import check_int
-from foundry_kernels.models.contradictions import check_cache
+from foundry_kernels.models.validate import check_cache
 
 if TYPE_CHECKING:
     from foundry_kernels.models.config import ModelConfig

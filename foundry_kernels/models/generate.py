@@ -162,7 +162,7 @@ def generate(
     training = [(module, module.training) for one in models for module in one.modules()]
     for one in models:
         one.eval()
-    rows_of: KVCache | PagedBatch | None = None
+    kv_cache: KVCache | PagedBatch | None = None
     try:
         for module, _ in training:
             if isinstance(module, PositionTables) and not module.follows_length:
@@ -171,13 +171,13 @@ def generate(
             sampling = Sampling(temperature, top_k, top_p, generator)
             pair = speculative.speculate(model, draft, rows, max_new_tokens, draft_tokens, stop_token, sampling)
             return pair if return_stats else pair[0]
-        rows_of = model.make_cache(len(rows), total) if cache is None else _take_pages(cache, len(rows), total)
+        kv_cache = model.make_cache(len(rows), total) if cache is None else _take_pages(cache, len(rows), total)
         if compile is not False:
-            _fix_heads(rows_of)  # type: ignore[arg-type]
+            _fix_heads(kv_cache)  # type: ignore[arg-type]
         times = [now(device)] if return_stats else []
         new = tokens[:, :shortest]
         for position in range(shortest, total):
-            logits = (_step if rows_of.length == 0 else step)(model, new, rows_of, context)
+            logits = (_step if kv_cache.length == 0 else step)(model, new, kv_cache, context)
             drawn = choose(logits, temperature, top_k, top_p, generator)
             new = tokens[:, position : position + 1]
             if return_stats and position == shortest:
@@ -194,8 +194,8 @@ def generate(
         if return_stats:
             times.append(now(device))
     finally:
-        if cache is not None and rows_of is not None:
-            for sequence in rows_of.sequences:  # type: ignore[union-attr]
+        if cache is not None and kv_cache is not None:
+            for sequence in kv_cache.sequences:  # type: ignore[union-attr]
                 cache.free(sequence)
         for module, mode in training:
             module.training = mode

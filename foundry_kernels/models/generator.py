@@ -21,7 +21,7 @@ from foundry_kernels.models.paged_cache import PagedKVCache
 from foundry_kernels.models.pages import OutOfPages
 from foundry_kernels.models.sampling import check_options, choose, read_prompt
 from foundry_kernels.models.transformer import Transformer
-from foundry_kernels.nn._linear_layers import serving_products
+from foundry_kernels.nn._linear_layers import batched_decode
 
 
 class GeneratedToken(NamedTuple):
@@ -339,7 +339,7 @@ class Generator:
         for attributes in training:
             attributes["training"] = False
         try:
-            with serving_products():
+            with batched_decode():
                 logits: Tensor = self.model(tokens, cache=batch, cu_seqlens=cu_seqlens, last_only=True)
         finally:
             for attributes in training:

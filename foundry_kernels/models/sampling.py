@@ -79,10 +79,10 @@ class Sampling(NamedTuple):
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Returns float32 probabilities of logits ``[..., V]``, 0 for the tokens that are left out."""
-        likely, kept = likely_tokens(logits, self.temperature, self.top_k, self.top_p)
+        probs, kept = likely_tokens(logits, self.temperature, self.top_k, self.top_p)
         if kept is not None:
-            likely = torch.zeros(logits.shape, device=logits.device).scatter(-1, kept, likely)
-        return likely / likely.sum(-1, keepdim=True)
+            probs = torch.zeros(logits.shape, device=logits.device).scatter(-1, kept, probs)
+        return probs / probs.sum(-1, keepdim=True)
 
 
 def now(device: torch.device) -> float:
@@ -98,8 +98,8 @@ def choose(
     """Returns one token a row ``[B]`` from logits ``[B, V]``."""
     if temperature == 0.0:
         return logits.argmax(-1)
-    likely, kept = likely_tokens(logits, temperature, top_k, top_p)
-    drawn = draw(likely, generator)
+    probs, kept = likely_tokens(logits, temperature, top_k, top_p)
+    drawn = draw(probs, generator)
     return drawn if kept is None else kept.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
 
 
@@ -115,28 +115,28 @@ def likely_tokens(
     if top_k is not None and top_k < size:
         # By index and not by value: of tokens that tie at the threshold, no more than k may stay.
         logits, kept = logits.topk(top_k, dim=-1)
-    likely = logits.softmax(-1)
+    probs = logits.softmax(-1)
     if top_p is not None and top_p < 1.0:
         if kept is None:  # else they are in order
-            likely, kept = _most_likely(likely, top_p)
-        before = likely.cumsum(-1) - likely  # the sum over the tokens that are more likely
-        likely = likely.masked_fill(before >= top_p, 0.0)
-    return likely, kept
+            probs, kept = _most_likely(probs, top_p)
+        before = probs.cumsum(-1) - probs  # the sum over the tokens that are more likely
+        probs = probs.masked_fill(before >= top_p, 0.0)
+    return probs, kept
 
 
-def draw(likely: Tensor, generator: torch.Generator | None) -> Tensor:
+def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
     """Returns columns ``[B]`` of ``[B, n]``. As torch.multinomial draws one, but for its look at the probabilities,
     which waits for a GPU."""
-    return (likely / torch.empty_like(likely).exponential_(1.0, generator=generator)).argmax(-1)
+    return (probs / torch.empty_like(probs).exponential_(1.0, generator=generator)).argmax(-1)
 
 
-def _most_likely(likely: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+def _most_likely(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """Probabilities ``[B, V]`` in descending order and the tokens they are of: as many as sum to `top_p` or more."""
-    if likely.is_cpu and likely.shape[-1] >= 4 * _TOP_P_FIRST:
-        values, tokens = likely.topk(_TOP_P_FIRST, dim=-1)
+    if probs.is_cpu and probs.shape[-1] >= 4 * _TOP_P_FIRST:
+        values, tokens = probs.topk(_TOP_P_FIRST, dim=-1)
         if bool((values.sum(-1) >= top_p).all()):
             return values, tokens
-    return likely.sort(dim=-1, descending=True, stable=True)
+    return probs.sort(dim=-1, descending=True, stable=True)
 
 
 def read_prompts(prompts: Prompts, vocab_size: int, what: str = "prompts") -> list[Tensor]:

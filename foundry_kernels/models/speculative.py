@@ -172,7 +172,7 @@ def _propose(
         None where they do not matter: greedy.
     """
     drawn: list[Tensor] = []
-    likely: list[Tensor] = []
+    probs: list[Tensor] = []
     for step in range(max(counts.values())):
         going = [n for n, count in counts.items() if count > step]
         if step == 0:
@@ -182,15 +182,15 @@ def _propose(
         if sampling.temperature == 0.0:
             drawn.append(logits.argmax(-1))
         else:
-            likely.append(sampling.probabilities(logits))
-            drawn.append(draw(likely[-1], sampling.generator))
+            probs.append(sampling.probabilities(logits))
+            drawn.append(draw(probs[-1], sampling.generator))
     if not drawn:
         return torch.empty(len(counts), 0, dtype=torch.int64, device=drafter.cache.device), None
     missing = [len(counts) - len(tokens) for tokens in drawn]
     tokens = torch.stack([F.pad(one, (0, n)) for one, n in zip(drawn, missing, strict=True)], 1)
-    if not likely:
+    if not probs:
         return tokens, None
-    return tokens, torch.stack([F.pad(one, (0, 0, 0, n)) for one, n in zip(likely, missing, strict=True)], 1)
+    return tokens, torch.stack([F.pad(one, (0, 0, 0, n)) for one, n in zip(probs, missing, strict=True)], 1)
 
 
 def _verify(

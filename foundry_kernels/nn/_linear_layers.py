@@ -35,7 +35,7 @@ PLAIN = (Tensor, nn.Parameter)
 
 #: Rows up to which linear layers of a batch that is served are one pass over the weights, by instruction set, where
 #: that was measured to be faster than torch's products (docs/dev/performance.md). On AMX they are as of others.
-SERVED_ROWS = dict.fromkeys(("avx2", "avx512", "avx512_bf16"), 4 * MAX_ROWS)
+MAX_BATCHED_ROWS = dict.fromkeys(("avx2", "avx512", "avx512_bf16"), 4 * MAX_ROWS)
 
 #: Why no forward pass decodes in this process, if that is so.
 MISSING = DECODE_LINEAR.why_not("native", "cpu") or ROPE.why_not("native", "cpu")
@@ -51,22 +51,22 @@ OWN_PRODUCTS = frozenset(
 WORTH = 1 << 21
 
 
-class _Serving(threading.local):
+class _Batched(threading.local):
     isa: str | None = None  # of the pass that this thread runs over a batch that is served
 
 
-_serving = _Serving()
+_batched = _Batched()
 
 
 @contextmanager
-def serving_products() -> Iterator[None]:
-    """Within it, linear layers of this thread take up to `SERVED_ROWS` rows in one pass over their weights."""
-    before = _serving.isa
-    _serving.isa = build_info().get("instruction_set")
+def batched_decode() -> Iterator[None]:
+    """Within it, linear layers of this thread take up to `MAX_BATCHED_ROWS` rows in one pass over their weights."""
+    before = _batched.isa
+    _batched.isa = build_info().get("instruction_set")
     try:
         yield
     finally:
-        _serving.isa = before
+        _batched.isa = before
 
 
 class KeyValueMemory:
@@ -172,14 +172,14 @@ class Decoding(Layers):
         return q, k.narrow(2, 0, end), v.narrow(2, 0, end)
 
 
-class Served(Decoding):
+class BatchedDecode(Decoding):
     """Linear layers of more rows than a rotation into the cache is made for."""
 
     def append(self, *_: object) -> None:
         return None
 
 
-_LAYERS, _MULTIPLIED, _DECODING, _SERVED = Layers(), Multiplied(), Decoding(), Served()
+_LAYERS, _MULTIPLIED, _DECODING, _BATCHED_DECODE = Layers(), Multiplied(), Decoding(), BatchedDecode()
 
 
 def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -219,8 +219,8 @@ def layers_for(x: Tensor, backend: str) -> Layers:
         return _LAYERS
     if decodes(x):
         return _DECODING
-    if _serving.isa is not None and not torch.compiler.is_compiling() and decodes(x, most_rows()):
-        return _SERVED
+    if _batched.isa is not None and not torch.compiler.is_compiling() and decodes(x, most_rows()):
+        return _BATCHED_DECODE
     return products_for(x, backend)
 
 
@@ -255,7 +255,7 @@ _full_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def most_rows() -> int:
     """Rows that this thread takes in one pass over the weights, of several sequences."""
-    return MAX_ROWS if _serving.isa is None else SERVED_ROWS.get(_serving.isa, MAX_ROWS)
+    return MAX_ROWS if _batched.isa is None else MAX_BATCHED_ROWS.get(_batched.isa, MAX_ROWS)
 
 
 def _products(x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:

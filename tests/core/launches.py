@@ -406,7 +406,7 @@ def test_what_is_timed_is_the_launch_of_the_row(gpu: Recorder, runs: list[str]) 
     (job, *_) = tune.find_jobs([op], [torch.bfloat16], "cpu")
     forward, _ = tune.calls(job.op, job.case, job.dtype, "cpu")
     gpu.take()
-    for row in job.choice.rows[:2]:
+    for row in job.choice.configs[:2]:
         with tuning.forced(job.choice.kernel, job.choice.key, row):
             repeat = measuring.recorded(forward, job.choice.kernel)
         (made,) = gpu.take()

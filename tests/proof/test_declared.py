@@ -20,7 +20,7 @@ from foundry_kernels.core.registry import OPS, OpSpec, no_direct_call
 from foundry_kernels.diagnostics import QKClip
 from foundry_kernels.models import ModelConfig, Transformer
 from foundry_kernels.models.config import CHOICES
-from foundry_kernels.models.contradictions import EXPERT_FIELDS
+from foundry_kernels.models.validate import EXPERT_FIELDS
 from foundry_kernels.nn._layers import is_plain
 from foundry_kernels.ops.flash_attention.options import SUPPORTED_BY_ALL, AttentionOptions
 from foundry_kernels.testing import Case

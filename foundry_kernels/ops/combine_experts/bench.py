@@ -64,7 +64,7 @@ def sample(case: Case) -> Sample | None:
     return sample_rows(case, {"weights": 0, "slots": 0})
 
 
-def slowdown(op: str, case: Case, threads: int) -> float:
+def load_imbalance(op: str, case: Case, threads: int) -> float:
     """Of tokens, as the forward pass divides them."""
     x, chosen = case.args["x"], case.args["slots"]
     assert x is not None

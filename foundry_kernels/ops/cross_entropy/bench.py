@@ -56,7 +56,7 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
     }
 
 
-def slowdown(op: str, case: Case, threads: int) -> float:
+def load_imbalance(op: str, case: Case, threads: int) -> float:
     """Of rows, as the forward pass divides them."""
     logits = case.args["logits"]
     assert logits is not None

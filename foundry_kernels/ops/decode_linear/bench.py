@@ -46,7 +46,7 @@ def parity_case(case: Case) -> Case:
     return case
 
 
-def slowdown(op: str, case: Case, threads: int) -> float:
+def load_imbalance(op: str, case: Case, threads: int) -> float:
     """Of blocks of the weights' rows."""
     x, weights = case.args["x"], [w for n in WEIGHTS if (w := case.args.get(n)) is not None]
     assert x is not None

@@ -104,7 +104,7 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
     }
 
 
-def slowdown(op: str, case: Case, threads: int) -> float | None:
+def load_imbalance(op: str, case: Case, threads: int) -> float | None:
     """Of the forward pass's list of tasks, as the kernel makes it."""
     q, k = case.args["q"], case.args["k"]
     if extension.MISSING is not None or q is None or k is None or bench_masked.is_masked(case):

@@ -69,7 +69,7 @@ def parity_case(case: Case) -> Case:
     return replace(case, args=dict(case.args) | fewer)
 
 
-def slowdown(op: str, case: Case, threads: int) -> float:
+def load_imbalance(op: str, case: Case, threads: int) -> float:
     """Of the extension's own products in float32: groups of few rows together, the others one after the other."""
     x, weight, offs = (case.args[name] for name in ("x", "weight", "offs"))
     assert x is not None

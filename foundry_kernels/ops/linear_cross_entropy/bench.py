@@ -67,7 +67,7 @@ def sample(case: Case) -> Sample | None:
     return sample_rows(case, {"hidden": 0, "target": 0}, {"target": -100})
 
 
-def slowdown(op: str, case: Case, threads: int) -> float:
+def load_imbalance(op: str, case: Case, threads: int) -> float:
     """Of the extension's own products of chunks in float32, which take nearly all the time."""
     hidden, weight = case.args["hidden"], case.args["weight"]
     assert hidden is not None

@@ -65,7 +65,7 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
     }
 
 
-def slowdown(op: str, case: Case, threads: int) -> float:
+def load_imbalance(op: str, case: Case, threads: int) -> float:
     """Of rows, as the forward pass divides them."""
     x = case.args["x"]
     assert x is not None

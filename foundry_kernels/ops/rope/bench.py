@@ -59,7 +59,7 @@ def sample(case: Case) -> Sample | None:
     return sample_rows(case, {"q": 2, "k": 2, "cos": 0, "sin": 0})
 
 
-def slowdown(op: str, case: Case, threads: int) -> float:
+def load_imbalance(op: str, case: Case, threads: int) -> float:
     """Of the tokens of all sequences, as the forward pass divides them."""
     q, k = case.args["q"], case.args["k"]
     assert q is not None

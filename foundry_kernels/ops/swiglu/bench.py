@@ -67,7 +67,7 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
     }
 
 
-def slowdown(op: str, case: Case, threads: int) -> float:
+def load_imbalance(op: str, case: Case, threads: int) -> float:
     """Of tiles, as the forward pass divides them."""
     gate = case.args["gate"]
     assert gate is not None

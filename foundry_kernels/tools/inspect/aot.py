@@ -174,9 +174,9 @@ def record(op: OpSpec, capability: int, everything: bool = True, timed_alone: bo
         asked = undo.enter_context(tuning.watched())
         for forced in (False, True):
             if forced:
-                chosen = [choice for choice in asked.values() if tuning.ANOTHER in choice.row]
+                chosen = [choice for choice in asked.values() if tuning.ANOTHER in choice.config]
                 for choice in chosen:
-                    row = next(row for row in choice.rows if tuning.ANOTHER not in row)
+                    row = next(row for row in choice.configs if tuning.ANOTHER not in row)
                     undo.enter_context(tuning.forced(choice.kernel, choice.key, row))
                 if not chosen:
                     break

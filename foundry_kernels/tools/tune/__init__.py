@@ -96,7 +96,7 @@ def find_jobs(ops: Iterable[OpSpec], dtypes: Iterable[torch.dtype], device: str)
             for case in cases_of(op, device):
                 for job in _asked(op, case, dtype, device):
                     key = job.choice.kernel, job.choice.key
-                    if key not in known and len(job.choice.rows) > 1:
+                    if key not in known and len(job.choice.configs) > 1:
                         known.add(key)
                         yield job
 
@@ -134,13 +134,13 @@ class Tuner:
     def run(self, job: Job) -> None:
         """Find the job's winner, if there is one."""
         kernel, key = job.choice.kernel, job.choice.key
-        own = describe(job.choice.rows[0])
+        own = describe(job.choice.configs[0])
         forward, backward = calls(job.op, job.case, job.dtype, self.device)
         step = backward if job.backward else forward
         assert step is not None
         expected = self.expected(job)
         repeats: dict[str, Callable[[], object]] = {}
-        for row in job.choice.rows:
+        for row in job.choice.configs:
             name = describe(row)
             with tuning.forced(kernel, key, row):
                 try:
@@ -160,7 +160,7 @@ class Tuner:
             times = self.timer.times({own: repeats[own], best: repeats[best]})
             job.speedups[best] = ratio(times[own], times[best])
             if job.speedups[best] > threshold:
-                job.winner = next(row for row in job.choice.rows if describe(row) == best)
+                job.winner = next(row for row in job.choice.configs if describe(row) == best)
 
 
 def order_of_backends(op: OpSpec, dtype: torch.dtype, device: str, timer: Timer) -> tuple[list[str], dict[str, float]]:
@@ -354,7 +354,7 @@ def measure(
 
 
 def show(job: Job) -> None:
-    own = describe(job.choice.rows[0])
+    own = describe(job.choice.configs[0])
     print(f"{job.choice.kernel}  {job.what}\n    built in: {own}")
     for name, speedup in sorted(job.speedups.items(), key=lambda item: -item[1]):
         mark = "  wins" if job.winner is not None and name == describe(job.winner) else ""

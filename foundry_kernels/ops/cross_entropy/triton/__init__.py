@@ -43,7 +43,7 @@ def _tile(n_cols: int, elements: int, threads: int = 16) -> dict[str, int]:
     return tile
 
 
-def rows(n_cols: int, elements: int) -> list[dict[str, int]]:
+def configs(n_cols: int, elements: int) -> list[dict[str, int]]:
     """The tile of `elements`, then what `python -m foundry_kernels tune` tries beside it."""
     found: list[dict[str, int]] = []
     for size, threads in ((1, 16), (1, 8), (2, 16), (0.5, 16), (0.5, 8), (2, 8)):
@@ -54,7 +54,7 @@ def rows(n_cols: int, elements: int) -> list[dict[str, int]]:
 
 
 def _choose(kernel: str, n_cols: int, elements: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    return choose(kernel, f"{8 * dtype.itemsize}-bit", rows(n_cols, elements), device)
+    return choose(kernel, f"{8 * dtype.itemsize}-bit", configs(n_cols, elements), device)
 
 
 def _sum_of(weight: Tensor | None, label_smoothing: float, dtype: torch.dtype) -> Tensor | None:

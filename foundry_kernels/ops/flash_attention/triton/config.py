@@ -245,7 +245,7 @@ _TRIED: dict[str, tuple[Row, ...]] = {
 }
 
 
-def rows(
+def configs(
     kernel: str, capability: int, head_dim: int, dtype: torch.dtype, needs_registers: bool, pairs: bool = False
 ) -> list[dict[str, Any]]:
     """`config`, and those that may be measured to be better. In the interpreter another tile stands for them."""
@@ -268,7 +268,7 @@ def rows(
     return found
 
 
-def combine_rows(block_dv: int, most: int) -> list[dict[str, int]]:
+def combine_configs(block_dv: int, most: int) -> list[dict[str, int]]:
     """Returns launch configs of the kernel that adds up to `most` splits: splits at once and warps, the default
     first."""
     own = min(most, 4096 // block_dv)

@@ -41,7 +41,7 @@ _TILES = {64: (64, 64, 4), 128: (64, 64, 4)}
 _FARTHEST = 1 << 40
 
 
-def rows(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> list[Row]:
+def configs(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> list[Row]:
     """Returns the launch configs that are preferred to those of the default kernel; none where this one does not
     support the call. `flags` are those of the default kernel besides the problem's, `out` the strides of the result.
     GLUON: see `tuning.ANOTHER`. An H100 measured 1.21, 1.14, 1.09 and 1.12 times the default kernel's speed, causal of

@@ -13,8 +13,7 @@ from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.rows import compute_dtype
 from foundry_kernels._triton.tuning import choose, is_forced
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
-from foundry_kernels.ops.flash_attention.triton.config import apart, wide_pairs_tile
-from foundry_kernels.ops.flash_attention.triton.config import rows as config_rows
+from foundry_kernels.ops.flash_attention.triton.config import apart, configs, wide_pairs_tile
 from foundry_kernels.ops.flash_attention.triton.kernel_options import (
     Layout,
     TensorOptions,
@@ -126,7 +125,7 @@ class _Problem:
         width, needs_registers = self.width_and_needs()
         if kernel in ("dk", "dv") and (self.tokens_q % 16 != 0 or self.batch_invariant):
             needs_registers = True  # rows of lse and delta are not aligned, or in another batch might not be
-        found = config_rows(kernel, self.capability, width, self.dtype, needs_registers, any(self.pairs))
+        found = configs(kernel, self.capability, width, self.dtype, needs_registers, any(self.pairs))
         tags = f"{8 * self.dtype.itemsize}-bit D<={width}{' with options' if needs_registers else ''}"
         if any(self.pairs):  # no config that was measured on other calls
             names = "".join(f" {name}" for name, on in zip(self.pairs._fields, self.pairs, strict=True) if on)

@@ -72,7 +72,7 @@ def config(
     }
 
 
-def rows(own: dict[str, Any], aligned: bool) -> list[dict[str, Any]]:
+def configs(own: dict[str, Any], aligned: bool) -> list[dict[str, Any]]:
     """`own`, a result of `config`, and what `python -m foundry_kernels tune` tries beside it: other warps, tiles and
     numbers of registers. What is not aligned is left as it is: its registers would have to be looked at."""
     found = [own]
@@ -296,7 +296,7 @@ def _config(
     )  # fmt: skip
     name, norms, device = kernel
     tags = f"{8 * dtype.itemsize}-bit D={shape[3]} of which {2 * cos[0][-1]} rotated, {norms}"
-    options = choose(name, tags, rows(own, aligned), device)
+    options = choose(name, tags, configs(own, aligned), device)
     return options | {"COMPUTE": compute_dtype(dtype)}
 
 
