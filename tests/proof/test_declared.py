@@ -153,7 +153,7 @@ def test_an_option_of_attention_that_is_not_declared_is_refused(attend: Callable
         lengths = torch.tensor([0, 4], dtype=torch.int32)
         options = options._replace(cu_seqlens_q=lengths, cu_seqlens_k=lengths)
     for value in (True, 2.0, torch.ones(2)):
-        with pytest.raises(fk.BackendUnavailable, match=r"backend '\w+' does not serve made_up; got "):
+        with pytest.raises(fk.BackendUnavailable, match=r"backend '\w+' does not support made_up; got "):
             attend(q, q, q, Extended(*options, value))
 
 
