@@ -166,7 +166,7 @@ def test_a_loss_over_sharded_classes_gathers_no_logits(results):
     """Two all-reduces forward, one more for predictions, and one of the gradient of hidden; where the tokens are
     sharded too, hidden is gathered and its gradient scattered."""
     for found in outcome(results, "vocabulary"):
-        assert found.pop("refused") == "hidden must be a DTensor where weight's classes are divided; got a plain tensor"
+        assert found.pop("refused") == "hidden must be a DTensor if weight is vocab-sharded; got a plain tensor"
         assert len(found) == 16
         for id, ((forward, backward), placed, actual, expected) in found.items():
             sharded = "S(1)" in id

@@ -99,9 +99,9 @@ def bias_act_bwd_kernel(
 
 
 def configs(n_rows: int, n_cols: int, *, backward: bool, regular: bool = False) -> list[dict[str, int]]:
-    """Blocks and warps: the first, then what `python -m foundry_kernels tune` tries beside it. A thread has 8 elements.
-    Backward a block of many rows is narrow, so that many programs share the rows, and where rows are `regular` (one
-    after the other, aligned) the loads of two blocks are prefetched."""
+    """Returns launch configs: the default, then those that `python -m foundry_kernels tune` tries. A thread has 8
+    elements. Backward a block of many rows is narrow, so that many programs share the rows, and where rows are
+    `regular` (one after the other, aligned) the loads of two blocks are prefetched."""
     found: list[dict[str, int]] = []
     if backward:
         shapes: tuple[tuple[int, int, int], ...] = ((256, 2048, 8), (128, 2048, 8), (512, 2048, 8), (256, 1024, 4))

@@ -133,8 +133,8 @@ def flash_attention(
         attn_mask: a bool tensor, True where a query sees a key, or a floating one, a bias that is added to the scores:
             of any shape that broadcasts to ``[B, H, T, S]``, with any strides. It is not copied. A bias may have
             another dtype than q (float64 only where q has) and, if it requires one, gets a gradient: the sum over what
-            was broadcast, in float32 or wider, rounded once. A bool mask that many calls share is better an
-            :class:`AttentionMask`, whose empty tiles are skipped on all backends.
+            was broadcast, in float32 or wider, rounded once. For a bool mask that many calls share, use an
+            :class:`AttentionMask`: all backends skip its empty tiles.
         causal: a query sees no key after its own position, also if `window` would allow it.
         scale: factor on the scores, finite and > 0; ``1 / sqrt(D)`` if None.
         window: ``(left, right)``: query i sees keys ``i - left <= j <= i + right`` after alignment; each is >= 0 or

@@ -68,7 +68,7 @@ def sample(case: Case) -> Sample | None:
 
 
 def load_imbalance(op: str, case: Case, threads: int) -> float:
-    """Of the extension's own products of chunks in float32, which take nearly all the time."""
+    """The extension's own float32 matmuls of chunks, which take nearly all the time."""
     hidden, weight = case.args["hidden"], case.args["weight"]
     assert hidden is not None
     assert weight is not None
@@ -88,7 +88,7 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
 
 
 def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
-    """Counts one product forward and two backward."""
+    """Counts one matmul forward and two backward."""
     hidden, weight = args["hidden"], args["weight"]
     assert hidden is not None
     assert weight is not None

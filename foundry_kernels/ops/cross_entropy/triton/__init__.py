@@ -44,7 +44,7 @@ def _tile(n_cols: int, elements: int, threads: int = 16) -> dict[str, int]:
 
 
 def configs(n_cols: int, elements: int) -> list[dict[str, int]]:
-    """The tile of `elements`, then what `python -m foundry_kernels tune` tries beside it."""
+    """Returns launch configs: the tile of `elements`, then those that `python -m foundry_kernels tune` tries."""
     found: list[dict[str, int]] = []
     for size, threads in ((1, 16), (1, 8), (2, 16), (0.5, 16), (0.5, 8), (2, 8)):
         tile = _tile(n_cols, int(size * elements), threads)

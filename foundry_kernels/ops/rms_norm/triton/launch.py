@@ -85,8 +85,9 @@ def configs(
     row_bytes: int | None = None,
     capability: int = 0,
 ) -> list[dict[str, Any]]:
-    """`config` and what `python -m foundry_kernels tune` tries beside it: other numbers of warps and of rows a tile.
-    Rows of other widths than multiples of 16 are left as they are: their registers would have to be looked at.
+    """Returns `config`, then the configs that `python -m foundry_kernels tune` tries: other numbers of warps and of
+    rows per tile. Rows of other widths than multiples of 16 are left as they are: their registers would have to be
+    looked at.
 
     row_bytes: of all that a backward pass reads of a row, where that is regular (one row after the other, aligned);
     None where it is not, and nothing is prefetched. A backward pass `needs_few_registers` where there is no dh.
