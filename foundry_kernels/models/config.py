@@ -95,12 +95,12 @@ class ModelConfig:
         attention_scale: factor on the scores; None is ``head_dim ** -0.5``.
         qk_norm: an RMSNorm of queries and keys, before the rotation (Qwen3).
         qk_norm_over: "head", each head by itself, or "projection", all heads together (OLMoE).
-        embedding_dropout, residual_dropout: of the embeddings, and of each branch before it is added, in the pass of
-            the norm that adds it.
-        attention_dropout: of attention's weights, inside attention's kernels.
-        activation_dropout: of the activated product inside the feed-forward block or an expert, in the pass that
-            makes it.
-        output_dropout: of what the output projection reads (T5).
+        embedding_dropout, residual_dropout: dropout of the embeddings, and of each branch before it is added (fused
+            with the norm that adds it).
+        attention_dropout: dropout of attention weights, inside the kernels.
+        activation_dropout: dropout of the activated product in the feed-forward block or an expert (fused with the
+            activation).
+        output_dropout: dropout of the output projection's input (T5).
         n_experts: None, or the number of experts that replace the feed-forward block, each with its width
             (:class:`foundry_kernels.nn.MoE`).
         dense_layers: indices of layers with a feed-forward block instead of experts.

@@ -108,7 +108,7 @@ class EncoderDecoder(nn.Module):
                 `max_seq_len` (2048 for T5).
 
         Raises:
-            TypeError: a class that is not in the table.
+            TypeError: the class is not supported.
             ValueError: as :meth:`Transformer.from_hf`.
         """
         read: ReadModel = module_above("seq2seq").read(model, changes)

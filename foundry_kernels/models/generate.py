@@ -115,12 +115,12 @@ def generate(
         these and a :class:`GenerationStats`.
 
     Raises:
-        TypeError: prompts or max_new_tokens are no integers.
-        ValueError: an empty prompt, a prompt and new tokens beyond the table of learned positions, tokens outside the
-            vocabulary, temperature < 0, top_k < 1, top_p outside (0, 1], a generator on another device, a model that is
-            not causal or has no head, a context or a cache that does not fit, a draft of another vocabulary or device
-            or that could not generate, and with one a context, a cache, `compile`, relative positions or "dynamic"
-            frequencies beyond their table.
+        TypeError: prompts or max_new_tokens are not integers.
+        ValueError: a prompt is empty or has tokens outside the vocabulary; prompt and new tokens do not fit the table
+            of learned positions; temperature < 0, top_k < 1 or top_p outside (0, 1]; a generator is on another device;
+            the model is not causal or has no head; a context or a cache does not fit; a draft has another vocabulary or
+            device or cannot generate; or a draft is combined with a context, a cache, `compile`, relative positions or
+            "dynamic" frequencies beyond their table.
         OutOfPages: the cache has fewer free pages than all rows need.
     """
     config, device = model.config, model.tok_embeddings.weight.device

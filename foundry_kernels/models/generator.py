@@ -28,9 +28,9 @@ class GeneratedToken(NamedTuple):
     """A token that a step has generated.
 
     Attributes:
-        request: its number.
-        token: the new token, a stop token included.
-        last: whether the request is done with it.
+        request: the number of its request.
+        token: the new token, which may be a stop token.
+        last: whether it completes the request.
     """
 
     request: int
@@ -88,9 +88,9 @@ class Generator:
         cache: the pages.
 
     Raises:
-        TypeError: no Transformer, a cache of another kind, sizes that are no integers.
-        ValueError: a model that is not supported, a size below 1, both `n_pages` and `cache`, or neither, a cache that
-            does not fit the model.
+        TypeError: model is not a Transformer, cache has another type, or a size is not an integer.
+        ValueError: the model is not supported, a size is below 1, both or neither of `n_pages` and `cache` are given,
+            or the cache does not fit the model.
     """
 
     def __init__(
@@ -165,10 +165,10 @@ class Generator:
                 it again. Later requests wait too. If it is done by then, the prompt is read as usual.
 
         Raises:
-            TypeError: prompt or max_new_tokens are no integers.
-            ValueError: an empty prompt, tokens outside the vocabulary, more positions than the cache has pages for or
-                than the model's table of learned positions, or its dynamic scaling, reaches; temperature < 0,
-                top_k < 1, top_p outside (0, 1], a generator on another device, an unknown `prefix_of`.
+            TypeError: prompt or max_new_tokens are not integers.
+            ValueError: the prompt is empty or has tokens outside the vocabulary; there are more positions than the
+                cache, the table of learned positions or dynamic scaling supports; temperature < 0, top_k < 1 or top_p
+                outside (0, 1]; a generator is on another device; or `prefix_of` is unknown.
         """
         config, device, cache = self.model.config, self.model.tok_embeddings.weight.device, self.cache
         row = read_prompt(prompt, "prompt", config.vocab_size)

@@ -33,8 +33,8 @@ def check_draft(model: Transformer, draft: object, **refused: Any) -> None:
     """Checks the draft for `model`. refused: arguments of `generate` that are not supported with a draft.
 
     Raises:
-        TypeError: draft is no Transformer.
-        ValueError: it does not fit the model, or an argument does not go with one.
+        TypeError: draft is not a Transformer.
+        ValueError: it does not fit the model, or an argument is not supported with a draft.
     """
     if not isinstance(draft, Transformer):
         raise TypeError(f"draft must be a Transformer; got {type(draft).__name__}")

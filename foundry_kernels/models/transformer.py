@@ -157,9 +157,9 @@ class Transformer(nn.Module):
                 or `max_seq_len` (which a table of learned positions cannot exceed).
 
         Raises:
-            TypeError: a class that is not in the table.
-            ValueError: an option of the checkpoint that this model does not have, or weights that are missing, not
-                known, or of another shape; the message names them.
+            TypeError: the class is not supported.
+            ValueError: this model does not support an option of the checkpoint, or weights are missing, unknown or have
+                another shape; the message names them.
         """
         config, state = cls.read_hf(model, changes)
         return cls.from_state(config, state, model, backend)
@@ -240,13 +240,12 @@ class Transformer(nn.Module):
             `router_z_coef`; in eval mode the loss is the cross entropy alone.
 
         Raises:
-            TypeError: tokens, targets, token_types, lengths or cu_seqlens are no int32 or int64 tensors, attn_mask or
-                context of another kind.
-            ValueError: a wrong rank, shape or device, more learned positions than max_seq_len (others have no end), a
-                cache that is full or does not fit, arguments that exclude each other or that the model has no use for,
-                a missing context, and, where they are on the CPU and nothing is being compiled, tokens or targets
-                outside the vocabulary and packed sequences that max_seqlen does not bound. (Elsewhere that would need a
-                synchronization; the embedding then raises its own error.)
+            TypeError: tokens, targets, token_types, lengths or cu_seqlens are not int32 or int64 tensors, or attn_mask
+                or context has another type.
+            ValueError: a wrong rank, shape or device; more positions than a learned table has; a cache that is full or
+                does not fit; arguments that exclude each other or do not apply to the model; a missing context; and, on
+                the CPU outside of torch.compile, tokens or targets outside the vocabulary and packed sequences longer
+                than max_seqlen. (Elsewhere this check would synchronize; the embedding then raises its own error.)
             BackendUnavailable: a named backend does not support this device or dtype.
         """
         config, weight = self.config, self.tok_embeddings.weight
