@@ -34,7 +34,7 @@ class Replacement:
 
     def restore(self) -> None:
         for module, name in self.replaced:
-            if getattr(module, name, None) is self.routed:  # otherwise it was replaced again, and that replacement stays
+            if getattr(module, name, None) is self.routed:  # otherwise it was replaced again
                 setattr(module, name, self.own)
         self.replaced.clear()
 

@@ -81,7 +81,7 @@ def _lse_without_gradient() -> Callable[[], None]:
         ctx.mark_non_differentiable(*output[1:])
 
     def restore() -> None:
-        if varlen._varlen_attn._setup_context_fn is setup_context:  # otherwise it was replaced again, and that replacement stays
+        if varlen._varlen_attn._setup_context_fn is setup_context:  # otherwise it was replaced again
             varlen._varlen_attn._setup_context_fn = own
 
     varlen._varlen_attn._setup_context_fn = setup_context

@@ -1,8 +1,8 @@
 """The loss of a causal language model of transformers, without the logits.
 
-While such a model trains, nobody needs its logits but the loss, so the class that `patch` gives it makes none then: its
-forward runs the decoder, and `linear_cross_entropy` the head. Any other call (in eval mode, without labels, with a head
-that must be called) is the class's own forward, whose `loss_function` is `cross_entropy` of this package.
+In training only the loss needs the logits, so a patched model does not compute them: its forward runs the decoder, and
+`linear_cross_entropy` runs the head. Any other call (in eval mode, without labels, with a head that must be called)
+runs the class's own forward, whose `loss_function` is `cross_entropy` of this package.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from foundry_kernels.nn._head import PLANNED_INPUT, count_hooks, matrix_of
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 
-#: What the report says of a model whose loss makes no logits.
+#: The report's text for a model whose loss does not compute logits.
 NO_LOGITS = "logits of a call with labels are None in training mode; return_logits=True keeps them"
 
 
@@ -85,7 +85,7 @@ class CausalLM(Adapter):
         return super().why_changed(original)
 
     def why_not_without_logits(self, module: nn.Module) -> str | None:
-        """Returns the reason why the logits are made in any case, or None."""
+        """Returns the reason why logits are always computed, or None."""
         head = getattr(module, "lm_head", None)
         if _matrix_of(head) is None:
             return f"its lm_head is no plain linear layer ({type(head).__name__}) or has hooks, so its logits are made"
@@ -224,7 +224,7 @@ def _sharded_by_transformers(head: Any) -> Mapping[str, Any] | None:
 
 
 def _input_of(head: nn.Module) -> Any:
-    """The mesh of a head whose classes are sharded, and how a plain tensor lies on it; None where nobody knows."""
+    """The mesh of a vocab-sharded head, and the placements of a plain tensor on it; None if they are unknown."""
     if (known := _sharded_by_transformers(head)) is not None:
         return known["mesh"], (known["self"].input_layouts,)
     return getattr(head, PLANNED_INPUT, None)
@@ -247,8 +247,8 @@ def _next_tokens(labels: Tensor, shift_labels: Tensor | None, ignore_index: int)
 
 
 def _by_items(loss: Tensor, num_items_in_batch: Any) -> Tensor:
-    """Returns a sum over the number of items, where that is given: float32 whatever the model's dtype. Nothing over no
-    items is 0, as a mean is; something over none is infinite, as without a patch."""
+    """Returns a sum over the number of items, where that is given: float32 whatever the model's dtype. 0 / 0 items is
+    0, like a mean; a positive sum over 0 items is infinite, as without a patch."""
     loss = loss.float()
     if num_items_in_batch is None:
         return loss
@@ -266,7 +266,7 @@ def _set_loss_function(self: Any, value: Any) -> None:
 
 
 def _get_loss_function(self: Any) -> Any:
-    """Returns the loss of the next token on the kernels; any other loss is the caller's, or that of another task."""
+    """Returns the next-token loss on the kernels; any other loss runs as before."""
     theirs = self._foundry_get_loss()
     state = getattr(self, "_foundry", None)
     if state is None or "cross_entropy" not in state.backends or theirs is not self._foundry_their_loss:

@@ -28,7 +28,7 @@ from foundry_kernels.ops.swiglu import geglu
 
 @dataclass(frozen=True)
 class Intermediate(PlainMLP):
-    """``gelu(dense(x))``; BERT has its second product in another module."""
+    """``gelu(dense(x))``; BERT has its second matmul in another module."""
 
     def members(self, original: type) -> dict[str, Any]:
         return {"forward": activated}
@@ -56,7 +56,7 @@ def _speech_mlp(self: Any, hidden_states: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModernBertMLP(Gated):
-    """One product for the gate and, behind it, what it multiplies."""
+    """One matmul for the gate followed by the values that it multiplies."""
 
     names = split_names("Wi chunk Wo drop act")
     arguments = ONE_INPUT

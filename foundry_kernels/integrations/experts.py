@@ -15,7 +15,8 @@ from foundry_kernels.nn.moe import dispatch, run_experts
 
 @dataclass(frozen=True)
 class Experts(Gated):
-    """The experts of a mixture: their products, the gated activation between and the weighted sum of a token's choices.
+    """The experts of a mixture: their matmuls, the gated activation between them and the weighted sum of a token's
+    choices.
 
     Where grouped_mm is not asked for, the activation alone is replaced, which `_apply_gate` is.
 

@@ -1,4 +1,4 @@
-"""Adapters of pre-Llama families: a LayerNorm, biases, an MLP without a gate, and dropout.
+"""Adapters of GPT-like families: a LayerNorm, biases, an MLP without a gate, and dropout.
 
 Their norms are `torch.nn.LayerNorm`, which has an adapter of its own. Dropout of residuals and embeddings is the
 model's, that of attention's weights is inside the kernel.
@@ -106,7 +106,7 @@ def gelu_of(act: object) -> str | None:
 
 @dataclass(frozen=True)
 class PlainMLP(Adapter):
-    """``second(gelu(first(x)))``: the bias of the first product is added in the activation's pass.
+    """``second(gelu(first(x)))``: the bias of the first matmul is fused into the activation.
 
     first, second, act: the names of the layers. dropout: that of one after the second, or "".
     """

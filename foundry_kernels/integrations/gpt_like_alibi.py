@@ -1,4 +1,4 @@
-"""Adapters of BLOOM and Falcon, whose attention calls no attention function of transformers.
+"""Adapters of BLOOM and Falcon, whose attention does not call an attention function of transformers.
 
 Their forward is replaced as a whole; with ``dense_masks="sdpa"`` it is the model's own for dense masks.
 """
@@ -20,7 +20,7 @@ from foundry_kernels.ops.rope import rope
 
 @dataclass(frozen=True)
 class WholeAttention(GptLikeAttention):
-    """Products, rotation, cache and attention in one forward."""
+    """Projections, rotation, cache and attention in one forward."""
 
     whole: ClassVar[bool] = True
     arguments = split_names(
@@ -48,7 +48,7 @@ def _additive(self: Any, x: Tensor, mask: Tensor | None, layer_past: Any) -> Ten
 
 @dataclass(frozen=True)
 class BloomAttention(WholeAttention):
-    """ALiBi, and the residual added after the last product."""
+    """ALiBi, and the residual added after the last matmul."""
 
     names = split_names(
         "shape query_key_value _reshape update layer_idx reshape num_heads head_dim transpose baddbmm beta "
@@ -106,7 +106,7 @@ def _bloom_attention(
 
 @dataclass(frozen=True)
 class BloomMLP(PlainMLP):
-    """The residual is added after the second product."""
+    """The residual is added after the second matmul."""
 
     names = split_names(
         "gelu_impl dense_h_to_4h pretraining_tp slow_but_exact torch zeros_like dense_4h_to_h weight shape range F "

@@ -3,7 +3,7 @@
 In inference `torch.nn.TransformerEncoderLayer` computes all of itself in one kernel of PyTorch's, which reads the
 parameters of its modules and calls none of them: attention and norms are reached because the layer's own forward is
 replaced too. The layer gains besides: a sum with the residual, the dropout before it and the norm behind it are one
-pass, and so are the bias of the first product and GELU.
+pass, and so are the bias of the first matmul and GELU.
 
 `torch.nn.TransformerEncoder` drops padding in inference, by a nested tensor that its layers get. Here the tokens are
 packed once for all layers, under the same conditions, and padding comes out as 0 likewise. Masks stay bool on the way

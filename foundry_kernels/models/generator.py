@@ -375,7 +375,7 @@ def _check_model(config: ModelConfig) -> None:
     if config.context_dim is not None:
         raise ValueError(f"Generator needs a model without a context; got context_dim={config.context_dim}")
     if config.relative:
-        raise ValueError("Generator needs a model without relative positions: a cache in pages does not support their bias")
+        raise ValueError("Generator needs a model without relative positions: PagedKVCache does not support them")
 
 
 def _follows_length(config: ModelConfig) -> bool:

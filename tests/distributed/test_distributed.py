@@ -280,16 +280,16 @@ def mesh_of_three():
     [
         ({"dim": 16, "n_heads": 4}, "n_heads must be a multiple of the 3 devices that share the heads; got 4"),
         ({"dim": 24, "n_heads": 6, "n_kv_heads": 2}, "n_kv_heads must be a multiple of the 3 devices .* got 2"),
-        ({"dim": 24, "n_heads": 6, "tie_embeddings": True}, "tie_embeddings=True is not divided .* both ways"),
-        ({"dim": 24, "n_heads": 6, "positions": "alibi"}, "positions='alibi' is not divided by this plan: each device"),
-        ({"dim": 24, "n_heads": 6, "positions": "sinusoidal"}, "positions='sinusoidal' is not divided"),
+        ({"dim": 24, "n_heads": 6, "tie_embeddings": True}, "tie_embeddings=True is not sharded .* both ways"),
+        ({"dim": 24, "n_heads": 6, "positions": "alibi"}, "positions='alibi' is not sharded by this plan: each device"),
+        ({"dim": 24, "n_heads": 6, "positions": "sinusoidal"}, "positions='sinusoidal' is not sharded"),
         (
             {"dim": 24, "n_heads": 6, "qk_norm": True, "qk_norm_over": "projection"},
-            "qk_norm_over='projection' is not divided .* the norm is over the whole",
+            "qk_norm_over='projection' is not sharded .* the norm is over the whole",
         ),
-        ({"dim": 24, "n_heads": 6, "residual_dropout": 0.1}, "residual_dropout=0.1 is not divided"),
-        ({"dim": 24, "n_heads": 6, "attention_dropout": 0.1}, "attention_dropout=0.1 is not divided .* heads by their"),
-        ({"dim": 24, "n_heads": 6, "n_experts": 4}, "n_experts=4 is not divided by this plan: experts"),
+        ({"dim": 24, "n_heads": 6, "residual_dropout": 0.1}, "residual_dropout=0.1 is not sharded"),
+        ({"dim": 24, "n_heads": 6, "attention_dropout": 0.1}, "attention_dropout=0.1 is not sharded .* heads by their"),
+        ({"dim": 24, "n_heads": 6, "n_experts": 4}, "n_experts=4 is not sharded by this plan: experts"),
     ],
     ids=[
         "heads",

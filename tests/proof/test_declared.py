@@ -401,7 +401,7 @@ def refused(check: Callable[[Transformer], Any], model: Transformer) -> bool:
     try:
         check(model)
     except ValueError as error:
-        return " is not divided by this plan" in str(error) or " has no logits to be clipped" in str(error)
+        return " is not sharded by this plan" in str(error) or " has no logits to be clipped" in str(error)
     return False
 
 
@@ -438,7 +438,7 @@ def test_a_choice_that_is_not_declared_is_refused(
 def test_a_parameter_that_is_not_declared_is_not_sharded() -> None:
     model = model_of({})
     model.layers[1].attention.scale = torch.nn.Parameter(torch.ones(4))
-    with pytest.raises(ValueError, match=r"layers\.1\.attention\.scale is not divided by this plan"):
+    with pytest.raises(ValueError, match=r"layers\.1\.attention\.scale is not sharded by this plan"):
         divide(model)
 
 
