@@ -1,4 +1,4 @@
-"""Records what the layers of a model do while they do it."""
+"""Records statistics of a model's layers during forward and backward passes."""
 
 from __future__ import annotations
 

@@ -226,8 +226,8 @@ def _read(
     if cache is not None and getattr(cache, "_foundry_packed", False):
         if past or not readable:
             raise ValueError(
-                "past_key_values holds several documents a row, and nothing tells which of them goes on; generate from "
-                "one document a row"
+                "past_key_values holds several documents per row, so it is unknown which of them continues; generate from "
+                "one document per row"
             )
         cache._foundry_packed = False  # it was emptied
     documents = from_lengths(given, batch, queries, past + queries) if lengths else None
@@ -341,7 +341,7 @@ def _check_model(model: nn.Module, state: Any, documents: Documents) -> None:
     layers = ", ".join(state.recurrent)
     if documents.given_by != "position_ids":
         raise ValueError(
-            f"{documents.given_by} gives several documents a row, which {layers} would mix; pass one document a row, "
+            f"{documents.given_by} gives several documents a row, which {layers} would mix; pass one document per row, "
             "or patch with ops that do not name flash_attention"
         )
     if not is_compiling():

@@ -1,5 +1,5 @@
-"""How evenly the kernels of the CPU divide a call among threads, of which there may be more than the machine has: by
-the lists of tasks that the kernels make, or by their rule."""
+"""The load imbalance of CPU kernels for any number of threads, computed from the kernels' task lists or their
+scheduling rules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ GRAIN = 1 << 15
 EXP_GRAIN = GRAIN // 2
 #: Of csrc/cpu/tiles.h: columns of a row that gated activations take at a time.
 TILE = 8192
-#: Of csrc/torch/products_cpu.cpp and csrc/cpu/matmul.h: multiplications of a product that are worth waking a thread
-#: for, the most rows and columns of a tile, and what both are multiples of.
+#: Of csrc/torch/products_cpu.cpp and csrc/cpu/matmul.h: multiplications of a matmul that are worth waking a thread for,
+#: the most rows and columns of a tile, and what both are multiples of.
 PRODUCT_GRAIN = 1 << 19
 MOST_ROWS = MOST_COLUMNS = 512
 ROWS_TOGETHER, COLUMNS_TOGETHER = 16, 64
-#: Of csrc/torch/decode_linear_cpu.cpp: the same of a product of few rows in one pass over its matrix, the rows of that
-#: which a task has, and the most rows of a group that goes so where it need not.
+#: Of csrc/torch/decode_linear_cpu.cpp: the same for a matmul of few rows in one pass over its matrix, the matrix rows
+#: of a task, and the largest group that uses it when it is optional.
 PASS_GRAIN = 1 << 17
 BLOCK = 64
 FEW_ROWS = 32
@@ -49,8 +49,8 @@ class Task(NamedTuple):
 
 
 def of_rows(count: int, grain: int, threads: int) -> float:
-    """Returns how many times longer `threads` take for `count` rows than if these were split evenly, as
-    at::parallel_for splits them: among no more threads than there are grains, in ranges of as many rows."""
+    """Returns the time that `threads` take for `count` rows, relative to an even split, as at::parallel_for splits
+    them: among at most as many threads as there are grains, in ranges of equal size."""
     if count == 0:
         return 1.0
     used = min(threads, _parts(count, max(grain, 1)))
@@ -58,19 +58,19 @@ def of_rows(count: int, grain: int, threads: int) -> float:
 
 
 def of_tiles(rows: int, width: int, threads: int) -> float:
-    """Returns the same of an activation's rows, cut into tiles."""
+    """Returns the same for an activation's rows, cut into tiles."""
     return of_rows(rows * _parts(width, TILE), EXP_GRAIN // min(width, TILE), threads)
 
 
 def of_one_pass(products: Sequence[tuple[int, int]], width: int, threads: int) -> float:
-    """Returns the same of products of few rows with matrices of so many rows of `width` numbers, all together. Rows
-    count in eights, as the kernel takes them; the tasks are told apart by nothing else."""
+    """Returns the same for several matmuls of few rows with matrices whose rows have `width` elements. Rows count in
+    multiples of eight, as in the kernel; tasks do not differ otherwise."""
     work = [_parts(rows, 8) for rows, n in products for _ in range(_parts(n, BLOCK))]
     return _of_shares(work, PASS_GRAIN // max(1, sum(work) * BLOCK * width // len(work)), threads)
 
 
 def of_product(rows: int, columns: int, depth: int, threads: int) -> float:
-    """Returns the same of a product in float32 whose left factor lies by rows, cut into tiles."""
+    """Returns the same for a float32 matmul with a row-major left factor, cut into tiles."""
 
     def size(n: int, most: int, tiles: int, together: int) -> int:
         tiles = min(_parts(_parts(n, most), tiles) * tiles, _parts(n, together))
@@ -92,15 +92,15 @@ def _parts(n: int, size: int) -> int:
 
 
 def _of_shares(work: Sequence[int], grain: int, threads: int) -> float:
-    """Returns the same of tasks that at::parallel_for divides by their number."""
+    """Returns the same for tasks that at::parallel_for splits by number."""
     used = min(threads, _parts(len(work), max(grain, 1)))
     share = _parts(len(work), used)
     return max(sum(work[i : i + share]) for i in range(0, len(work), share)) * threads / sum(work)
 
 
 def of_tasks(tasks: Sequence[Task], threads: int) -> float:
-    """Returns how many times longer `threads` take than if work were split evenly and nobody waited: each takes the
-    next task that is ready, and of several that with the longest line of others behind it, as TaskQueue does."""
+    """Returns the time that `threads` take, relative to perfectly balanced work without waiting. Each thread takes the
+    next ready task, and of several the one with the longest chain of dependent tasks, as TaskQueue does."""
     waits = Counter(n for t in tasks for n in t.next)
     behind = [0] * len(tasks)
     for i in reversed(range(len(tasks))):

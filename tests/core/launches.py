@@ -432,5 +432,5 @@ def test_rows_that_do_not_fit_are_dropped_ahead_of_time(
     assert shown.count("  built in  ") == shown.count("_kernel, ") == 4
     assert shown.count("dropped: 8 bytes of stack") == 4
     assert "num_warps=8: dropped" in shown
-    assert "20 rows fit, 4 do not" in shown
-    assert "as another row" not in shown
+    assert "20 configs fit, 4 do not" in shown
+    assert "as another config" not in shown

@@ -84,7 +84,7 @@ class Cost:
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
     idle: int = 0  # of the warps, those that do no arithmetic: they copy for the others
-    loaded_ahead: int = 0  # bytes that a thread loads before it uses any; 0 where there are matrix products
+    loaded_ahead: int = 0  # bytes that a thread loads before it uses any; 0 if there are matmuls
 
     def resident(self, gpu: Device) -> int:
         """Programs that fit on a multiprocessor at once."""

@@ -1,4 +1,4 @@
-"""`python -m foundry_kernels tune`: which launches, and which backend, are the fastest on the GPU at hand.
+"""`python -m foundry_kernels tune`: finds the fastest launch configs and backends on the current GPU.
 
 What to measure is found by calling the operations on their benchmark shapes: every launcher asks `tuning.choose` for
 its launch config, and says which others would be right. Each one's results are compared with the reference by the
@@ -236,7 +236,7 @@ def parser() -> argparse.ArgumentParser:
         "--arch",
         type=int,
         metavar="CC",
-        help="measure nothing: compile all rows for a GPU that is not here (90 for 9.0)",
+        help="measure nothing: compile all configs for a GPU that is not here (90 for 9.0)",
     )
     return made
 
@@ -287,7 +287,7 @@ def main(argv: list[str], environment: list[str]) -> int:
             return 2
     tuning.forget()
     won = sum(map(len, found.entry.rows.values()))
-    print(f"\n{len(found.asked)} launches measured, {won} of them faster by another row.")
+    print(f"\n{len(found.asked)} launches measured, {won} of them faster with another config.")
     print(f"Written to {' and '.join(map(str, paths))}")
     if found.left:
         print(f"The time was up: {found.left} were left. Name operations, or give more --seconds.")

@@ -36,7 +36,7 @@ def list_rows(ops: Iterable[OpSpec], arch: int, refuse: Callable[[str], NoReturn
                 bad += bool(problems) and i == 0
                 verdict = f"dropped: {'; '.join(problems)}" if problems else cost
                 print(f"  {'built in' if i == 0 else '        '}  {describe(row)}: {verdict}", flush=True)
-    print(f"\ncompute capability {arch / 10}: {fit} rows fit, {dropped} do not; only a GPU can rank them")
+    print(f"\ncompute capability {arch / 10}: {fit} configs fit, {dropped} do not; only a GPU can rank them")
     return 1 if bad else 0
 
 
@@ -71,4 +71,4 @@ def compiled(launches: list[aot.Launch], arch: int) -> tuple[list[str], str]:
             continue
         problems.update(dict.fromkeys(cost.problems(gpu)))
         shown[f"{cost.registers} registers, {cost.shared} B shared, {cost.occupancy(gpu):.0%} occupancy"] = None
-    return list(problems), " | ".join(shown) or "as another row"
+    return list(problems), " | ".join(shown) or "as another config"
