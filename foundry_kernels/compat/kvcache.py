@@ -90,7 +90,7 @@ def flash_attn_with_kvcache(
         ``out [B, T, H, Dv]`` or ``(out, softmax_lse [B, H, T])``. A query that sees no key has output 0 and lse -inf.
 
     Raises:
-        TypeError: an argument is no tensor or has the wrong kind of dtype.
+        TypeError: an argument is not a tensor or has the wrong kind of dtype.
         ValueError: shapes, dtypes or devices do not fit together; a length, row or padding is out of range; the new
             keys do not fit into the cache; an input shares memory with what is written.
         BackendUnavailable: the named backend does not support this device or dtype.

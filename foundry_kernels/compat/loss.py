@@ -40,7 +40,7 @@ def cross_entropy(
             their probabilities, floating-point and of input's shape, which get a gradient where they require one.
         weight: ``[C]``, or None. With probabilities it may require a gradient.
         size_average, reduce: deprecated in PyTorch, and translated to `reduction` as there.
-        ignore_index: classes that count nothing. With probabilities it must be negative, and does nothing.
+        ignore_index: targets with this class are ignored. With probabilities it must be negative, and has no effect.
         reduction: "none", "mean" or "sum". As in PyTorch the mean is by weight for classes, over tokens for
             probabilities.
         label_smoothing: 0 .. 1.
@@ -138,7 +138,7 @@ def linear_cross_entropy(
         linear_bias: of linear_weight's shape without the last dimension, or None.
         weight: ``[C]``, of each class, or None.
         reduction: "none", "mean" or "sum".
-        ignore_index: classes that count nothing; None is -100. Not with probabilities.
+        ignore_index: targets with this class are ignored; None is -100. Not with probabilities.
         label_smoothing: 0 .. 1.
         options: PyTorch's `LinearCrossEntropyOptions`, or None. Its `batch_chunk_size` is taken; sums are in float32
             (float64 of float64 inputs) and `retain_graph` works whatever it says.

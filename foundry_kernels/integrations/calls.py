@@ -226,7 +226,7 @@ def _read(
     if cache is not None and getattr(cache, "_foundry_packed", False):
         if past or not readable:
             raise ValueError(
-                "past_key_values holds several documents per row, so it is unknown which of them continues; generate from "
+                "past_key_values holds several documents per row, so it is unknown which one continues; generate from "
                 "one document per row"
             )
         cache._foundry_packed = False  # it was emptied
@@ -333,7 +333,7 @@ def _check_model(model: nn.Module, state: Any, documents: Documents) -> None:
     config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{documents.given_by} gives several documents a row, which an encoder-decoder does not keep apart; pass "
+            f"{documents.given_by} gives several documents per row, which an encoder-decoder does not keep apart; pass "
             "one document a row"
         )
     if not state.recurrent:
@@ -341,12 +341,12 @@ def _check_model(model: nn.Module, state: Any, documents: Documents) -> None:
     layers = ", ".join(state.recurrent)
     if documents.given_by != "position_ids":
         raise ValueError(
-            f"{documents.given_by} gives several documents a row, which {layers} would mix; pass one document per row, "
+            f"{documents.given_by} gives several documents per row, which {layers} would mix; pass one document per row "
             "or patch with ops that do not name flash_attention"
         )
     if not is_compiling():
         warnings.warn(
-            f"position_ids gives several documents a row: attention keeps them apart, {layers} does not, as without "
+            f"position_ids gives several documents per row: attention keeps them apart, {layers} does not, as without "
             "a patch",
             stacklevel=3,
         )

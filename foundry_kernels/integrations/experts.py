@@ -42,7 +42,7 @@ class Experts(Gated):
                 "experts_implementation='eager' has its activation inside a loop; 'grouped_mm' and 'batched_mm' do not"
             )
         if chosen not in SERVED:
-            return f"experts_implementation={chosen!r} is somebody's choice of other kernels"
+            return f"experts_implementation={chosen!r} explicitly chooses other kernels"
         if not all(hasattr(module, name) for name in LAYOUT):
             return f"it has no {', '.join(LAYOUT)}: another version of it than this package knows"
         return super().why_not(module)

@@ -61,7 +61,7 @@ def documents_told(
     told = call.documents is None or (call.masked and mask is not None)
     if call.documents is not None and not told and not getattr(module, "is_cross_attention", False):
         raise ValueError(
-            f"{call.documents.given_by} gives several documents a row, of which the model tells "
+            f"{call.documents.given_by} gives several documents per row, of which the model tells "
             f"{type(module).__name__} nothing: they would see each other; pass one document per row"
         )
     return None

@@ -38,7 +38,7 @@ def patched_class(original: type, adapter: Adapter) -> type:
         **adapter.members(original),
     }
     made: Any = type(name, adapter.bases(original), members)
-    made._foundry_class = made  # a subclass that somebody else makes of it has another
+    made._foundry_class = made  # a class that is derived from it has another
     _CLASSES[original, adapter] = made
     return made
 

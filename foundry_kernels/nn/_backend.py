@@ -71,7 +71,7 @@ def serving(backends: Mapping[str, str], device: str, dtype: torch.dtype) -> dic
         if name == "auto":
             order = OPS[op].order(device, dtype)
             attends = op in ("flash_attention", "flash_attention_varlen")
-            if attends and hopper.serves(device, dtype) and not OPS[op].is_measured(device, dtype):
+            if attends and hopper.supports(device, dtype) and not OPS[op].is_measured(device, dtype):
                 order = ("native", *order)
             name = next((b for b in order if OPS[op].why_not(b, device, dtype) is None), "reference")
         found[op] = name

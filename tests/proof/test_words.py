@@ -24,6 +24,17 @@ PHRASES = {
     r"\bgoes round\b": "avoids",
     r"\bof nobody\b|\bby nobody\b": "say who",
     r"\bbelow the asked\b": "below the requested",
+    r"[Mm]atrix products\b": "matmuls",
+    r"\bin its own words\b": "raises its own error",
+    r"\bdivided over\b": "sharded over",
+    r"\b(of|by) whom\b": "begin another sentence",
+    r"\bnone of ours\b": "is not supported, is on another process",
+    r"\bsomething else altogether\b": "is not a ... file",
+    r"\bwhat decides which\b": "say what it determines",
+    r"\b[Ww]hile it lasts\b": "in this block",
+    r"\b(is|are) served\b": "runs on, is supported",
+    r"\ban argument is no\b": "an argument is not a",
+    r"\bcounts? nothing\b": "is ignored",
 }
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),

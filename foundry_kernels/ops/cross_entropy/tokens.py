@@ -17,7 +17,7 @@ def known_targets(target: Tensor, n_classes: int, ignore_index: int) -> Tensor:
 
 
 def predictions(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """The class of each token's largest logit, the first of equal ones, int64; `NO_CLASS` for what counts nothing.
+    """The class of each token's largest logit, the first of equal ones, int64; `NO_CLASS` for ignored tokens.
 
     One more pass over logits ``[..., V]``, which makes nothing of their size."""
     known = known_targets(target, logits.shape[-1], ignore_index)

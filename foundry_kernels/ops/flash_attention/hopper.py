@@ -27,7 +27,7 @@ def first_backend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
     return "native" if takes(q, k, v, options) else None
 
 
-def serves(device: str, dtype: torch.dtype) -> bool:
+def supports(device: str, dtype: torch.dtype) -> bool:
     """Whether these kernels support most calls with tensors of this kind."""
     return extension.HAS_HOPPER and device == "cuda" and dtype in DTYPES and _is_hopper(torch.device("cuda"))
 
