@@ -341,7 +341,7 @@ def _check_model(model: nn.Module, state: Any, documents: Documents) -> None:
     layers = ", ".join(state.recurrent)
     if documents.given_by != "position_ids":
         raise ValueError(
-            f"{documents.given_by} gives several documents per row, which {layers} would mix; pass one document per row "
+            f"{documents.given_by} gives several documents per row, which {layers} mix; pass one document per row "
             "or patch with ops that do not name flash_attention"
         )
     if not is_compiling():
