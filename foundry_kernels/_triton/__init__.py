@@ -1,12 +1,12 @@
-"""What the Triton kernels of several operations share. Without Triton it still imports, and says why Triton is missing.
+"""Shared code of the Triton kernels. It can be imported without Triton, and then states why Triton is missing.
 
 Triton's own variable TRITON_INTERPRET=1, set before this package is imported, makes every kernel run on the CPU in
 Triton's interpreter: slow, and how the kernels are tested without a GPU.
 
-Triton and the kernels take as long to import as all else. So they are imported by the first use: when CUDA is
-initialised, which is before any tensor is on a GPU (see `tuning.start`); when somebody asks torch for an operator that
-it does not know yet, as a saved graph does; and by the call of a kernel, on fake tensors say. In the interpreter they
-are imported with the package.
+Importing Triton and the kernels takes as long as the rest of the package. So they are imported on first use: when CUDA
+is initialised, which is before any tensor is on a GPU (see `tuning.start`); when an operator is looked up that torch
+does not know yet, as by a saved graph; and by the call of a kernel, for example on fake tensors. In the interpreter
+they are imported with the package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OLDEST = (3, 6)
 
 
 def _release() -> str:
-    """The version of Triton as its sources say it; imported to know it only where they do not.
+    """The version of Triton, read from its sources; Triton is only imported if they do not state it.
 
     Raises:
         ImportError: there is none.
@@ -43,15 +43,16 @@ def _release() -> str:
 
 
 def _interprets() -> bool:
-    """Whether Triton interprets kernels, as it says itself where it is imported."""
+    """Whether Triton interprets kernels, according to Triton itself if it is imported."""
     if "triton" not in sys.modules and not os.environ.get("TRITON_INTERPRET"):
         return False
     return bool(importlib.import_module("triton").knobs.runtime.interpret)
 
 
-#: By which some launches are chosen: the compilers allot registers differently.
+#: Some launches depend on it, because compilers allocate registers differently.
 VERSION: tuple[int, ...] = (0, 0)
-#: Why there are no kernels, or None. That Triton does not import although it is installed is known once it is tried.
+#: The reason why there are no kernels, or None. If an installed Triton cannot be imported, this is only known after
+#: trying.
 MISSING: str | None = None
 INTERPRET = False
 try:
@@ -90,7 +91,7 @@ def _kernel(package: str, function: str) -> Callable[..., Any]:
 
 
 def _by_first_use(package: str, function: str) -> Callable[..., Any]:
-    """The function, imported by a call. Tracing keeps the function, and not how it was found."""
+    """The function, which is imported by a call. A trace contains the function and not the import."""
 
     def find() -> Callable[..., Any]:
         with _compiled():
@@ -105,7 +106,7 @@ def _by_first_use(package: str, function: str) -> Callable[..., Any]:
 
 
 class _compiled:
-    """While it lasts, kernels that are defined are compiled, whatever TRITON_INTERPRET was set to since the import."""
+    """In this block, newly defined kernels are compiled, even if TRITON_INTERPRET was set after the import."""
 
     def __enter__(self) -> None:
         self.before = os.environ.pop("TRITON_INTERPRET", None)
@@ -116,7 +117,7 @@ class _compiled:
 
 
 def load() -> bool:
-    """Import the kernels of all operations, and hand them to the registry; whether they had not been imported yet."""
+    """Imports the kernels of all operations and registers them. Returns whether they had not been imported before."""
     global MISSING
     if not _waiting:
         return False
@@ -163,6 +164,6 @@ class _Operators(_BASE):  # type: ignore[misc, valid-type]
 
 
 def await_operators() -> None:
-    """From now on, an operator that is not known is looked for among the kernels that are not imported yet."""
+    """From now on, looking up an unknown operator imports the kernels first."""
     if _waiting:
         _operators.__class__ = _Operators

@@ -1,6 +1,7 @@
 """The GPUs that kernels are chosen for: one entry of facts for each compute capability, and which one is at hand.
 
-Launchers choose tiles by a device's `name`, never by its number: tuned tiles stay with the kernels, facts are here.
+Launchers choose tiles by a device's `name` and not by its number: tuned tiles are next to the kernels, device facts are
+here.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def too_old(device: int | None = None) -> str | None:
 
 @cache
 def why_no_gpu() -> str | None:
-    """The reason why there is no GPU that the kernels are for, or None where torch sees one. That a driver is too old
-    torch says in a warning, once in a process: be the first to ask."""
+    """The reason why there is no GPU that the kernels are for, or None where torch sees one. torch warns once per
+    process if a driver is too old, so this must be the first call that asks."""
     if torch.version.cuda is None:
         return "no CUDA device; torch is a CPU build"
     with warnings.catch_warnings(record=True) as said:
@@ -97,8 +98,8 @@ def programs(device: torch.device) -> int:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of the device's memory, whatever is free; in the interpreter, and for launches that are recorded, those of
-    a common GPU."""
+    """Bytes of the device's total memory. In the interpreter, and while launches are recorded, those of a common
+    GPU."""
     if _RECORDED is not None or device.type != "cuda":
         return 80 << 30
     return torch.cuda.get_device_properties(device).total_memory
@@ -122,8 +123,8 @@ _RECORDED_MULTIPROCESSORS: int | None = None
 
 
 def record_for(arch: int | None, multiprocessors: int | None = None) -> None:
-    """Chooses launches from now on as on a device of this compute capability (see `inspect`), with as many
-    multiprocessors if that is given; None: as on the one at hand."""
+    """From now on, chooses launches for a device of this compute capability (see `inspect`) and number of
+    multiprocessors, if given. None: for the current device."""
     global _RECORDED, _RECORDED_MULTIPROCESSORS
     _RECORDED, _RECORDED_MULTIPROCESSORS = arch, multiprocessors
     forget_plans()

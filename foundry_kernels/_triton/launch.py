@@ -1,4 +1,4 @@
-"""Launches of Triton kernels without Triton's own path to them, which costs the host 15 to 40 µs a launch.
+"""Launches Triton kernels without Triton's own launch path, which takes 15 to 40 µs of host time per launch.
 
 `kernel[grid](...)` works out at each call what the kernel is specialised on (dtypes, None, which numbers are 1 or
 multiples of 16, which pointers are aligned), looks the compiled kernel up by the text of all that, and calls it. Here
@@ -8,8 +8,8 @@ is finer than what Triton specialises on. The first launch of each is made by Tr
 So a kept kernel is only called with the very numbers that it was first launched with, and with tensors that Triton
 cannot tell from the first ones. It gets their addresses, which its launcher would ask each for, and then the driver.
 
-This file alone relies on what Triton does not document. Versions that nobody has looked at are launched by
-`kernel[grid](...)` alone. So is everything in the interpreter, while hooks are installed (a profiler's), and while
+Only this file relies on undocumented behaviour of Triton. With untested versions all kernels are launched by
+`kernel[grid](...)`. The same applies in the interpreter, while hooks are installed (a profiler's), and while
 `JITFunction.run` is replaced. Triton's environment variables count at the first launch of a specialisation, and that
 the globals of a kernel are constant is checked then.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from foundry_kernels.core.extension import triton_call
 
-#: Releases of Triton whose `JITFunction.run` does what `launch` replaces.
+#: Tested releases of Triton, whose `JITFunction.run` does what `launch` replaces.
 KNOWN = ("3.6.", "3.7.", "3.8.", "3.9.")
 
 try:
@@ -54,8 +54,8 @@ _OPTIONS = frozenset({"num_warps", "num_stages", "maxnreg"})
 
 
 class Plan:
-    """A launch but for its tensors: the grid, the numbers that follow the tensors, and the rest by name: more numbers,
-    constants, options."""
+    """A launch without its tensors: the grid, the numbers that follow the tensors, and the remaining arguments by name:
+    numbers, constants, options."""
 
     __slots__ = ("constants", "grid", "kept", "numbers")
 
@@ -117,15 +117,15 @@ _pointers: Callable[[tuple[Any, ...]], Pointers | None] = triton_call("pointers"
 
 
 def compiler_options() -> dict[str, bool]:
-    """What every kernel is compiled with: fused multiply-adds, as Triton 3.10 will make them only where they are asked
-    for, and 3.9 warns of it. Whoever sets Triton's own variable or setting decides instead."""
+    """The options of every kernel: fused multiply-adds, which Triton 3.10 only uses on request (3.9 warns of this
+    change). Triton's own environment variable or setting takes precedence."""
     settings = knobs.language
     chosen = "TRITON_DEFAULT_FP_FUSION" in os.environ or "default_fp_fusion" in settings.__dict__
     return {"enable_fp_fusion": settings.default_fp_fusion if chosen else True}
 
 
 def _undisturbed(kernel: Any) -> bool:
-    """Nothing wants to see the launch, or changes what is compiled."""
+    """Whether no hook observes the launch and no setting changes the compilation."""
     return (
         not _ENTER.calls
         and not _EXIT.calls

@@ -15,7 +15,7 @@ from foundry_kernels.core.options import Options
 
 
 def requires_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether a call of these tensors has to be recorded for a backward pass."""
+    """Whether a call with these tensors must be recorded for a backward pass."""
     if torch.is_grad_enabled():
         for x in tensors:
             if x is not None and x.requires_grad:
@@ -24,8 +24,8 @@ def requires_grad(*tensors: torch.Tensor | None) -> bool:
 
 
 def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The launcher, called while the device of its tensors is the current one: Triton launches on the current device,
-    whatever its arguments are, and an operator defined in Python has no guard of its own."""
+    """Wraps a launcher so that the device of its tensors is the current device. Triton launches on the current device,
+    whatever its arguments are, and an operator defined in Python has no device guard."""
 
     @wraps(kernel)
     def launcher(*args: Any) -> Any:
@@ -41,19 +41,19 @@ def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 _LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")
 LAUNCHERS: dict[str, Callable[..., Any]] = {}  # by the operator's name
-_SERVE_CPU: set[str] = set()
+_ON_CPU: set[str] = set()
 
 
 def define(
     schema: str, launcher: Callable[..., Any], fake: Callable[..., Any], *options: type[Options]
 ) -> Callable[..., Any]:
-    """Register `foundry_kernels::<schema>` with a launcher and a fake; returns what is to be called.
+    """Registers `foundry_kernels::<schema>` with a launcher and a fake, and returns the function to call.
 
     Kernels are launched by operators so that torch.compile does not trace into the launch, and so that selective
-    checkpointing, DTensor and profilers know them by name. Where the dispatcher would do nothing but call the launcher
-    (no mode is active; tensors are just memory: no subclass, no lazy negation, no wrapper), it is called directly: that
-    costs the host less. `launcher` and `fake` return None in place of a result that is not wanted; the operator, whose
-    results are all tensors, an empty one.
+    checkpointing, DTensor and profilers know them by name. If the dispatcher would only call the launcher (no mode is
+    active, and tensors are plain: no subclass, no lazy negation, no wrapper), the launcher is called directly, which
+    takes less host time. `launcher` and `fake` return None for a result that is not requested; the operator, whose
+    results are all tensors, returns an empty tensor.
 
     The operator takes the fields of `options`, classes whose `SCHEMA` is in the schema, one by one; the launcher, the
     fake and what is returned take an object of each.
@@ -69,7 +69,7 @@ def define(
     LAUNCHERS[name] = _filled(_with_objects(on_its_device(launcher), layout))
     _LIBRARY.impl(name, LAUNCHERS[name], "CPU" if INTERPRET else "CUDA")
     if INTERPRET:
-        _SERVE_CPU.add(name)
+        _ON_CPU.add(name)
     torch.library.register_fake(f"foundry_kernels::{name}", _filled(_with_objects(fake, layout)), lib=_LIBRARY)
     tensors: list[tuple[int, int | None]] = []  # which argument, and which field of one that is an object
     for i, kind in enumerate(layout):
@@ -95,15 +95,16 @@ def define(
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)``, without what PyTorch does in Python for transforms and tensors that have outlived one,
-    where there is neither: it takes 1 µs."""
+    """``function.apply(*args)`` without PyTorch's Python code for transforms, which takes 1 µs, if no transform is
+    involved."""
     if is_compiling() or _usual_device is None or _transform() is not None or _usual_device(args) is None:
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def _asked_by_position(tensors: list[tuple[int, int | None]]) -> Callable[[tuple[Any, ...]], int | None]:
-    """What `usual_device` of the extension does, for an operator with tensors at these places among its arguments."""
+    """The Python version of the extension's `usual_device`, for an operator with tensors at these positions among its
+    arguments."""
 
     def usual_device(args: tuple[Any, ...]) -> int | None:
         if _watched():
@@ -189,9 +190,9 @@ def _watched() -> bool:
 
 
 def serve_cpu_tensors() -> None:
-    """Register the launchers for CPU tensors too, so that `tools.inspect` can record what they would launch."""
+    """Registers the launchers for CPU tensors too, so that `tools.inspect` can record their launches."""
     load()
     for name, launcher in LAUNCHERS.items():
-        if name not in _SERVE_CPU:
-            _SERVE_CPU.add(name)
+        if name not in _ON_CPU:
+            _ON_CPU.add(name)
             _LIBRARY.impl(name, launcher, "CPU")

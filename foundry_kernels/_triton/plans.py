@@ -1,4 +1,4 @@
-"""What launchers have planned, kept by the arguments that it follows from."""
+"""A cache of launch plans, by the arguments that determine them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ _PLANNERS: list[Any] = []
 
 
 def planned(function: Callable[..., T]) -> Callable[..., T]:
-    """Keeps what `function` returns for its last 1024 combinations of arguments: numbers, dtypes, a device; no tensors.
-    It reads nothing else, but for the device's properties and what `forget_plans` follows."""
+    """Caches the results of `function` for its last 1024 combinations of arguments: numbers, dtypes, a device; no
+    tensors. The function may only read its arguments, properties of the device, and state whose changes call
+    `forget_plans`."""
     cached = lru_cache(maxsize=1024)(function)
     _PLANNERS.append(cached)
     return cached
 
 
 def forget_plans() -> None:
-    """Empties the caches of plans; called where plans would come out differently from now on."""
+    """Empties the caches of plans. Call it when state that plans depend on changes."""
     for cached in _PLANNERS:
         cached.cache_clear()

@@ -1,4 +1,4 @@
-"""What launchers share: rows of tensors by at most three strides, memory, dtypes, and sums of partial results."""
+"""Shared code of launchers: rows of tensors by at most three strides, memory, dtypes, and sums of partial results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def strides_of(x: torch.Tensor | None) -> tuple[int, ...] | None:
 
 
 def empty_like(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous memory of x's shape and dtype; the quickest to get."""
+    """A contiguous, uninitialized tensor of x's shape and dtype; the fastest way to allocate one."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

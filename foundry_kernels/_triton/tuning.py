@@ -1,13 +1,13 @@
-"""Measured launches: which config (tile, warps, stages) a Triton kernel takes on the GPU at hand in place of the one in
-the code, and which backend `backend="auto"` takes first.
+"""Measured launches: the config (tile, warps, stages) of a Triton kernel that replaces the built-in one on the current
+GPU, and the backend that `backend="auto"` tries first.
 
-Two files of one format say so: `tuned.json` in this package, measured by the authors, and the user's own, written by
-`python -m foundry_kernels tune` into the cache folder. The user's goes first. Entries are per name of GPU and version
-of Triton; within one, a launch config replaces one of the code's, which is part of its key, and is taken only if it
-is still among that kernel's candidates. So a file that is old or was edited by hand can make kernels slower, not wrong.
+They are read from two files with the same format: `tuned.json` in this package, measured by the authors, and the user's
+file, which `python -m foundry_kernels tune` writes into the cache folder and which takes precedence. An entry belongs
+to a GPU name and a Triton version. Its configs are keyed on the built-in config that they replace, and are only used if
+they are still among the kernel's candidates. So an old or edited file can make kernels slower, but not wrong.
 
 A file is read once in a process, when the first kernel is launched or CUDA is initialised, and never while
-torch.compile traces. FOUNDRY_KERNELS_TUNING names another file, or is "off": then the package's own table is used.
+torch.compile traces. FOUNDRY_KERNELS_TUNING names another file, or is "off" to use only the package's table.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ VARIABLE = "FOUNDRY_KERNELS_TUNING"
 OFF = "off"
 #: Measured by the authors; `python -m foundry_kernels tune --write-table` adds to it.
 PACKAGED = Path(__file__).with_name("tuned.json")
-#: Where kernels are interpreted: nothing that is measured there says anything about a GPU.
+#: The GPU name in Triton's interpreter, whose measurements do not apply to any GPU.
 INTERPRETER = "Triton's interpreter"
 
-#: A config with this flag launches another kernel in place of the one that it is a candidate of.
+#: A config with this flag launches another kernel instead of the one whose candidate it is.
 ANOTHER = "GLUON"
-#: By the name of such a kernel, the one in whose place it is launched.
+#: The kernel that each such kernel replaces, by name.
 STANDS_FOR = {"flash_attention_fwd_gluon_kernel": "flash_attention_fwd_kernel"}
 
 
 def asked_as(kernel: str) -> str:
-    """The name by which the launch configs of a kernel are asked for."""
+    """The name under which the launch configs of a kernel are looked up."""
     return STANDS_FOR.get(kernel, kernel)
 
 
@@ -73,12 +73,12 @@ _pretended: str | None = None
 
 
 def use(path: str | os.PathLike[str] | None) -> None:
-    """Take measured launches from this file from now on, in place of the one in the cache folder; "off": from the
-    package's own table alone; None: again from where FOUNDRY_KERNELS_TUNING says. Kernels in flight are not touched.
+    """From now on, uses measured launches from this file instead of the one in the cache folder. "off" uses only the
+    package's table; None uses FOUNDRY_KERNELS_TUNING again. Running kernels are not affected.
 
     Raises:
         FileNotFoundError: there is no such file.
-        TuningFileError: it is damaged, of another version, or something else altogether. What was in use stays.
+        TuningFileError: it is damaged, of another version, or not a tuning file. The previous file stays in use.
     """
     global _chosen
     if path is not None and path != OFF:
@@ -89,7 +89,7 @@ def use(path: str | os.PathLike[str] | None) -> None:
 
 
 def forget() -> None:
-    """Read the files again when they are needed next."""
+    """Rereads the files when they are needed next."""
     global _sources
     _sources = None
     _entries.clear()
@@ -99,13 +99,13 @@ def forget() -> None:
 
 
 def path_in_use() -> Path | None:
-    """The user's file, whether or not it exists; None where it is turned off."""
+    """The user's file, whether or not it exists; None if it is turned off."""
     chosen = _chosen if _chosen is not None else os.environ.get(VARIABLE) or default_path()
     return None if chosen == OFF else Path(chosen)
 
 
 def sources() -> tuple[Source, ...]:
-    """The tables, the user's first. A file that cannot be used is named in a warning, once."""
+    """The tables, the user's first. One warning names a file that cannot be used."""
     global _sources
     if _sources is None:
         path = path_in_use()
@@ -125,7 +125,7 @@ def sources() -> tuple[Source, ...]:
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """Returns the name that measurements are filed under; None for a device on which nothing is launched."""
+    """Returns the GPU name of measurements; None for a device on which nothing is launched."""
     if _pretended is not None or devices._RECORDED is not None:
         return _pretended
     if device.type == "cuda":
@@ -134,7 +134,7 @@ def gpu_name(device: torch.device) -> str | None:
 
 
 def entries(device: torch.device) -> tuple[tuple[str, Entry], ...]:
-    """What was measured on such a GPU, and where it is written, the user's first."""
+    """The measurements for this kind of GPU and their sources, the user's first."""
     found = _entries.get(device)
     if found is None:
         tables = [source for source in sources() if source.table]
@@ -151,7 +151,7 @@ def triton_version() -> str:
 
 @contextmanager
 def pretend(gpu: str | None) -> Iterator[None]:
-    """While it lasts, look launch configs up as on a GPU of this name; for `inspect`, where there is none."""
+    """In this block, looks launch configs up as on a GPU with this name; for `inspect` without a GPU."""
     global _pretended
     _pretended, before = gpu, _pretended
     _entries.clear()
@@ -169,13 +169,13 @@ def pretend(gpu: str | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A launch config that a launcher asked for: the candidates, the first of which is the code's own, and what it
+    """A launch config that a launcher requested: the candidates, of which the first is built in, and the one that it
     got."""
 
     kernel: str
     key: str
-    rows: tuple[LaunchConfig, ...]
-    row: LaunchConfig
+    configs: tuple[LaunchConfig, ...]
+    config: LaunchConfig
     origin: str
 
 
@@ -183,37 +183,38 @@ _forced: dict[tuple[str, str], LaunchConfig] = {}
 _watching: list[Callable[[Choice], None]] = []
 
 
-def choose(kernel: str, tags: str, rows: Sequence[LaunchConfig], device: torch.device) -> LaunchConfig:
-    """The config of a launch of `kernel`: of `rows`, all of which give right results, the one that was measured to be
-    the fastest on this GPU, or the first, which is the code's own. Called when a launch is planned, not when it is
-    made.
+def choose(kernel: str, tags: str, configs: Sequence[LaunchConfig], device: torch.device) -> LaunchConfig:
+    """Returns the config for a launch of `kernel`: the one of `configs` that was measured to be the fastest on this
+    GPU, or else the first one, the built-in config. All of them give right results. A launcher calls this when it plans
+    a launch, not when it launches.
 
-    tags: what tells launches apart for which the code has the same config, but the best one may differ: a dtype's size.
+    tags: what separates launches that share the built-in config but may have different best ones, such as the size of
+    the dtype.
     """
-    key, row, origin = config_key(tags, rows[0]), rows[0], "built in"
+    key, config, origin = config_key(tags, configs[0]), configs[0], "built in"
     if (kernel, key) in _forced:
-        row, origin = _forced[kernel, key], "forced"
+        config, origin = _forced[kernel, key], "forced"
     else:
         for source, entry in entries(device):
             found = entry.rows.get(kernel, {}).get(key)
-            if found is not None and found["row"] in rows:
-                row = found["row"]
+            if found is not None and found["row"] in configs:
+                config = found["row"]
                 origin = f"{source}: {entry.gpu}, {entry.measured}, x{found.get('speedup', 0):.2f}"
                 break
     for watch in _watching:
-        watch(Choice(kernel, key, tuple(rows), row, origin))
-    return dict(row)
+        watch(Choice(kernel, key, tuple(configs), config, origin))
+    return dict(config)
 
 
-def is_forced(kernel: str, tags: str, rows: Sequence[LaunchConfig]) -> bool:
-    """Whether `choose` would answer with a config that is forced."""
-    return (kernel, config_key(tags, rows[0])) in _forced
+def is_forced(kernel: str, tags: str, configs: Sequence[LaunchConfig]) -> bool:
+    """Whether `choose` would return a forced config."""
+    return (kernel, config_key(tags, configs[0])) in _forced
 
 
 @contextmanager
-def forced(kernel: str, key: str, row: LaunchConfig) -> Iterator[None]:
-    """While it lasts, launches that ask by this key get `row`. It holds for every thread of the process."""
-    _forced[kernel, key] = row
+def forced(kernel: str, key: str, config: LaunchConfig) -> Iterator[None]:
+    """In this block, launches with this key get `config`, in every thread of the process."""
+    _forced[kernel, key] = config
     forget_plans()
     try:
         yield
@@ -224,7 +225,7 @@ def forced(kernel: str, key: str, row: LaunchConfig) -> Iterator[None]:
 
 @contextmanager
 def watched() -> Iterator[dict[tuple[str, str], Choice]]:
-    """The configs that launches ask for while it lasts, by kernel and key, in the order of the first."""
+    """Yields the configs that launches request in this block, by kernel and key, in the order of the first requests."""
     seen: dict[tuple[str, str], Choice] = {}
 
     def watch(choice: Choice) -> None:
@@ -242,8 +243,8 @@ def watched() -> Iterator[dict[tuple[str, str], Choice]]:
 
 
 def _order_backends() -> None:
-    """Give the registry the measured orders, if all GPUs have one name: the choice for a call does not look at which
-    GPU its tensors are on."""
+    """Registers the measured orders of backends if all GPUs have the same name, because the choice for a call does not
+    depend on which GPU its tensors are on."""
     try:
         devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         one_kind = len({gpu_name(device) for device in devices}) == 1
@@ -258,8 +259,9 @@ def _order_backends() -> None:
 
 
 def start() -> None:
-    """When CUDA is initialised, which is before any tensor is on a GPU, the kernels are imported and `backend="auto"`
-    learns its order: a name of a GPU cannot be asked for earlier, and not later, since a call may then be traced."""
+    """Registers callbacks for the initialisation of CUDA, which happens before any tensor is on a GPU: they import the
+    kernels and set the order of `backend="auto"`. The name of a GPU is not available earlier, and later a call may be
+    traced already."""
     for call in (_triton.load, _order_backends):
         torch.cuda._lazy_call(call)
     _triton.await_operators()

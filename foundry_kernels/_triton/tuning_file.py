@@ -1,4 +1,4 @@
-"""The file of measured launches: its format, and how it is read and written."""
+"""The file of measured launches: format, reading and writing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Entry:
         return f"{self.gpu}, Triton {self.triton}"
 
     def update(self, newer: Entry, asked: set[tuple[str, str]]) -> None:
-        """Take over what was measured later: of the kernels and configs `asked` those that won, and no older winner."""
+        """Merges newer measurements: for the kernels and configs in `asked`, the new winners replace all older ones."""
         for kernel, key in asked:
             self.rows.get(kernel, {}).pop(key, None)
         for kernel, rows in newer.rows.items():
@@ -56,12 +56,12 @@ Table = dict[str, Entry]  # by `Entry.key`
 
 
 def config_key(tags: str, own: LaunchConfig) -> str:
-    """What a measured launch config is for: the tags, and the config of the code that it replaces."""
+    """The key of a measured launch config: the tags, and the built-in config that it replaces."""
     return f"{tags}: {describe(own)}"
 
 
-def describe(row: LaunchConfig) -> str:
-    return " ".join(f"{name}={value}" for name, value in sorted(row.items()))
+def describe(config: LaunchConfig) -> str:
+    return " ".join(f"{name}={value}" for name, value in sorted(config.items()))
 
 
 def default_path() -> Path:
@@ -73,7 +73,7 @@ def read(path: Path) -> Table:
 
     Raises:
         FileNotFoundError: there is none.
-        TuningFileError: it is damaged, of another version, or something else altogether.
+        TuningFileError: it is damaged, of another version, or not a tuning file.
     """
     try:
         found = json.loads(path.read_bytes())
@@ -100,7 +100,7 @@ def read(path: Path) -> Table:
 
 
 def _check(entry: Entry) -> None:
-    """Raise an error unless everything is of the kind that look-ups rely on."""
+    """Raises an error unless all values have the types that look-ups rely on."""
     kinds = {"gpu": str, "triton": str, "torch": str, "measured": str, "capability": int, "rows": dict, "auto": dict}
     for name, kind in kinds.items():
         _of_kind(repr(name), getattr(entry, name), kind)
@@ -125,10 +125,10 @@ def _of_kind(what: str, value: Any, kind: type | tuple[type, ...]) -> Any:
 
 
 def write(path: Path, newer: Entry, asked: set[tuple[str, str]]) -> None:
-    """Merge what was measured into a file, all of it or nothing.
+    """Merges measurements into a file atomically.
 
     Raises:
-        TuningFileError: the file cannot be written, or what is there is no tuning file; it is left as it was.
+        TuningFileError: the file cannot be written, or exists and is not a tuning file; it is not changed.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def check_writable(path: Path) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """The file, changed in one step: a reader, or a machine that stops, finds the old one or the new one."""
+    """Replaces the file in one step, so that a reader, or a restart after a crash, finds the old or the new file."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with new.open("w", encoding="utf-8") as file:
@@ -174,7 +174,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Two processes that tune at a time merge one after the other."""
+    """A lock, so that two tuning processes merge one after the other."""
     import fcntl
 
     with path.with_name(f".{path.name}.lock").open("w") as file:

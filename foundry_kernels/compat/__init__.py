@@ -1,10 +1,11 @@
-"""Attention, losses, norms and activations by the signatures and layouts that callers of PyTorch and flash-attn write.
+"""Attention, losses, norms and activations with the signatures and layouts of PyTorch and flash-attn.
 
-The functions `flash_attn_*`, `apply_rotary_emb*` and those of `bert_padding` are flash-attn 2's, with tokens before
-heads, those of `flash_attn_3` are FlashAttention 3's; `scaled_dot_product_attention`, `varlen_attn`, `cross_entropy`,
-`linear_cross_entropy` and `layer_norm` are PyTorch's. `use_sdpa` puts the first of these in the place of PyTorch's own
-for all of a process. Those that compute take one more argument, `backend`, and are a thin layer over
-:func:`foundry_kernels.flash_attention` and its like: what it does not support is refused, with what to use instead.
+The functions `flash_attn_*`, `apply_rotary_emb*` and those of `bert_padding` have flash-attn 2's signatures, with
+tokens before heads; those of `flash_attn_3` have FlashAttention 3's; `scaled_dot_product_attention`, `varlen_attn`,
+`cross_entropy`, `linear_cross_entropy` and `layer_norm` have PyTorch's. `use_sdpa` replaces PyTorch's
+`scaled_dot_product_attention` in the whole process. Functions that compute take one more argument, `backend`, and are a
+thin layer over :func:`foundry_kernels.flash_attention` and similar functions. They refuse unsupported arguments, and
+the error names an alternative.
 """
 
 from foundry_kernels.compat import bert_padding, flash_attn_3, torch_flash

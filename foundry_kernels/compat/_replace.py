@@ -1,4 +1,4 @@
-"""A function of PyTorch's that another one takes the place of, for all callers in a process."""
+"""Replaces a function of PyTorch for all callers in a process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch.nn.functional as F
 
 
 class Replacement:
-    """`own` of `torch.nn.functional`, and `routed`, which takes its place.
+    """The function `own` of `torch.nn.functional`, and `routed`, which replaces it.
 
-    It is replaced in `torch.nn.functional`, where torch's own modules read the name at each call, and by whatever name
-    another module has imported it. TorchScript is not routed: it compiles the builtin that `own` is.
+    It is replaced in `torch.nn.functional`, where torch's own modules look it up at each call, and under any name in
+    modules that have imported it. TorchScript is not routed: it compiles the builtin `own`.
     """
 
     def __init__(self, own: Any, routed: Any) -> None:
         self.own, self.routed = own, routed
         self.replaced: list[tuple[ModuleType, str]] = []
-        # For good, and not by `put`: a module that imported `routed` meanwhile keeps it.
+        # This is permanent and not part of `put`, because a module that imported `routed` keeps it.
         _name_for_torchscript(own, routed)
 
     def put(self) -> None:
@@ -34,15 +34,16 @@ class Replacement:
 
     def restore(self) -> None:
         for module, name in self.replaced:
-            if getattr(module, name, None) is self.routed:  # else somebody replaced it since: it is theirs
+            if getattr(module, name, None) is self.routed:  # otherwise it was replaced again
                 setattr(module, name, self.own)
         self.replaced.clear()
 
 
 def _name_for_torchscript(own: Any, routed: Any) -> None:
-    """TorchScript, which could not compile `routed`, takes it for the builtin `own`.
+    """Makes TorchScript, which cannot compile `routed`, treat it as the builtin `own`.
 
-    Its table is private: in a PyTorch that has another, scripting fails while `routed` is put, and nothing else does.
+    The table of builtins is private. If another PyTorch has a different one, scripting fails while `routed` is in
+    place, and nothing else does.
     """
     try:
         builtins: Any = importlib.import_module("torch.jit._builtins")

@@ -35,8 +35,8 @@ def silu(input: Tensor, inplace: bool = False, *, backend: str = "auto") -> Tens
 
     Args:
         input: float32, bfloat16, float16 or float64, any shape.
-        inplace: whether the result is written over `input`, which is returned. No memory is saved: it is copied there,
-            and where a gradient is needed `input` is copied for the backward pass, too.
+        inplace: whether the result overwrites `input`, which is returned. This saves no memory: the result is copied
+            there, and if a gradient is needed `input` is copied for the backward pass.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:

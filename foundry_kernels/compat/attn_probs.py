@@ -1,4 +1,5 @@
-"""flash-attn's third result, the weights with the sign of what dropout kept: from the lse of the fused pass."""
+"""flash-attn's third result, computed from the lse of the fused pass: the weights, whose sign shows what dropout
+kept."""
 
 from __future__ import annotations
 
@@ -14,14 +15,15 @@ from foundry_kernels.ops.flash_attention.weights import attention_weights
 
 
 def with_seed(q: Tensor, options: Options) -> Options:
-    """The options with a seed of dropout, drawn as attention itself would draw it: what it drops can be told again."""
+    """The options with a dropout seed, drawn as attention itself would draw it, so that its mask can be recomputed."""
     drop = dropout.arguments(q, options["dropout_p"], None, "q")
     return options | {"dropout_seed": drop[1]} if drop else options
 
 
 @torch.no_grad()
 def dense_probs(q: Tensor, k: Tensor, lse: Tensor, options: Options, sequence: int = 0) -> Tensor | None:
-    """``[B, H, T, S]`` of q's dtype, or None without dropout, as in flash-attn: the softmax, negative where dropped.
+    """``[B, H, T, S]`` of q's dtype, or None without dropout, as in flash-attn: the softmax, with negative sign where a
+    weight was dropped.
 
     q is ``[B, H, T, D]``, k ``[B, Hk, S, D]``; `sequence` is the number of the first of the B.
     """

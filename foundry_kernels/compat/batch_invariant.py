@@ -1,4 +1,4 @@
-"""A switch for the same bits in any batch, for all of a process."""
+"""A process-wide switch for batch-invariant results."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _lock = threading.Lock()
 
 
 def batch_invariant() -> BatchInvariantSwitch:
-    """Makes what a sequence gets, and the gradients of its inputs, independent of what else is in the batch.
+    """Makes the results of a sequence, and the gradients of its inputs, independent of the rest of the batch.
 
-    The same bits whether a sequence is alone, in a batch, at any place in it or packed with others; whether a query
-    comes in decoding, in a chunk of a prompt or in the whole prompt; and with any number of threads. Gradients of
-    weights, which are sums over the batch, have the same bits for the same batch with any number of threads.
+    The bits are the same whether a sequence is alone, anywhere in a batch or packed with others; whether a query is
+    part of decoding, of a chunk of a prompt or of the whole prompt; and for any number of threads. Gradients of
+    weights, which are sums over the batch, have the same bits for the same batch and any number of threads.
 
-    It holds from the call on, for every thread of the process, until :meth:`BatchInvariantSwitch.undo`; or for a
+    It applies from the call on, to every thread of the process, until :meth:`BatchInvariantSwitch.undo`; or for a
     block::
 
         with fk.batch_invariant():
@@ -31,20 +31,20 @@ def batch_invariant() -> BatchInvariantSwitch:
 
     Within, :func:`foundry_kernels.flash_attention`, its packed form, :func:`foundry_kernels.grouped_mm` and
     :func:`foundry_kernels.linear_cross_entropy` behave as with ``batch_invariant=True``, all other operations of the
-    package as always, and `torch.nn.functional.linear`, with `torch.nn.Linear` among its callers, is computed by
-    `grouped_mm` in tiles of one size (on a CPU, row by row in `decode_linear`'s kernel). What was read at a forward
-    call counts for its backward pass, wherever that runs. Activation checkpointing calls the function again: run the
-    backward pass within the switch then. `torch.compile` traces all of it; what was compiled before is compiled again.
+    package as usual, and `torch.nn.functional.linear`, with `torch.nn.Linear` among its callers, is computed by
+    `grouped_mm` in tiles of one size (on a CPU, row by row in `decode_linear`'s kernel). The state at the forward call
+    also applies to its backward pass. Activation checkpointing repeats the forward call, so run its backward pass
+    within the switch too. `torch.compile` traces the switch; code that was compiled before is recompiled.
 
     Linear layers are routed for plain tensors in float32, bfloat16 and float16 on a CPU (with the compiled extension)
-    and on CUDA's GPUs; another dtype there raises, as does a CPU without the extension. Subclasses of Tensor (DTensor),
-    other devices, TorchScript and `torch.func` transforms stay with PyTorch, and so do products that are written
+    and on CUDA's GPUs; another dtype there raises an error, as does a CPU without the extension. Subclasses of Tensor
+    (DTensor), other devices, TorchScript and `torch.func` transforms run on PyTorch, and so do matmuls that are written
     ``x @ w`` and other layers (convolutions, `torch.nn.Bilinear`).
 
-    It costs speed: decoding without splits of the keys, linear layers without BLAS.
+    It is slower: decoding does not split the keys, and linear layers do not use BLAS.
 
     Returns:
-        A handle, which is a context manager. Several may be on at a time.
+        A handle, which is a context manager. Several may be active at a time.
 
     He et al., "Defeating Nondeterminism in LLM Inference", Thinking Machines Lab, 2025.
     """
@@ -52,7 +52,7 @@ def batch_invariant() -> BatchInvariantSwitch:
 
 
 class BatchInvariantSwitch:
-    """What :func:`batch_invariant` returns; it is on as soon as it is made."""
+    """The handle that :func:`batch_invariant` returns; it is active when it is created."""
 
     def __init__(self) -> None:
         with _lock:
@@ -62,7 +62,8 @@ class BatchInvariantSwitch:
             invariance.on = True
 
     def undo(self) -> None:
-        """Turns this switch off. What was before is back where no other one is on. Once is enough."""
+        """Turns this switch off. If no other switch is on, the previous state is restored. Further calls have no
+        effect."""
         with _lock:
             if self not in _switches:
                 return
@@ -79,7 +80,8 @@ class BatchInvariantSwitch:
 
 
 def routed(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """The batch-invariant linear layer while a switch is on: a module that imports it then keeps it for longer."""
+    """The batch-invariant linear layer while a switch is on. A module that imports it then keeps it afterwards, so it
+    checks the switch."""
     if has_torch_function((input, weight, bias)):
         return handle_torch_function(routed, (input, weight, bias), input, weight, bias)
     return chosen()(input, weight, bias)

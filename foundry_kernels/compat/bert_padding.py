@@ -14,12 +14,12 @@ from foundry_kernels.core.checks import check_device, check_integer, check_rank,
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Returns the tokens of a padded batch, one after the other, and what the varlen functions need to know of them.
+    """Packs the tokens of a padded batch, and returns them with the arguments of the varlen functions.
 
     Args:
         hidden_states: ``[B, S, ...]``.
         attention_mask: ``[B, S]``, bool or a number: not 0 for a token.
-        unused_mask: ``[B, S]``, likewise, or None: tokens that are packed too, but are not in use.
+        unused_mask: ``[B, S]``, likewise, or None: tokens that are also packed, but not used.
 
     Returns:
         ``(packed [total, ...], indices [total] int64, cu_seqlens [B + 1] int32, max_seqlen, seqused [B] int32)``:
@@ -27,9 +27,9 @@ def unpad_input(
         `attention_mask` alone. Gradients flow to `hidden_states`.
 
     Raises:
-        TypeError, ValueError: an argument is no tensor, or its shape or device does not fit.
+        TypeError, ValueError: an argument is not a tensor, or its shape or device does not fit.
 
-    Lengths are read, so a call waits for a GPU.
+    A call reads the lengths, so it waits for a GPU.
     """
     check_tensor("hidden_states", hidden_states)
     if hidden_states.dim() < 2:
@@ -45,13 +45,13 @@ def unpad_input(
     indices = chosen.flatten().nonzero().squeeze(1)
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     max_seqlen = int(lengths.max()) if lengths.numel() else 0
-    # index_select, because its gradient is written once for each token, in no order that could vary
+    # index_select, because its gradient is deterministic: it is written once for each token
     packed = hidden_states.flatten(0, 1).index_select(0, indices)
     return packed, indices, cu_seqlens, max_seqlen, used.sum(-1, dtype=torch.int32)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: SupportsIndex, seqlen: SupportsIndex) -> Tensor:
-    """Packed tokens back in their batch, with zeros at the padding.
+    """Unpacks tokens into a padded batch, with zeros at the padding.
 
     Args:
         hidden_states: ``[total, ...]``.

@@ -1,4 +1,4 @@
-"""Checks of what flash-attn's functions with a key-value cache are called with; they write nothing."""
+"""Checks the arguments of flash-attn's functions with a key-value cache; nothing is written."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_tensors(
 
 
 def _check_memory(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
-    """No element of a cache is written twice or read as an input."""
+    """Checks that no element of a cache is written twice or is also read as an input."""
     for name, cache in written.items():
         if any(n > 1 and s == 0 for n, s in zip(cache.shape, cache.stride(), strict=True)):
             raise ValueError(f"{name} must have a place of its own for each element; got strides {cache.stride()}")
@@ -119,10 +119,10 @@ def check_tables(cos: Tensor, sin: Tensor, after: int) -> None:
 
 
 def check_apart(k_cache: Tensor, v_cache: Tensor) -> None:
-    """No element of one cache is one of the other's: both are written to.
+    """Checks that the two caches do not overlap, because both are written.
 
     Raises:
-        ValueError: they have some in common, or may have.
+        ValueError: they overlap, or may overlap.
     """
     if k_cache.numel() == 0 or v_cache.numel() == 0 or k_cache.dtype != v_cache.dtype:
         return

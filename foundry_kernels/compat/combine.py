@@ -1,4 +1,4 @@
-"""FlashAttention 3's function that makes one result of those of parts of the keys."""
+"""FlashAttention 3's function that combines the results for several parts of the keys."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def flash_attn_combine(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to all keys, from the results of attention to each of several parts of them.
+    """Combines the results of attention to several parts of the keys into the result for all keys.
 
     Args:
         out_partial: ``[num_splits, B, T, H, D]``, or packed ``[num_splits, total, H, D]``, any strides; float32, as in
             FlashAttention 3, or bfloat16, float16 or float64.
         lse_partial: ``[num_splits, B, T, H]`` or ``[num_splits, total, H]``, natural logarithms, likewise: queries
-            before heads, where the functions here return ``[B, H, T]``. Where it is -inf a query has seen no key of
-            this part, which contributes nothing, whatever its `out_partial` is.
+            before heads, where the functions here return ``[B, H, T]``. -inf means that a query has seen no key of this
+            part, which then contributes nothing, whatever its `out_partial` is.
         out: ``[B, T, H, D]`` or ``[total, H, D]`` to write the result into, of `out_dtype` if both are given.
         out_dtype: of the result; out_partial's if None.
 

@@ -37,17 +37,16 @@ def flash_attn_func(
         k: ``[B, S, Hk, D]``; H must be a multiple of Hk.
         v: ``[B, S, Hk, Dv]``.
         dropout_p: in [0, 1): the probability that a weight is dropped out. The seed comes from torch's default
-            generator of q's device; what it drops is not what flash-attn drops.
+            generator of q's device; it drops other weights than flash-attn.
         softmax_scale: factor on the scores; ``1 / sqrt(D)`` if None.
         causal: the last query sees the last key, and none sees a later one.
         window_size: ``(left, right)``, a tuple, list or tensor; -1 is unbounded.
         softcap: bounds the scores; 0 does not.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32.
         deterministic: as for :func:`foundry_kernels.flash_attention`, whose default is True.
-        return_attn_probs: return more than the output: the lse and, with dropout, flash-attn's ``S_dmask``. The kernels
-            never make that matrix: plain PyTorch computes it from the lse afterwards, of B * H * T * S elements of q's
-            dtype, and several of that size in float32 on the way. Without dropout None stands in its place, and
-            nothing is computed.
+        return_attn_probs: also return the lse and, with dropout, flash-attn's ``S_dmask``. The kernels do not compute
+            that matrix. Plain PyTorch computes it from the lse: B * H * T * S elements of q's dtype, with several
+            float32 temporaries of that size. Without dropout it is None, and nothing is computed.
         backend: "auto", "reference", "triton" or "native".
 
     A number may also be NumPy's, or a tensor of one element: reading one that is on a GPU waits for it.
@@ -55,7 +54,8 @@ def flash_attn_func(
     Returns:
         ``out [B, T, H, Dv]``, or ``(out, softmax_lse [B, H, T] float32, S_dmask)``. A query that sees no key has output
         0 and lse -inf (where flash-attn has +inf). ``S_dmask [B, H, T, S]`` of q's dtype, or None without dropout, is
-        the softmax, negative where a weight was dropped out and not divided by what remains; it takes no gradient.
+        the softmax, negative where a weight was dropped out, without division by the probability of being kept; it
+        takes no gradient.
 
     Raises:
         TypeError, ValueError: an argument does not fit; see :func:`foundry_kernels.flash_attention`.
@@ -134,7 +134,8 @@ def translate(
     backend: str,
     deterministic: bool = True,
 ) -> Options:
-    """flash-attn's options as :func:`foundry_kernels.flash_attention` has them; errors name them as flash-attn does."""
+    """Converts flash-attn's options to those of :func:`foundry_kernels.flash_attention`; errors use flash-attn's
+    names."""
     scale = None if softmax_scale is None else as_float("softmax_scale", softmax_scale)
     if scale is not None:
         check_positive("softmax_scale", scale)

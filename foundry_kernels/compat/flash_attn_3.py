@@ -1,16 +1,17 @@
-"""FlashAttention 3's functions, by the signatures of its `flash_attn_interface`: tokens before heads, no dropout.
+"""FlashAttention 3's functions, with the signatures of its `flash_attn_interface`: tokens before heads, no dropout.
 
-``from foundry_kernels.compat.flash_attn_3 import flash_attn_func`` takes the place of
-``from flash_attn_interface import flash_attn_func``. Beside FlashAttention 2's arguments there are
+``from foundry_kernels.compat.flash_attn_3 import flash_attn_func`` replaces ``from flash_attn_interface import
+flash_attn_func``. Besides FlashAttention 2's arguments there are
 
-* `qv`, a second product that is added to the scores, of queries with the values (multi-head latent attention);
+* `qv`: a second set of queries, whose dot products with the values are added to the scores (multi-head latent
+  attention);
 * `attention_chunk`: a query sees only keys of its own chunk of so many positions, the last query being where the last
   key is (Llama 4's chunked attention);
 * `seqused_q` and `seqused_k`: how many tokens of each packed sequence are in use.
 
-`num_splits`, `pack_gqa`, `sm_margin` and `scheduler_metadata` say how FlashAttention 3 launches its kernels: they are
-accepted, and these kernels choose for themselves. What belongs to 8-bit inputs (`q_descale`, `k_descale`, `v_descale`)
-must be None. All gradients flow, also where FlashAttention 3 has none (`qv`, `attention_chunk`).
+`num_splits`, `pack_gqa`, `sm_margin` and `scheduler_metadata` control how FlashAttention 3 launches its kernels: they
+are accepted and ignored. The arguments for 8-bit inputs (`q_descale`, `k_descale`, `v_descale`) must be None. All
+gradients are supported, also those that FlashAttention 3 lacks (`qv`, `attention_chunk`).
 """
 
 from __future__ import annotations
@@ -68,9 +69,10 @@ def flash_attn_func(
         k: ``[B, S, Hk, D]``; H must be a multiple of Hk.
         v: ``[B, S, Hk, Dv]``.
         softmax_scale: factor on the scores; ``1 / sqrt(D)`` if None, and ``1 / sqrt(D + Dv)`` with `qv`.
-        qv: ``[B, T, H, Dv]`` or None: adds its product with the values to that of q and k, before scale and cap. Where
-            D + Dv <= 512, keys and values are copied side by side, except for few queries (16 or fewer, without a soft
-            cap); there, and where they are wider, the smaller product is a bias of ``B * H * T * S`` in float32.
+        qv: ``[B, T, H, Dv]`` or None: its dot products with the values are added to those of q and k, before scale and
+            cap. If D + Dv <= 512, keys and values are copied side by side, except for few queries (16 or fewer, without
+            a soft cap); for these, and for wider heads, the smaller matmul becomes a bias of ``B * H * T * S`` in
+            float32.
         attention_chunk: the size of chunks, or 0 for none: one call of the kernel for each.
         causal, window_size, softcap, deterministic: as for :func:`foundry_kernels.compat.flash_attn_func`.
         return_attn_probs: return the lse too (FlashAttention 3 returns no probabilities).
@@ -178,10 +180,10 @@ def flash_attn_varlen_func(
         v: ``[total_k, Hk, Dv]``.
         cu_seqlens_q, cu_seqlens_k: ``[B + 1]`` int32 (or int64): where each sequence begins, and the total.
         max_seqlen_q, max_seqlen_k: at least the length of the longest sequence.
-        seqused_q: ``[B]`` int32 or int64: only so many of each sequence's first queries are in use. The others have
-            output 0 and lse -inf, where FlashAttention 3 leaves what was in memory.
-        seqused_k: likewise for keys and values, which nobody sees then; the last query in use is where the last key in
-            use is. Nothing is copied for it, nor is a length read.
+        seqused_q: ``[B]`` int32 or int64: only this number of each sequence's first queries is used. The others have
+            output 0 and lse -inf, where FlashAttention 3 leaves uninitialized memory.
+        seqused_k: likewise for keys and values: unused ones are not attended to, and the last used query is aligned
+            with the last used key. Nothing is copied and no length is read.
         qv: ``[total_q, H, Dv]`` or None, as for :func:`flash_attn_func`. Where D + Dv > 512, the lengths are read and
             each sequence takes a call of its own.
         attention_chunk: the size of chunks, or 0: each chunk is a packed sequence to the kernel.
@@ -242,12 +244,12 @@ def flash_attn_with_kvcache(
 
     Args:
         qv: ``[B, T, H, Dv]`` or None, as for :func:`flash_attn_func`. With up to 16 queries and no soft cap the kernel
-            reads the cache where it is, for the wider of the two products, and the narrower one is a bias.
+            reads the cache in place for the wider of the two matmuls, and the narrower one is a bias.
         attention_chunk: the size of chunks, counted from the first key that `cache_leftpad` leaves, or 0.
         page_table: `block_table` of :func:`foundry_kernels.compat.flash_attn_with_kvcache`.
-        cu_seqlens_q: ``[B + 1]`` int32 or int64: q is packed, ``[total_q, H, D]``, and so are new keys and values,
-            with `cu_seqlens_k_new` ``[B + 1]``, and the results, ``[total_q, H, Dv]`` and ``[H, total_q]``. The call
-            waits for both where they are on a GPU. Neither these nor `page_table` go with `qv` or `attention_chunk`.
+        cu_seqlens_q: ``[B + 1]`` int32 or int64: q is packed, ``[total_q, H, D]``, and so are new keys and values, with
+            `cu_seqlens_k_new` ``[B + 1]``, and the results, ``[total_q, H, Dv]`` and ``[H, total_q]``. The call waits
+            for both where they are on a GPU. `qv` and `attention_chunk` do not support these arguments or `page_table`.
         rotary_seqlens: must be None: new tokens are rotated by `cache_seqlens`.
         max_seqlen_q: accepted.
         others: as for :func:`foundry_kernels.compat.flash_attn_with_kvcache`.
@@ -273,7 +275,7 @@ def flash_attn_with_kvcache(
         return (out, lse) if return_softmax_lse else out
     for name, value in (("qv", qv), ("attention_chunk", chunk or None)):
         if value is not None:
-            raise ValueError(f"{name} goes neither with page_table nor with cu_seqlens_q; got both")
+            raise ValueError(f"{name} does not support page_table or cu_seqlens_q; got both")
     packed = (cu_seqlens_q, cu_seqlens_k_new)
     out, lse = append_and_attend_pages(q, caches, rotary, where, page_table, options, packed, "page_table")
     return (out, lse) if return_softmax_lse else out

@@ -1,4 +1,4 @@
-"""flash-attn's function for generation: append to a key-value cache in place, then attend to it."""
+"""flash-attn's function for generation: appends to a key-value cache in place, then attends to it."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def flash_attn_with_kvcache(
     *,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over a key-value cache, to which new keys and values are appended first.
+    """Attention over a key-value cache, after new keys and values are appended to it.
 
     Sequence n has the cached keys ``k_cache[n, : cache_seqlens[n]]``. If `k` and `v` are given, they are appended to
-    those, in place; the queries then attend to all of them. Where an argument does not fit, nothing is written.
+    those, in place; the queries then attend to all of them. If an argument does not fit, nothing is written.
 
     Args:
         q: ``[B, T, H, D]`` float32, bfloat16, float16 or float64, any strides, D and Dv <= 512.
-        k_cache: ``[B, S, Hk, D]`` of q's dtype, any strides; ``[rows, S, Hk, D]`` with `cache_batch_idx`. Read
-            where it is, never copied.
+        k_cache: ``[B, S, Hk, D]`` of q's dtype, any strides; ``[rows, S, Hk, D]`` with `cache_batch_idx`. It is read in
+            place and never copied.
         v_cache: ``[B, S, Hk, Dv]``, likewise.
         k: ``[B, T_new, Hk, D]`` of q's dtype, or None; shares no memory with a cache. T_new need not be T.
         v: ``[B, T_new, Hk, Dv]``, given exactly if `k` is.
@@ -75,14 +75,14 @@ def flash_attn_with_kvcache(
         cache_leftpad: ``[B]`` int32 or int64: keys before this position are not attended to; None means 0. Positions
             are counted from the beginning of the cache in any case.
         block_table: ``[B, max_blocks]`` int32 or int64, on any device that k_cache or the host is: the caches are pages
-            ``[num_blocks, page_block_size, Hk, D]``, of any size >= 1, with last strides of 1; position p of sequence
-            n is row ``p % page_block_size`` of page ``block_table[n, p // page_block_size]``. Sequences may have pages
-            in common, but none that one of them appends to where another one has something. With `cache_batch_idx`,
-            ``[rows, max_blocks]``, of which each sequence chooses a row.
+            ``[num_blocks, page_block_size, Hk, D]``, of any size >= 1, with last strides of 1; position p of sequence n
+            is row ``p % page_block_size`` of page ``block_table[n, p // page_block_size]``. Sequences may share pages,
+            but a sequence may not append to a page in which another sequence has keys. With `cache_batch_idx`, ``[rows,
+            max_blocks]``, of which each sequence chooses a row.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as for
             :func:`foundry_kernels.compat.flash_attn_func`; the last query is aligned with the last key.
         rotary_interleaved: True rotates the pairs ``(2i, 2i + 1)``, False ``(i, i + R/2)``.
-        num_splits: accepted; each backend chooses by itself how to split the work.
+        num_splits: accepted and ignored; each backend chooses how to split the work.
         return_softmax_lse: also return the log-sum-exp of each row.
         backend: "auto", "reference", "triton" or "native".
 
@@ -90,15 +90,15 @@ def flash_attn_with_kvcache(
         ``out [B, T, H, Dv]`` or ``(out, softmax_lse [B, H, T])``. A query that sees no key has output 0 and lse -inf.
 
     Raises:
-        TypeError: an argument is no tensor or has the wrong kind of dtype.
+        TypeError: an argument is not a tensor or has the wrong kind of dtype.
         ValueError: shapes, dtypes or devices do not fit together; a length, row or padding is out of range; the new
             keys do not fit into the cache; an input shares memory with what is written.
         BackendUnavailable: the named backend does not support this device or dtype.
-        RuntimeError: a backward pass goes through the results: no gradient flows through a cache.
+        RuntimeError: a backward pass reaches the results, because a cache does not support gradients.
 
     The host must know the lengths: the call waits for each of `cache_seqlens`, `cache_batch_idx` and `cache_leftpad`
-    that is a tensor on a GPU, and for `block_table`. An int or a tensor on the CPU is taken too, and nothing waits for
-    it. Sequences of one length in the rows 0 .. B - 1 take one call of :func:`foundry_kernels.flash_attention`, rows of
+    that is a tensor on a GPU, and for `block_table`. An int or a tensor on the CPU is accepted too and does not wait.
+    Sequences of one length in the rows 0 .. B - 1 take one call of :func:`foundry_kernels.flash_attention`, rows of
     other lengths and pages one of :func:`foundry_kernels.flash_attention_varlen` (in CUDA's native kernels one each).
     """
     options = translate(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, backend)

@@ -40,7 +40,7 @@ def cross_entropy(
             their probabilities, floating-point and of input's shape, which get a gradient where they require one.
         weight: ``[C]``, or None. With probabilities it may require a gradient.
         size_average, reduce: deprecated in PyTorch, and translated to `reduction` as there.
-        ignore_index: classes that count nothing. With probabilities it must be negative, and does nothing.
+        ignore_index: targets with this class are ignored. With probabilities it must be negative, and has no effect.
         reduction: "none", "mean" or "sum". As in PyTorch the mean is by weight for classes, over tokens for
             probabilities.
         label_smoothing: 0 .. 1.
@@ -55,9 +55,9 @@ def cross_entropy(
         BackendUnavailable: the named backend does not support this device or dtype.
 
     The kernels take the classes last: an input of more than two dimensions is copied unless its classes are already
-    last in memory. Probabilities have no kernel: on every backend PyTorch's operations compute them, from input as it
-    lies, for a part of the batch at a time, so that beside the gradients memory is needed for a part alone (for all of
-    it on the reference, which has second derivatives, and until a compiler fuses it).
+    last in memory. Probabilities have no kernel: on every backend PyTorch's operations compute the loss for a part of
+    the batch at a time, without copying input, so that besides the gradients only a part needs memory (all of it on the
+    reference, which has second derivatives, and before a compiler fuses it).
     """
     check_float("input", input)
     check_tensor("target", target)
@@ -92,12 +92,12 @@ def _promoted(input: Tensor, *others: Tensor | None) -> torch.dtype:
     return dtype
 
 
-#: Fields of PyTorch's options that are supported.
+#: The supported fields of PyTorch's options.
 _OPTIONS = ("allow_retain_graph", "batch_chunk_size", "chunking_method", "acc_policy", "acc_dtype")
 
 
 def _chunk_size(options: Any, dtype: torch.dtype) -> int | None:
-    """Returns the chunk size that PyTorch's options ask for."""
+    """Returns the chunk size of PyTorch's options."""
     if options is None:
         return None
     if not dataclasses.is_dataclass(options) or isinstance(options, type):
@@ -138,7 +138,7 @@ def linear_cross_entropy(
         linear_bias: of linear_weight's shape without the last dimension, or None.
         weight: ``[C]``, of each class, or None.
         reduction: "none", "mean" or "sum".
-        ignore_index: classes that count nothing; None is -100. Not with probabilities.
+        ignore_index: targets with this class are ignored; None is -100. Not with probabilities.
         label_smoothing: 0 .. 1.
         options: PyTorch's `LinearCrossEntropyOptions`, or None. Its `batch_chunk_size` is taken; sums are in float32
             (float64 of float64 inputs) and `retain_graph` works whatever it says.
@@ -152,8 +152,8 @@ def linear_cross_entropy(
         TypeError, ValueError, IndexError: an argument does not fit.
         BackendUnavailable: the named backend does not support this device or dtype.
 
-    Of a weight of more dimensions each position is a head of its own, with a chunk of logits at a time. With
-    probabilities, which are as large as the logits, those are made as a whole by PyTorch, and the rest is as in
+    For a weight with more dimensions, each position is a separate head with a chunk of logits at a time. With
+    probabilities, which are as large as the logits, PyTorch computes all logits at once, and the rest is as in
     :func:`cross_entropy`.
     """
     check_float("input", input)
@@ -161,7 +161,7 @@ def linear_cross_entropy(
     check_tensor("target", target)
     chunk_size = _chunk_size(options, input.dtype)
     heads = tuple(linear_weight.shape[1:-1])
-    # More dimensions of tokens than PyTorch takes are served for classes, which are not in a dimension of their own.
+    # With class indices, which have no dimension of their own, more dimensions of tokens are supported than in PyTorch.
     fits = input.dim() == 2 or (not heads and (input.dim() == 1 or not target.is_floating_point()))
     if linear_weight.dim() < 2 or input.dim() == 0 or not fits:
         raise ValueError(

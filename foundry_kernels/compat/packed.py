@@ -1,4 +1,4 @@
-"""flash-attn's functions for queries, keys and values in one tensor: views of it, nothing is copied."""
+"""flash-attn's functions for queries, keys and values in one tensor. They use views and copy nothing."""
 
 from __future__ import annotations
 

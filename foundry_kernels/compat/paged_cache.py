@@ -1,6 +1,6 @@
-"""flash-attn's key-value cache in pages: what sequences append goes into their pages, then one launch attends to all.
+"""flash-attn's paged key-value cache: new keys and values are written to the pages, then one launch attends to all.
 
-A cache of rows ``[rows, S, Hk, D]`` is one of pages of S positions, of which each sequence has one.
+A cache of rows ``[rows, S, Hk, D]`` is a cache with pages of S positions, one for each sequence.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read_table(block_table: Tensor, rows: list[int] | None, batch: int, k_cache:
 
 
 def check_places(places: Places, k_cache: Tensor, named: str) -> None:
-    """All that is read or written is within the cache, and nothing is written that another sequence has too.
+    """Checks that all reads and writes are within the cache, and that no sequence writes to positions of another one.
 
     Raises:
         ValueError: it names what does not fit. `named`: the table in errors.

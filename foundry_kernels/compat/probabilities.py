@@ -8,9 +8,9 @@ and the mean is over the tokens, whatever their weights. The targets need not ad
 t'_j` the gradients are :math:`s p_j - w_j t'_j` of x, :math:`-(1 - \epsilon) w_j \log p_j` of t and, summed over
 tokens, :math:`-t'_j \log p_j` of w.
 
-There is no kernel of it: the targets are as large as the logits and lie in memory anyway. PyTorch's own operations take
-a part of the batch at a time, and the backward pass makes log-softmax anew, so that beyond the inputs and the gradients
-only a part's values exist.
+There is no kernel for it, because the targets are as large as the logits and are in memory anyway. PyTorch's operations
+process a part of the batch at a time, and the backward pass recomputes log-softmax, so that besides inputs and
+gradients only the values of one part exist.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def cross_entropy(
     tokens = (*logits.shape[:class_dim], *logits.shape[class_dim + 1 :])
     if class_dim == 0:
         logits, target = logits.unsqueeze(0), target.unsqueeze(0)
-    # A compiler fuses what is written plainly; DTensors, transforms and second derivatives need PyTorch's own autograd.
+    # A compiler fuses plain operations; DTensors, transforms and second derivatives need PyTorch's own autograd.
     plain = function is reference.cross_entropy or torch.compiler.is_compiling() or is_subclass(logits)
     losses = (_losses if plain else _InParts.apply)(logits, target, weight, label_smoothing).view(tokens)
     if reduction == "none":

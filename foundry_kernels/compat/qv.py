@@ -1,4 +1,5 @@
-"""Attention with what FlashAttention 3 adds to the scores: `qv`, a product of queries with the values, and chunks.
+"""Attention with two options of FlashAttention 3: `qv`, dot products of a second set of queries with the values, and
+chunks.
 
 .. math:: s_{ij} = \\alpha (q_i \\cdot k_j + q^v_i \\cdot v_j)
 
@@ -16,7 +17,7 @@ from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.flash_attention import Options, flash_attention, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.checks import MAX_HEAD_DIM
 
-#: So many queries read less as a matrix of products than keys and values that are copied side by side.
+#: Up to this number of queries a matrix of scores is smaller than keys and values that are copied side by side.
 _FEW_QUERIES = 16
 
 

@@ -33,9 +33,9 @@ def apply_rotary_emb(
             floating-point dtype. Takes no gradient. Dimensions from R on stay as they are.
         sin: of cos's shape and dtype.
         interleaved: False rotates the pairs ``(i, i + R/2)``, True ``(2i, 2i + 1)``.
-        inplace: write the result into `x`, and return `x`. A leaf that requires a gradient is written too, as
-            flash-attn does: returned is another tensor with x's memory, on the graph, and `x` stays the leaf whose
-            gradient is that of what it held before (not within `torch.compile`, which refuses it).
+        inplace: write the result into `x`, and return `x`. A leaf that requires a gradient is overwritten too, as in
+            flash-attn: the result is another tensor on the graph that shares x's memory, and `x` stays a leaf, whose
+            gradient belongs to its previous values (`torch.compile` does not support this).
         seqlen_offsets: the position of the first token of every sequence, or ``[B]`` int32 or int64, one for each.
         cu_seqlens: ``[B + 1]`` int32 or int64: where each packed sequence begins, and the total.
         max_seqlen: at least the length of the longest sequence; must be given with `cu_seqlens`.
@@ -45,7 +45,7 @@ def apply_rotary_emb(
         A tensor of x's shape and dtype: a new one, or `x` itself. Gradients flow in both cases.
 
     Raises:
-        TypeError: an argument is no tensor or has the wrong kind of dtype.
+        TypeError: an argument is not a tensor or has the wrong kind of dtype.
         ValueError: shapes or devices do not fit together, the tables are too short or require a gradient.
         IndexError: on the CPU, an offset in a tensor that leads outside of the tables.
         BackendUnavailable: the named backend does not support this device or dtype.
@@ -194,8 +194,8 @@ def _of_leaf(x: Tensor) -> bool:
 
 
 class _StoreInLeaf(torch.autograd.Function):
-    """What autograd forbids, as the leaf would lose its place on the graph: here it keeps it, and its memory, which the
-    result shares, is written to."""
+    """Writes to a leaf in place, which autograd forbids because the leaf would lose its place on the graph. Here the
+    leaf keeps it, and the result shares its memory."""
 
     @staticmethod
     def forward(ctx: Any, memory: Tensor, leaf: Tensor, places: tuple[Any, ...], *outs: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-#: What torch.compile has in place of numbers stays as it is.
+#: Symbolic numbers of torch.compile are returned as they are.
 _INTS: Any = (int, torch.SymInt)
 _FLOATS: Any = (float, int, torch.SymFloat, torch.SymInt)
 

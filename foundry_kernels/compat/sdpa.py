@@ -16,7 +16,7 @@ from foundry_kernels.ops.flash_attention import flash_attention
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.checks import MAX_HEAD_DIM
 
-#: PyTorch's own, whatever stands in `torch.nn.functional`.
+#: PyTorch's own function, even if `torch.nn.functional` is patched.
 TORCHS: Any = torch._C._nn.scaled_dot_product_attention
 
 
@@ -40,10 +40,10 @@ def scaled_dot_product_attention(
         value: ``[..., Hv, S, Dv]``. The dimensions in front of the heads are broadcast between all three.
         attn_mask: bool, True where a query sees a key, or a floating bias of the scores, of any shape that broadcasts
             to ``[..., H, T, S]``; a bias that requires a gradient gets one. Or an
-            :class:`foundry_kernels.AttentionMask`, whose B is that of all dimensions in front of the heads together,
-            or a ``CausalBias`` of `torch.nn.attention.bias`, which is not made a matrix.
+            :class:`foundry_kernels.AttentionMask`, whose B is that of all dimensions in front of the heads together, or
+            a ``CausalBias`` of `torch.nn.attention.bias`, which is not materialized.
         dropout_p: in [0, 1]: the probability that a weight is dropped out, whatever the mode of a module. The seed
-            comes from torch's default generator of the query's device; what it drops is not what PyTorch drops.
+            comes from torch's default generator of the query's device; it drops other weights than PyTorch.
         is_causal: query i sees keys 0 .. i, the first query being aligned with the first key. Not with `attn_mask`, as
             in PyTorch; :func:`foundry_kernels.flash_attention` takes both.
         scale: factor on the scores; ``1 / sqrt(D)`` if None. It may be negative; 0 weights all keys alike.
@@ -59,11 +59,11 @@ def scaled_dot_product_attention(
         TypeError, ValueError: an argument does not fit.
         BackendUnavailable: the named backend does not support this device or dtype.
 
-    Broadcasting copies nothing where there is at most one dimension in front of the heads. With several, a mask is read
-    where it lies if it is the same along all of them, or if they can be viewed as one. With ``enable_gqa=True`` and Hk
-    unlike Hv, keys or values are repeated in memory. A negative `scale` costs a copy of the query.
+    Broadcasting copies nothing where there is at most one dimension in front of the heads. With several, a mask is not
+    copied if it is the same along all of them, or if they can be viewed as one dimension. With ``enable_gqa=True`` and
+    Hk unlike Hv, keys or values are repeated in memory. A negative `scale` costs a copy of the query.
 
-    Nested tensors, and D or Dv of 0 or more than 512, go to PyTorch's own function with ``backend="auto"``, as no
+    Nested tensors, and D or Dv of 0 or more than 512, run on PyTorch's own function with ``backend="auto"``, because no
     backend here has a kernel for them; a named backend refuses them.
     """
     if backend == "auto" and no_kernel(query, key, value):
@@ -129,7 +129,7 @@ def _causal_bias(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | Non
 
 
 def positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
-    """The kernels take positive scales: another one's sign, or 0, or NaN goes into the query, where it is exact."""
+    """The kernels only support positive scales. A sign, 0 or NaN is multiplied into the query, which is exact."""
     if scale is None or 0.0 < scale < math.inf:
         return q, scale
     if -math.inf < scale < 0.0:

@@ -1,4 +1,4 @@
-"""A switch that puts this package's attention in the place of PyTorch's, for all callers in a process."""
+"""A switch that replaces PyTorch's attention with this package's for all callers in a process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foundry_kernels.core.registry import FLOATS, check_backend
 
 _DEVICES = ("cpu", "cuda", "meta")
 
-#: The backend of the switch that was made last, or None while none is on. torch.compile guards on it.
+#: The backend of the last active switch, or None while no switch is on. torch.compile guards on it.
 _backend: str | None = None
 _switches: list[SdpaSwitch] = []
 _lock = threading.Lock()
@@ -23,35 +23,35 @@ _lock = threading.Lock()
 def use_sdpa(backend: str = "auto") -> SdpaSwitch:
     """Routes `torch.nn.functional.scaled_dot_product_attention` to this package's function of that name.
 
-    It holds from the call on, for every thread of the process, until :meth:`SdpaSwitch.undo`; or for a block::
+    It applies from the call on, to every thread of the process, until :meth:`SdpaSwitch.undo`; or for a block::
 
         with fk.compat.use_sdpa():
             loss = model(tokens)
 
     Callers reach it as ``F.scaled_dot_product_attention`` (with `torch.nn.MultiheadAttention` and transformers' "sdpa"
-    among them) and by a name that their module imported from there, before or after. `torch.compile` traces it: what
-    was compiled before is compiled again. What calls PyTorch's C++ function by another way is not routed: TorchScript
+    among them) and by a name that their module imported from there, before or after. `torch.compile` traces the switch;
+    code that was compiled before is recompiled. Other ways to call PyTorch's C++ function are not routed: TorchScript
     (`torch.jit.script` compiles PyTorch's own, as it does without the switch), the fused fast path of
     `torch.nn.TransformerEncoderLayer`, an object that keeps the function as an attribute.
 
     Nested tensors, other devices than CPUs and CUDA's, dtypes other than float32, bfloat16, float16 and float64, and
-    heads wider than 512 stay with PyTorch. Tensors and modes with a `__torch_function__` of their own see the call
-    first, as they do without the switch.
+    heads wider than 512 run on PyTorch. Tensors and modes with their own `__torch_function__` see the call first, as
+    they do without the switch.
 
     Args:
-        backend: "auto", "reference", "triton" or "native". Of several switches, the last one's that is still on counts.
+        backend: "auto", "reference", "triton" or "native". If several switches are on, the last one applies.
 
     Returns:
         A handle, which is a context manager.
 
     Raises:
-        ValueError: `backend` is none of these.
+        ValueError: `backend` is unknown.
     """
     return SdpaSwitch(backend)
 
 
 class SdpaSwitch:
-    """What :func:`use_sdpa` returns; it is on as soon as it is made."""
+    """The handle that :func:`use_sdpa` returns; it is active when it is created."""
 
     def __init__(self, backend: str) -> None:
         check_backend(backend)
@@ -63,7 +63,8 @@ class SdpaSwitch:
             _choose()
 
     def undo(self) -> None:
-        """Turns this switch off. PyTorch's function is back where no other one is on. Once is enough."""
+        """Turns this switch off. If no other switch is on, PyTorch's function is restored. Further calls have no
+        effect."""
         with _lock:
             if self not in _switches:
                 return
@@ -95,7 +96,8 @@ def routed(
     scale: SupportsFloat | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """This package's function while a switch is on: a module that imports it then keeps it for longer."""
+    """This package's function while a switch is on. A module that imports it then keeps it afterwards, so it checks the
+    switch."""
     tensors = (query, key, value, attn_mask)
     if _backend is None or _stays(query, key, value):
         return TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -110,7 +112,7 @@ def routed(
 
 
 def _stays(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether PyTorch's function is called: what it refuses, it refuses in its own words."""
+    """Whether PyTorch's function is called, which then raises its own errors."""
     if not isinstance(query, Tensor) or no_kernel(query, key, value):
         return True
     return query.dtype not in FLOATS or query.device.type not in _DEVICES

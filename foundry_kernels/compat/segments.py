@@ -1,4 +1,4 @@
-"""Packed sequences of which a part is in use, or that are split into chunks, as more and shorter packed sequences.
+"""Represents partly used or chunked packed sequences as more and shorter packed sequences.
 
 A sequence of which queries 0 .. m - 1 and keys 0 .. n - 1 are in use is one with these, then one of the other queries
 and no keys, then one of the other keys and no queries: nothing is copied, no length is read, and the kernels give 0 to

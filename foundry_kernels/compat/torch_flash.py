@@ -1,12 +1,12 @@
-"""This package among the implementations of flash attention that `torch.nn.attention` can activate.
+"""Registers this package as an implementation of flash attention that `torch.nn.attention` can activate.
 
 ``torch.nn.attention.activate_flash_attention_impl("foundry")`` replaces the kernels below PyTorch's own dispatch: its
 `scaled_dot_product_attention` still chooses between flash attention and its other kernels, and its autograd keeps what
-the backward pass needs. It holds for code that was compiled before, as the operators are the same. A call that comes
-here and that no kernel takes (float64, a scale that is not positive, a build without the extension) goes to the kernel
-that was there before, if any.
+the backward pass needs. It also applies to code that was compiled before, because the operators are the same. A call
+that no kernel here supports (float64, a scale that is not positive, a build without the extension) runs on the previous
+kernel, if there is one.
 
-The lse that such operators return takes no gradient, as PyTorch's autograd has no formula for one, and says so.
+The lse of these operators does not require a gradient, because PyTorch's autograd has no formula for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DEVICES = ("CPU", "CUDA")
 
 
 def register() -> None:
-    """Offers `NAME` where this PyTorch has such a registry; nothing changes until somebody activates it."""
+    """Registers `NAME` if this PyTorch has such a registry; nothing changes until it is activated."""
     offer = getattr(torch.nn.attention, "register_flash_attention_impl", None)
     if offer is not None:
         offer(NAME, register_fn=activate)
@@ -81,7 +81,7 @@ def _lse_without_gradient() -> Callable[[], None]:
         ctx.mark_non_differentiable(*output[1:])
 
     def restore() -> None:
-        if varlen._varlen_attn._setup_context_fn is setup_context:  # else somebody replaced it since: it is theirs
+        if varlen._varlen_attn._setup_context_fn is setup_context:  # otherwise it was replaced again
             varlen._varlen_attn._setup_context_fn = own
 
     varlen._varlen_attn._setup_context_fn = setup_context
@@ -93,7 +93,7 @@ def _nothing() -> None:
 
 
 class _Kernel:
-    """Ours where a backend has a kernel, else the one that was registered before."""
+    """Calls our kernel if a backend supports the call, else the kernel that was registered before."""
 
     def __init__(self, name: str, device: str, ours: Callable[..., Any]) -> None:
         self.name, self.ours, self.before = name, ours, None
@@ -281,4 +281,4 @@ def _no_offset(q: Tensor) -> Tensor:
 
 def _refuse_debug_mask(wanted: bool) -> None:
     if wanted:
-        raise RuntimeError("return_debug_mask must be False: the probabilities are never made")
+        raise RuntimeError("return_debug_mask must be False: the probabilities are never computed")

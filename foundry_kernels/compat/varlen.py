@@ -45,12 +45,12 @@ def varlen_attn(
         scale: factor on the scores, of any sign; ``1 / sqrt(D)`` if None.
         window_size: ``(left, right)``, -1 for unbounded: (-1, 0) is causal, the last query being where the last key is.
         enable_gqa: whether H may be any multiple of Hk; otherwise they must be equal.
-        seqused_k: ``[B]`` int32 or int64, or None: only so many of each sequence's first keys are in use. Gradients
-            flow with it too.
+        seqused_k: ``[B]`` int32 or int64, or None: only this number of each sequence's first keys is used. Gradients
+            are supported.
         block_table: ``[B, max_blocks]`` int32 or int64: key is ``[num_blocks, page_block_size, Hk, D]``, value too, see
             :func:`foundry_kernels.flash_attention_varlen`. Then `seqused_k` must be given, and a backward
             pass raises RuntimeError.
-        num_splits: accepted; each backend chooses by itself how to split the work.
+        num_splits: accepted and ignored; each backend chooses how to split the work.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:

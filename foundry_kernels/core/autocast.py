@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that an enabled autocast gives `x`; None where there is none, or x is float64, which it leaves."""
+    """The dtype that autocast casts `x` to. None if autocast is disabled, or if x is float64, which autocast leaves
+    alone."""
     device = "cpu" if x.is_cpu else x.device.type
     if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return None
@@ -17,6 +18,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """A block in which autocast leaves tensors on x's device alone."""
+    """A block in which autocast is disabled for x's device."""
     device = x.device.type
     return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)

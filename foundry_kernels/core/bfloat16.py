@@ -1,10 +1,10 @@
-"""Chooses how products of bfloat16 are made on this processor: by the instructions that it has for them, or of numbers
-that are widened to float32 (`csrc/cpu/processor.h`).
+"""Chooses how bfloat16 matmuls are computed on this processor: by its bfloat16 instructions, or in float32 after
+widening the inputs (`csrc/cpu/processor.h`).
 
-What an instruction is called does not say whether it is fast: `vdpbf16ps` has twice the rate of float32 on one vendor's
-processors and half of it on the other's. So the choice follows from the processor where its speed is known, and else
-from a measurement. The bits of results depend on it: a measurement is made once, and its outcome is kept in the user's
-cache. Where that cannot be written, nothing is measured and the instructions are used.
+The instruction set does not tell whether an instruction is fast: `vdpbf16ps` has twice the rate of float32 on one
+vendor's processors and half of it on the other's. The choice follows from the processor model if its speed is known,
+otherwise from a measurement. The bits of results depend on the choice, so the measurement runs once and its outcome is
+kept in the user's cache. If the cache cannot be written, nothing is measured and the instructions are used.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from foundry_kernels.core.cache_folder import cache_folder
 VARIABLE = "FOUNDRY_KERNELS_BFLOAT16"
 WIDENED = "widened"
 
-#: Sets with instructions for products of bfloat16, the best last, and whether it is by those of matrices.
+#: Instruction sets with bfloat16 matmuls, the best one last; True means that they are matrix instructions.
 INSTRUCTIONS = {"neon_bf16": False, "avx512_bf16": False, "amx_bf16": True}
 
 AMD, INTEL = "AuthenticAMD", "GenuineIntel"
-#: Of AMD's families: Zen 4 and 5.
+#: AMD families with fast instructions: Zen 4 and 5.
 FAST_FAMILIES = (0x19, 0x1A)
-#: Of Intel's family 6 the models whose `vdpbf16ps` takes longer than the products in float32 in its place: measured on
-#: 0xCF, and taken to be so on the others.
+#: Models of Intel's family 6 on which `vdpbf16ps` is slower than the float32 instructions. This was measured on 0xCF
+#: and is assumed for the others.
 SLOW_MODELS = {0x8F: "Sapphire Rapids", 0xCF: "Emerald Rapids", 0xAD: "Granite Rapids", 0xAE: "Granite Rapids D"}
-#: The first with the instruction, by model and steppings. It is taken to be fast there; none was measured.
+#: Model and steppings of the first processor with the instruction. It is assumed to be fast there, without a
+#: measurement.
 COOPER_LAKE = (0x55, (10, 11))
 
-#: A measurement says that instructions are slow where they take so many times as long.
+#: Instructions count as slow if they take this many times as long as float32.
 MARGIN = 1.15
 FORMAT = "foundry_kernels bfloat16, 1"
 
@@ -61,37 +62,39 @@ class Processor:
 
 @dataclass(frozen=True)
 class Choice:
-    """By which instructions products are made; False where numbers are widened. And the reason, in words."""
+    """Which matmuls use bfloat16 instructions; False means that the inputs are widened to float32. `why` is the
+    reason."""
 
-    tiles: bool  # attention's by matrix instructions
-    pairs: bool  # attention's and those of decoding, by dot products of pairs
-    products: bool  # linear layers, grouped products, losses: oneDNN's
+    tiles: bool  # attention, by matrix instructions
+    pairs: bool  # attention and decoding, by dot products of pairs
+    products: bool  # linear layers, grouped matmuls and losses, by oneDNN
     why: str
 
     def __str__(self) -> str:
         attention = "by matrix instructions" if self.tiles else "by dot products" if self.pairs else WIDENED
-        return f"attention {attention}, products {'by oneDNN' if self.products else WIDENED}: {self.why}"
+        return f"attention {attention}, matmuls {'by oneDNN' if self.products else WIDENED}: {self.why}"
 
 
 def choose(
     processor: Processor, usable: tuple[str, ...], environment: Mapping[str, str], measure: Callable[[], Seconds]
 ) -> Choice:
-    """Returns the choice for a processor. `usable` are the instruction sets that it has and that are compiled in.
+    """Returns the choice for a processor. `usable` are the instruction sets that the processor has and the build
+    contains.
 
     Raises:
-        ValueError: `VARIABLE` names nothing that there is, or what the processor or the build lacks.
+        ValueError: `VARIABLE` is no known name, or the processor or the build lacks the instructions that it names.
     """
     if asked := environment.get(VARIABLE, ""):
         return forced(asked, processor, usable)
     if processor.instruction_set not in INSTRUCTIONS:
-        return Choice(False, False, False, f"{processor.instruction_set} has no instructions for products of it")
+        return Choice(False, False, False, f"{processor.instruction_set} has no bfloat16 instructions")
     fast = pairs_are_fast(processor)
-    if INSTRUCTIONS[processor.instruction_set]:  # what those of matrices leave to pairs is little, and not measured
+    if INSTRUCTIONS[processor.instruction_set]:  # little work is left to pairs, so it is not measured
         return Choice(True, fast is not False, True, f"{processor} multiplies matrices")
     if fast is None:
         return measured(processor, measure)
-    speed = "is fast" if fast else "is slower than its products of float32"
-    return Choice(False, fast, fast, f"that of {processor} {speed}")
+    speed = "is fast" if fast else "is slower than float32"
+    return Choice(False, fast, fast, f"bfloat16 on {processor} {speed}")
 
 
 def forced(asked: str, processor: Processor, usable: tuple[str, ...]) -> Choice:
@@ -103,12 +106,12 @@ def forced(asked: str, processor: Processor, usable: tuple[str, ...]) -> Choice:
         raise ValueError(f"{VARIABLE} must be {WIDENED} or one of {', '.join(INSTRUCTIONS)}; got {asked!r}")
     if asked not in usable:
         has = f"this processor ({processor}) has {processor.instruction_set}, and usable are {', '.join(usable)}"
-        raise ValueError(f"{why} asks for instructions that there are not: {has}")
+        raise ValueError(f"{why} names instructions that are not available: {has}")
     return Choice(INSTRUCTIONS[asked], True, True, why)
 
 
 def pairs_are_fast(processor: Processor) -> bool | None:
-    """Returns whether dot products of pairs are faster than float32's; None where that is not known."""
+    """Returns whether dot products of bfloat16 pairs are faster than float32; None if this is unknown."""
     if processor.instruction_set == "neon_bf16":
         return True
     if processor.vendor == AMD:
@@ -122,8 +125,9 @@ def pairs_are_fast(processor: Processor) -> bool | None:
 
 
 def measured(processor: Processor, measure: Callable[[], Seconds]) -> Choice:
-    """Returns what was measured on such a processor by this user, now if never before."""
-    unknown = f"{processor} is not known"
+    """Returns the measured choice for this processor. The measurement runs only if the user's cache does not have
+    one."""
+    unknown = f"{processor} is unknown"
     try:
         path = cache_folder() / f"bfloat16-{processor.vendor}-{_key(processor)}.json"
         with suppress(FileNotFoundError):
@@ -139,13 +143,13 @@ def _key(processor: Processor) -> str:
 
 
 def _outcome(seconds: Seconds) -> dict[str, Any]:
-    """Whether each kind of instructions is fast; one that is absent is not slow."""
+    """Whether each kind of instructions is fast."""
     fast = {name: seconds[name] < MARGIN * seconds["float32"] for name in ("pairs", "products")}
     return {**fast, "seconds": dict(seconds)}
 
 
 def read(path: Path) -> Choice:
-    """Returns the choice that a file keeps.
+    """Returns the choice that is stored in a file.
 
     Raises:
         FileNotFoundError: there is none.
@@ -153,7 +157,7 @@ def read(path: Path) -> Choice:
     """
     found: Any = json.loads(path.read_bytes())
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f"{path} is no file of this package's")
+        raise ValueError(f"{path} was not written by this package")
     pairs, products = found.get("pairs"), found.get("products")
     if not isinstance(pairs, bool) or not isinstance(products, bool):
         raise ValueError(f"{path} is damaged")
@@ -161,11 +165,11 @@ def read(path: Path) -> Choice:
 
 
 def keep(path: Path, measure: Callable[[], Mapping[str, Any]]) -> None:
-    """Writes what is measured to a file unless there is one: of processes that measure at a time, the first one's
-    outcome is that of all.
+    """Writes a measurement to a file unless the file exists. If several processes measure at the same time, all use the
+    outcome of the first one that writes.
 
     Raises:
-        OSError: it cannot be written; nothing was measured then.
+        OSError: the file cannot be written; nothing was measured then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -175,6 +179,6 @@ def keep(path: Path, measure: Callable[[], Mapping[str, Any]]) -> None:
             file.flush()
             os.fsync(file.fileno())
         with suppress(FileExistsError):
-            os.link(new, path)  # whole or not at all, and never over another
+            os.link(new, path)  # atomic, and never replaces an existing file
     finally:
         os.unlink(new)

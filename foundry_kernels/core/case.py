@@ -14,7 +14,7 @@ Values = Callable[[torch.Generator, tuple[int, ...]], Tensor]
 
 
 @dataclass(frozen=True)
-class _Normal:  # no lambda: a failing case shows what its values were
+class _Normal:  # not a lambda: the repr of a failing case shows how its values were made
     std: float
     mean: float
 
@@ -50,7 +50,7 @@ class _Alike:
 
 
 def alike(dim: int) -> Values:
-    """Normal values, the same ones at all places of dimension `dim`."""
+    """Normal values that are the same at all indices of dimension `dim`."""
     return _Alike(dim)
 
 
@@ -94,7 +94,7 @@ def generator_of(device: str | torch.device, seed: int) -> torch.Generator:
 def lay_out(x: Tensor, layout: str) -> Tensor:
     """x's values in a tensor of the given memory layout (see `Arg`).
 
-    Its storage ends with its last element, so that a tool that watches memory sees an access beyond.
+    Its storage ends with its last element, so that a memory checker detects accesses beyond it.
     """
     return _trimmed(_lay_out(x, layout))
 
@@ -164,8 +164,8 @@ class Case:
     ) -> dict[str, Tensor | None]:
         """Fresh arguments; those that take a gradient require it.
 
-        drawn_on: where values are drawn. On the CPU they are the same for any `device`, but a CPU takes seconds for
-        what fills a GPU.
+        drawn_on: the device that draws the values. Values drawn on the CPU are the same for any `device`, but a CPU
+        takes seconds to draw enough to fill a GPU.
         """
         generator = generator_of(drawn_on, seed)
         made: dict[str, Tensor | None] = {}

@@ -60,7 +60,7 @@ def check_shape(name: str, x: Tensor, shape: tuple[int, ...], why: str) -> None:
 
 
 def check_int(name: str, value: object, minimum: int | None = None) -> None:
-    """An int, or what stands for one while torch.compile traces."""
+    """`value` is an int, or a symbolic int while torch.compile traces."""
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int; got {type(value).__name__}")
     if minimum is not None and value < minimum:
@@ -73,7 +73,8 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a bool; got {type(value).__name__}")
 
 
-#: Options are used in float32: within these bounds it holds a number to its full precision, and log2(e) times it too.
+#: Options are used in float32. Within these bounds float32 has its full precision for the number and for log2(e) times
+#: it.
 SMALLEST, LARGEST = 2.0**-126, 2.0**127
 
 

@@ -1,4 +1,4 @@
-"""What modules and the configuration of a model may choose: names, and the numbers that fit each other."""
+"""The choices of modules and of a model's configuration: valid names, and checks that numbers fit each other."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ GATES = ("swiglu", "geglu", "geglu_tanh", "glu", "reglu")
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 #: How a router's logits become scores.
 SCORINGS = ("softmax", "sigmoid")
-#: How projections begin; see `models.init`.
+#: Initializations of projections; see `models.init`.
 INITS = ("normal", "xavier", "depth_scaled")
 
 
 def why_no_buckets(buckets: int, max_distance: int, causal: bool) -> str | None:
-    """Returns the reason why distances have no such buckets, or None."""
+    """Returns the reason why this bucket configuration is invalid, or None."""
     sides = 1 if causal else 2
     if buckets < 2 * sides or buckets % (2 * sides):
         where = "" if causal else " in both directions"
@@ -24,7 +24,7 @@ def why_no_buckets(buckets: int, max_distance: int, causal: bool) -> str | None:
 
 
 def why_no_groups(n_experts: int, top_k: int, n_groups: int | None, top_groups: int | None) -> str | None:
-    """Returns the reason why experts cannot be chosen among so many groups of them, or None."""
+    """Returns the reason why this grouping of experts is invalid, or None."""
     if n_groups is None or top_groups is None:
         return (
             None if n_groups is top_groups else f"n_groups and top_groups need each other; got {n_groups}, {top_groups}"

@@ -1,10 +1,9 @@
-"""What the modules `cases`, `bench`, `fuzz` and `sharding` of an operation's folder may offer, and the defaults.
+"""The interface of the modules `cases`, `bench`, `fuzz` and `sharding` in an operation's folder, with defaults.
 
-`cases` must be there: the parity suite runs it. An operation without `bench` is not timed, one without `fuzz` gets no
-random cases, one without `sharding` runs on DTensors only where torch has a rule of its own. A member marked with
-`@abstractmethod` must be defined in the module; any other may be left out and is then what stands here. All members
-are those of the module (a function of the module takes no `self`), for every operation of the folder: `op` is the name
-of one of them.
+`cases` is required: the parity suite runs it. An operation without `bench` is not timed. One without `fuzz` gets no
+random cases. One without `sharding` runs on DTensors only if torch has a rule of its own. A module must define the
+members marked with `@abstractmethod`; for any other member the default here applies. Members are names of the module,
+so its functions take no `self`. They are shared by all operations of the folder: `op` is the name of one of them.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from torch import Tensor
 
 from foundry_kernels.core.case import Arg, Case
 
-#: By argument or "output 0", "output 1", ...: the size of the terms that the result sums.
+#: The size of the terms that a result sums, by argument (for its gradient) or "output 0", "output 1", ...
 Scales = Mapping[str, float]
-#: Arguments of a call by name. For `bench` they lie on the meta device: shapes and dtypes without memory.
+#: Arguments of a call by name. For `bench` they are on the meta device: shapes and dtypes without memory.
 Tensors = Mapping[str, Tensor | None]
 Options = Mapping[str, Any]
 
 
-#: Rows of a benchmark's result that are checked, where it has more.
+#: The number of rows of a benchmark's result that are checked, if the result has more.
 SAMPLED = 256
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows of a call on which its result is checked, where all of them would take too long.
+    """A sample of the rows of a call. Its result is checked on these if checking all rows would take too long.
 
-    rows: their numbers, in order. dims: by argument, the dimension that counts the rows; outputs with as many
-    dimensions as the first of these arguments have it where that one has. ignored: by argument, the value by which the
-    other rows take no part in a sum over rows. options: those of the call that are others for these rows alone.
+    rows: row indices, in order. dims: the dimension that counts rows, by argument. An output with as many dimensions as
+    the first of these arguments counts rows in the same dimension. ignored: by argument, the value that excludes the
+    other rows from a sum over rows. options: options of the call that differ for these rows.
     """
 
     rows: Tensor
@@ -49,7 +48,7 @@ class Sample:
 
 
 def sample_rows(case: Case, dims: Mapping[str, int], ignored: Mapping[str, int] | None = None) -> Sample | None:
-    """The first, the last and `SAMPLED` - 2 random rows of a call, None where it has no more than `SAMPLED`."""
+    """The first, the last and `SAMPLED` - 2 random rows of a call; None if it has no more than `SAMPLED` rows."""
     name, dim = next(iter(dims.items()))
     first = case.args[name]
     assert first is not None
@@ -70,23 +69,23 @@ class Cases(Protocol):
 
     @abstractmethod
     def scales(self, args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
-        """Size of the terms that a gradient or output sums (float64 inputs): what cancels to nothing is not judged by
-        its own size. What is left out has its own size."""
+        """The size of the terms that a gradient or output sums (float64 inputs). A result that cancels is judged by
+        this size and not by its own. For results that are left out, their own size counts."""
 
-    #: Arguments whose gradient a kernel makes from the output as it was rounded, one number a row: it is judged as so
-    #: many roundings as there are rows, whatever its own dtype and size.
+    #: Arguments whose gradient a kernel computes from the rounded output, one number per row. Such a gradient is
+    #: allowed one rounding per row, whatever its own dtype and size.
     FROM_OUTPUT: tuple[str, ...] = ()
 
     def of_output(
         self, options: Options, cotangents: tuple[Tensor, ...], error: Tensor
     ) -> tuple[Options, tuple[Tensor, ...]]:
-        """Options and cotangents with which the reference's gradients of `FROM_OUTPUT` are those that a kernel makes of
-        an output 0 that is off by `error`. Needed where `FROM_OUTPUT` names any."""
+        """Options and cotangents for which the reference computes the gradients of `FROM_OUTPUT` that belong to an
+        output 0 with this `error`. Required if `FROM_OUTPUT` is not empty."""
         raise NotImplementedError
 
     def why_not(self, case: Case, backend: str, device: str) -> str | None:
-        """The reason why a backend does not support a case on "cpu" or "cuda" that it refuses by name, or None: such a
-        case is not tried there."""
+        """The reason why a backend does not support a case on "cpu" or "cuda", or None. The suite skips unsupported
+        cases."""
         return None
 
     def compiled_cases(self, op: str) -> tuple[tuple[Case, torch.dtype], ...] | None:
@@ -100,29 +99,29 @@ class Bench(Protocol):
     #: Endings of the ids of the cases that are timed without --full.
     BENCH_QUICK: tuple[str, ...] = ("cached", "large")
 
-    #: What is timed of an operation with gradients; without --full the first two. An operation whose forward pass makes
-    #: the gradients has no "backward" that could be compared.
+    #: The directions that are timed for an operation with gradients; without --full only the first two. An operation
+    #: whose forward pass computes the gradients has no comparable "backward".
     DIRECTIONS: tuple[str, ...] = ("forward", "backward", "both")
 
-    #: Peers whose results are others: what a call takes without an option.
+    #: Peers whose results differ, so that only their time is compared: the same call without an option.
     UNCHECKED: tuple[str, ...] = ()
 
     @abstractmethod
     def bench_cases(self, op: str, device: str) -> tuple[Case, ...]:
-        """The shapes to time on "cpu" or "cuda". An id is a shape, then words behind hyphens: "512x2048-cached"; what
-        is called "decode" is timed with cold caches only."""
+        """The shapes to time on "cpu" or "cuda". An id is a shape and words after hyphens, such as "512x2048-cached".
+        Cases called "decode" are timed with cold caches only."""
 
     @abstractmethod
     def bytes_moved(self, args: Tensors, direction: str) -> int:
-        """The least that a call of direction "forward", "backward" or "both" must read and write."""
+        """The bytes that a call of direction "forward", "backward" or "both" must at least read and write."""
 
     @abstractmethod
     def peers(self, op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any] | str]:
-        """What else computes the case, by name, or the reason why it cannot here. "eager" is also what torch.compile
-        is given."""
+        """Other implementations of the case by name, or the reason why one is not available here. "eager" is also what
+        torch.compile is given."""
 
     def flops(self, args: Tensors, options: Options, direction: str) -> int | None:
-        """Operations of the matrix products; None for an operation without any."""
+        """Floating-point operations of the matmuls; None for an operation without matmuls."""
         return None
 
     def scaling_cases(self, op: str, device: str) -> Mapping[str, tuple[tuple[int, Case], ...]]:
@@ -131,8 +130,8 @@ class Bench(Protocol):
         return {}
 
     def parity_case(self, case: Case) -> Case:
-        """`case`, or a smaller one where the reference, in float64, would need too much of a whole one: of matrices
-        that all have as many rows the first 2048."""
+        """`case`, or a smaller case if the float64 reference would need too much memory: the first 2048 rows of
+        matrices that all have the same number of rows."""
         matrices = [a for a in case.args.values() if a is not None and len(a.shape) > 1]
         if not all(len(a.shape) == 2 and a.shape[0] == matrices[0].shape[0] for a in matrices):
             return case
@@ -143,31 +142,32 @@ class Bench(Protocol):
         return replace(case, args={n: cut(a) for n, a in case.args.items()})
 
     def sample(self, case: Case) -> Sample | None:
-        """The rows on which a result of `case` is checked, None for all: random ones where the arguments are matrices
-        of as many rows, and vectors. What dropout leaves depends on a row's place, so there it is all of them."""
+        """The rows on which a result of `case` is checked; None checks all rows. By default they are random rows, if
+        the arguments are vectors and matrices with the same number of rows. Dropout depends on the index of a row, so
+        with dropout all rows are checked."""
         args = {n: a for n, a in case.args.items() if a is not None and len(a.shape) > 1}
         if case.options.get("dropout_p") or {len(a.shape) for a in args.values()} != {2}:
             return None
         return sample_rows(case, dict.fromkeys(args, 0)) if len({a.shape[0] for a in args.values()}) == 1 else None
 
     def tokens_made(self, case: Case) -> int | None:
-        """Tokens that a call makes, where that is the figure that matters (decoding)."""
+        """The number of tokens that a call generates, for decoding benchmarks; else None."""
         return None
 
     def workspace_bytes(self, case: Case) -> int:
-        """Memory that the check against the reference, or any peer, needs beyond inputs and outputs."""
+        """The memory that the check against the reference, or any peer, needs beyond inputs and outputs."""
         return 0
 
     def peer_bytes(self, case: Case, name: str) -> int:
-        """Memory that the peer `name` alone needs in addition: where it does not fit, its row is left out."""
+        """The additional memory that the peer `name` needs. If it does not fit, the row of this peer is left out."""
         return 0
 
-    #: Endings of the ids of cases that are timed before all others, whatever has the time: see `benchmarks.budget`.
+    #: Endings of the ids of cases that are timed before all others; see `benchmarks.budget`.
     BENCH_FIRST: tuple[str, ...] = ()
 
 
 class Fuzz(Protocol):
-    """`fuzz.py`: random cases. Needs hypothesis, which is for tests only."""
+    """`fuzz.py`: random cases. This needs hypothesis, which only tests use."""
 
     @abstractmethod
     def random_case(self, op: str) -> Any:
@@ -177,16 +177,17 @@ class Fuzz(Protocol):
 class Sharding(Protocol):
     """`sharding.py`: how DTensor shards the operators of the kernels (`foundry_kernels.distributed.sharding`)."""
 
-    #: Names of the operators: `name` and `triton_name`, which have the same arguments, both follow the rule.
+    #: Names of the operators. The rule for `name` also applies to `triton_name`, which has the same arguments.
     OPERATORS: tuple[str, ...] = ()
 
-    #: Names of the operators without a rule: they are called with plain tensors alone, inside of others or by `nn`.
+    #: Names of the operators without a rule. They are called with plain tensors only, inside other operators or by
+    #: `nn`.
     UNSHARDED: tuple[str, ...] = ()
 
     def sharding(self, args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-        """Returns, for the arguments of one call by name, the dimensions of each tensor, a letter each, and the letters
-        along which the work may be sharded. A gradient "dx" has the dimensions of "x"; "..." stands for any number.
-        Needed where `OPERATORS` names any."""
+        """Returns the dimensions of each tensor of a call, one letter each, and the letters along which the work may be
+        sharded. A gradient "dx" has the dimensions of "x"; "..." stands for any number of dimensions. Required if
+        `OPERATORS` is not empty."""
         raise NotImplementedError
 
 
@@ -195,8 +196,8 @@ Module = TypeVar("Module")
 
 @cache
 def load(kind: type[Module], package: str) -> Module | None:
-    """The module of an operation's folder that offers `kind`, with the defaults for what it leaves out; None if there
-    is no such module.
+    """The module of an operation's folder that implements `kind`, with defaults for members that it does not define.
+    None if there is no such module.
 
     Raises:
         TypeError: the module lacks a member that it must define.
@@ -215,5 +216,5 @@ def load(kind: type[Module], package: str) -> Module | None:
 
 
 def members(kind: type) -> tuple[str, ...]:
-    """The names that a module may offer."""
+    """The names that a module may define."""
     return tuple(name for name in vars(kind) if not name.startswith("_"))

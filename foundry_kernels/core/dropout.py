@@ -1,13 +1,14 @@
-"""Dropout whose mask is a function of a seed, the same on every backend: checks, and the generator in plain PyTorch.
+"""Dropout whose mask is a function of a seed and the same on every backend: argument checks, and the generator in plain
+PyTorch.
 
 A seed is 64 bits, the key of Philox4x32-10. The counter (c // 4, row % 2^32, row // 2^32, 0) gives four 32-bit words,
 and word c % 4 decides about column c of that row, rows being numbered as if x were contiguous. An element is kept where
-its word is at least ``floor(p * 2^32)``: with a probability of exactly ``1 - floor(p * 2^32) / 2^32``. What is kept is
-multiplied by ``1 / (1 - p)``, rounded to float32; what is dropped by 0, so that infinities and NaN become NaN as in
-`torch.nn.functional.dropout`.
+its word is at least ``floor(p * 2^32)``: with a probability of exactly ``1 - floor(p * 2^32) / 2^32``. Kept elements
+are multiplied by ``1 / (1 - p)``, rounded to float32. Dropped elements are multiplied by 0, so that infinities and NaN
+become NaN as in `torch.nn.functional.dropout`.
 
-The generator has no state. So the mask depends on no launch, number of threads or instruction set, and a backward pass
-makes it again from the seed in place of reading it.
+The generator has no state. So the mask does not depend on the launch, the number of threads or the instruction set, and
+the backward pass recomputes it from the seed instead of reading it.
 
 Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 """
@@ -24,11 +25,11 @@ from foundry_kernels.core.options import Options
 from foundry_kernels.core.registry import is_dtensor, wide_dtype
 
 _LOW = 0xFFFFFFFF
-_SEEDS = 2**63 - 1  # what torch.randint can draw from; one more is what an int64 tensor holds
+_SEEDS = 2**63 - 1  # the range of torch.randint; an int64 tensor can hold one more value
 
 
 class DropoutOptions(Options):
-    """What operators are told; without a seed nothing is dropped."""
+    """The dropout arguments of operators; without a seed nothing is dropped."""
 
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None
@@ -38,7 +39,8 @@ NO_DROPOUT = DropoutOptions()
 
 
 def draw_seed(x: Tensor, name: str = "x") -> Tensor:
-    """A seed in a tensor on x's device, drawn from its default generator. `name` is that of x, for errors."""
+    """A seed in a tensor on x's device, drawn from the default generator of the device. `name` is the name of x in
+    errors."""
     if is_dtensor(x):
         raise ValueError(f"dropout_seed must be given where {name} is a DTensor: each device would draw its own")
     return torch.randint(_SEEDS, (), device=x.device)
@@ -47,9 +49,9 @@ def draw_seed(x: Tensor, name: str = "x") -> Tensor:
 def arguments(
     x: Tensor, dropout_p: float, dropout_seed: Tensor | int | None, name: str = "x"
 ) -> tuple[()] | tuple[float, Tensor]:
-    """The last arguments of a kernel, checked: none where nothing is dropped, else the probability and a seed in a
-    tensor on x's device. There it is a number for a CUDA graph to draw anew, and nobody waits for it. `name` is that of
-    x, for errors."""
+    """The checked dropout arguments of a kernel: empty if nothing is dropped, otherwise the probability and a seed in a
+    tensor on x's device. A CUDA graph can redraw a seed on the device, and the host does not wait for it. `name` is the
+    name of x in errors."""
     if not isinstance(dropout_p, (float, int)) or isinstance(dropout_p, bool):
         raise TypeError(f"dropout_p must be a float; got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p < 1.0:  # also false for NaN
@@ -74,13 +76,13 @@ def arguments(
 
 
 def threshold(dropout_p: float) -> int:
-    """The least word that keeps its element."""
+    """The smallest word that keeps its element."""
     return int(dropout_p * 2**32)
 
 
 def kernel_numbers(dropout_p: float | None) -> tuple[int | None, float | None]:
-    """The threshold, as a signed number of 32 bits, and the scale of what is kept, for a Triton kernel; (None, None)
-    for None."""
+    """The threshold as a signed 32-bit number, and the scale of kept elements, for a Triton kernel; (None, None) for
+    None."""
     if dropout_p is None:
         return None, None
     least = threshold(dropout_p)
@@ -110,7 +112,7 @@ def keep_mask(shape: tuple[int, ...], dropout_p: float, seed: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, dropout_p: float, seed: Tensor) -> Tensor:
-    """``x``, dropped out, in the dtype of its arithmetic."""
+    """``x`` after dropout, in the dtype of its arithmetic."""
     compute = wide_dtype(x.dtype)
     scale = torch.full((), 1.0 / (1.0 - dropout_p), dtype=torch.float32, device=x.device).to(compute)
     return x.to(compute) * torch.where(keep_mask(x.shape, dropout_p, seed), scale, 0.0)

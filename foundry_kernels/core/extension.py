@@ -1,4 +1,4 @@
-"""Loads the compiled extension once, or keeps the reason why it cannot be used.
+"""Loads the compiled extension once, or stores the reason why it cannot be used.
 
 Importing `foundry_kernels._C` registers the operators `torch.ops.foundry_kernels.*` of `csrc/torch/`.
 """
@@ -16,7 +16,7 @@ import torch
 from foundry_kernels.core import bfloat16
 from foundry_kernels.core.registry import Impl
 
-#: What gets an extension that fits torch and this machine.
+#: How to build an extension for this torch and this machine.
 REBUILD = "run `pip install --no-build-isolation -e .` with a C++ compiler"
 
 
@@ -45,7 +45,7 @@ def _choose_bfloat16() -> bfloat16.Choice | None:
     return choice
 
 
-#: How products of bfloat16 are made on the CPU.
+#: How bfloat16 matmuls are computed on the CPU.
 BFLOAT16 = _choose_bfloat16()
 
 #: Hints: the operation has kernels for one device only; the extension was compiled without CUDA.

@@ -1,8 +1,8 @@
-"""Calls that have a forward pass alone, or no second derivative, where a gradient could be wanted of what they return.
+"""Calls without a backward pass or a second derivative, whose results may still be used in autograd.
 
-Outside of `torch.no_grad` the weights of any model require gradients, whether or not a backward pass follows. So such a
-call runs, and what it returns requires a gradient too: the backward pass raises, where results without a graph would
-lose gradients and say nothing.
+Outside of `torch.no_grad` the weights of a model require gradients, whether or not a backward pass follows. So such a
+call runs, and its results require gradients: a backward pass through them raises an error. Results without a graph
+would lose gradients silently.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ class _WithoutBackward(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Any:
         if not torch.compiler.is_compiling():
             raise RuntimeError(ctx.why)
-        # An operator, since the compiler traces this together with the forward pass, which is to run.
+        # This is an operator because the compiler traces it together with the forward pass, which must run.
         refused = torch.ops.foundry_kernels.refuse_backward(dout, ctx.why)
         return None, *(refused.expand(shape) for shape in ctx.shapes)
 
 
 def recorded(*inputs: Any) -> list[Tensor]:
-    """Those tensors among `inputs` that a gradient may be wanted of."""
+    """The tensors among `inputs` that autograd records."""
     return [x for x in inputs if isinstance(x, Tensor) and x.requires_grad] if torch.is_grad_enabled() else []
 
 
 def cut(*inputs: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """(wanted, inputs): what is `recorded`, and where there is any, all tensors without their graphs."""
+    """Returns (wanted, inputs): the `recorded` tensors and, if there are any, all inputs detached from their graphs."""
     wanted = recorded(*inputs)
     return wanted, tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs) if wanted else inputs
 
 
 def without_backward(results: Iterable[Tensor], wanted: list[Tensor], why: str) -> tuple[Tensor, ...]:
-    """`results`, which were computed without a graph: where a gradient may be wanted of something, copies, and a
-    backward pass through one of them raises RuntimeError with the message `why`."""
+    """Returns `results`, which were computed without a graph. If `wanted` is not empty they are copies, and a backward
+    pass through one of them raises RuntimeError with the message `why`."""
     return tuple(_WithoutBackward.apply(why, x, *wanted) if wanted else x for x in results)
 
 
 def refuse_second_derivative(op: str) -> None:
-    """Raise if the backward pass of an operation without a second derivative is itself to be differentiated."""
+    """Raises if the backward pass of an operation without a second derivative is itself differentiated."""
     # torch.compile traces the backward pass with gradients enabled, so that create_graph cannot be seen there.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(f"{op} has no second derivative: backward was called with create_graph=True")

@@ -1,4 +1,4 @@
-"""Modules that are imported late: names of a package, what a folder needs of one above it, what others import."""
+"""Late imports: names of a package, modules of a higher layer, and actions after another module is imported."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ _ABOVE: dict[str, str] = {}
 
 
 def provide(modules: Mapping[str, str]) -> None:
-    """Says where `module_above` finds what it is asked for. The package does, which knows all of its folders."""
+    """Registers the modules that `module_above` can return. The package calls this, because it knows all of its
+    folders."""
     _ABOVE.update(modules)
 
 
 def module_above(name: str) -> ModuleType:
-    """Returns a module of a folder above the one that asks, which cannot import it by itself."""
+    """Returns a module of a higher layer, which the calling folder cannot import itself."""
     return importlib.import_module(_ABOVE[name])
 
 
 def names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns `__getattr__` and `__dir__` of a package some of whose names are imported by their first use.
+    """Returns `__getattr__` and `__dir__` for a package with names that are imported when they are first used.
 
     Args:
         modules: by the name, the module that has it, or that it is.
@@ -46,7 +47,7 @@ def names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any
 
 
 class _Import(importlib.abc.MetaPathFinder):
-    """Finds a module as all others do, and calls `then` after its first import."""
+    """An import hook that calls `then` after the first import of a module."""
 
     def __init__(self, module: str, then: Callable[[], None]) -> None:
         self.module, self.then = module, then
@@ -68,7 +69,7 @@ class _Import(importlib.abc.MetaPathFinder):
 
 
 def when_imported(module: str, then: Callable[[], None]) -> None:
-    """Calls `then` once somebody imports `module`: now if that has happened."""
+    """Calls `then` once `module` is imported; immediately if it is imported already."""
     if module in sys.modules:
         then()
     else:

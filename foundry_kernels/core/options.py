@@ -1,4 +1,4 @@
-"""The options of an operation as one object, which operators list one by one and autograd keeps.
+"""The options of an operation as one object. Operators list its fields one by one; autograd stores the object.
 
     class WindowOptions(Options, not_in_schema=("return_lse",)):
         scale: float
@@ -72,8 +72,8 @@ def _default(made: Any, field: str) -> str:
 class Options(tuple[Any, ...], metaclass=_OptionsMeta):
     """The base of every class of options; like that of a NamedTuple, it is no base class of what is made.
 
-    not_in_schema: the last fields, with defaults, that operators do not take: what a call returns is spelled by each.
-    schema_types: for fields whose type in the schema does not follow from the annotation.
+    not_in_schema: the last fields, with defaults, which operators do not take because each operator has its own
+    results. schema_types: schema types of fields for which they do not follow from the annotation.
     """
 
     SCHEMA: ClassVar[str]  #: The fields as an operator's schema lists them.
@@ -97,7 +97,7 @@ class Options(tuple[Any, ...], metaclass=_OptionsMeta):
         return cls(*args[: cls._n_in_schema]), tuple(args[cls._n_in_schema :])
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What autograd has to save by `save_for_backward`."""
+        """The tensors that autograd has to save with `save_for_backward`."""
         return tuple([self[i] for i in self._tensors_at])
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> Self:
@@ -108,7 +108,7 @@ class Options(tuple[Any, ...], metaclass=_OptionsMeta):
         return self._make(values)
 
     def without_tensors(self) -> Self:
-        """The options with None in place of their tensors, for autograd to keep beside what it saves."""
+        """The options with None in place of their tensors, for autograd to keep beside the saved tensors."""
         if not self.has_tensors():
             return self
         return self.with_tensors([None] * len(self._tensors_at))
@@ -121,7 +121,7 @@ class Options(tuple[Any, ...], metaclass=_OptionsMeta):
         return False
 
     def refuse_others(self, supported: tuple[str, ...], op: str, backend: str) -> None:
-        """Refuses a call that sets an option which is not among those that the backend supports.
+        """Refuses a call that sets an option which the backend does not support.
 
         Raises:
             BackendUnavailable: the message names the option.
@@ -130,4 +130,4 @@ class Options(tuple[Any, ...], metaclass=_OptionsMeta):
             return
         for name, value in zip(self._fields, self, strict=True):
             if name not in supported and value is not None and value is not False:
-                raise BackendUnavailable(f"{op}: backend {backend!r} does not serve {name}; got {value!r}")
+                raise BackendUnavailable(f"{op}: backend {backend!r} does not support {name}; got {value!r}")

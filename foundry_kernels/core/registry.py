@@ -22,14 +22,14 @@ from foundry_kernels.core.contract import Bench, Cases, Fuzz, Sharding, load
 
 BACKENDS = ("reference", "triton", "native")
 
-#: Order in which `backend="auto"` tries the backends of a device; a device that is not listed gets the reference.
-#: On the CPU Triton can only be interpreted, which is of use to tests alone.
+#: Order in which `backend="auto"` tries the backends of a device; a device that is not listed gets the reference. On
+#: the CPU Triton only runs in its interpreter, which is for tests.
 AUTO_ORDER: dict[str, tuple[str, ...]] = {
     "cuda": ("triton", "native", "reference"),
     "cpu": ("native", "reference"),
 }
 
-#: By device, operation and dtype: an order that was measured to be better (see `tuning`).
+#: Measured orders that are faster, by device, operation and dtype (see `tuning`).
 _MEASURED_ORDER: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {}
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -45,7 +45,7 @@ class BackendUnavailable(RuntimeError):
 
 
 def no_direct_call(*_: Any) -> None:
-    """Takes no call: all go through the checks of the public function and `resolve`."""
+    """Takes no call, so that all calls go through the checks of the public function and `resolve`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Impl:
     hint: str = ""  # what to do about a device that is not among `devices`
     sources: tuple[str, ...] = ()  # native: the devices that csrc has kernels for, compiled into this build or not
     direct: Callable[..., Any] = no_direct_call  # native: see OpSpec.direct
-    serve: Callable[..., Any] = no_direct_call  # native: is told which calls on a GPU `direct` takes
+    serve: Callable[..., Any] = no_direct_call  # native: receives which calls on a GPU `direct` takes
 
     def why_not(self, device: str, dtype: torch.dtype | None = None) -> str | None:
         """The reason why a tensor of `dtype` on `device` is not supported, or None if it is."""
@@ -83,11 +83,11 @@ class OpSpec:
 
     `impls` is replaced by `override` alone.
 
-    `direct` takes the public function's arguments, `backend` first and by position, where they are common ones for the
-    native kernels, and returns None for all others (csrc/direct.cpp says which those are). It does what the checks,
-    `resolve` and the kernel's operator do, in a fraction of the time that Python takes for them.
+    `direct` is a fast path for common calls of the native kernels. It takes the public function's arguments by
+    position, `backend` first, and returns None for calls that it does not support (csrc/direct.cpp lists those that it
+    does). It replaces the checks, `resolve` and the kernel's operator in a fraction of the time that Python takes.
 
-    `cuda_order`: the order in which "auto" tries the backends on a GPU, where it is another than `AUTO_ORDER`'s.
+    `cuda_order`: the order in which "auto" tries the backends on a GPU, if it differs from `AUTO_ORDER`.
     """
 
     name: str
@@ -100,7 +100,7 @@ class OpSpec:
         self.choose()
 
     def choose(self) -> None:
-        """Work out what `resolve` answers for the devices of `AUTO_ORDER`: it is asked at every call."""
+        """Precomputes the answers of `resolve` for the devices of `AUTO_ORDER`, because every call needs one."""
         self.chosen = {
             (backend, device, dtype): impl.fn
             for device in AUTO_ORDER
@@ -117,12 +117,12 @@ class OpSpec:
         self.direct = native.direct if native is not None and supported else no_direct_call
         if native is not None:
             native.serve(*self._served_on_cuda(native.fn))
-        #: Whether "auto" and "native" are the native kernels on a CPU, which no `override` has replaced.
+        #: Whether "auto" and "native" are the native kernels on a CPU and no `override` has replaced these.
         self.native_on_cpu = self.direct is not no_direct_call
 
     def _served_on_cuda(self, native: Callable[..., Any]) -> tuple[int, int, int]:
-        """By a bit for each dtype of native kernels: on a GPU "native" is this function, "auto" is, and no order was
-        measured."""
+        """Three bit masks with one bit for each dtype of the native kernels: whether on a GPU "native" is this
+        function, whether "auto" is, and whether no order was measured."""
         bits = [(1 << i, dtype) for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16))]
         native_, auto = (
             sum(bit for bit, dtype in bits if self.chosen.get((backend, "cuda", dtype)) is native)
@@ -131,7 +131,7 @@ class OpSpec:
         return native_, auto, sum(bit for bit, dtype in bits if native_ & bit and not self.is_measured("cuda", dtype))
 
     def _first(self, backend: str, device: str, dtype: torch.dtype) -> Impl | None:
-        """The first implementation that supports such a tensor, of those that `backend` allows."""
+        """The first implementation that `backend` allows and that supports such a tensor."""
         for name in self.order(device, dtype) if backend == "auto" else (backend,):
             if (impl := self.impl(name)) is not None and impl.why_not(device, dtype) is None:
                 return impl
@@ -196,8 +196,8 @@ def register(spec: OpSpec) -> OpSpec:
 
 
 def prefer(device: str, orders: dict[tuple[str, str], tuple[str, ...]]) -> None:
-    """Makes `backend="auto"` try the backends of (operation, dtype) on `device` in these orders from now on, and in
-    that of `AUTO_ORDER` where none is given."""
+    """From now on `backend="auto"` tries the backends of (operation, dtype) on `device` in these orders. Without an
+    order here, `AUTO_ORDER` applies."""
     if orders != _MEASURED_ORDER.get(device, {}):
         _MEASURED_ORDER[device] = orders
         for spec in OPS.values():
@@ -206,9 +206,9 @@ def prefer(device: str, orders: dict[tuple[str, str], tuple[str, ...]]) -> None:
 
 @contextmanager
 def override(spec: OpSpec, backend: str, **changes: Any) -> Iterator[Impl]:
-    """While it lasts, the operation's `backend` is its own `Impl` with `changes`: another `fn`, other `devices`.
+    """In this block the operation's `backend` is its `Impl` with `changes`, such as another `fn` or other `devices`.
 
-    For tests and tools. It holds for every thread of the process.
+    For tests and tools. It applies to every thread of the process.
 
     Raises:
         KeyError: the operation has no such backend.
@@ -228,8 +228,8 @@ def override(spec: OpSpec, backend: str, **changes: Any) -> Iterator[Impl]:
 
 
 def resolve(spec: OpSpec, backend: str, x: Tensor, first: str | None = None) -> Callable[..., Any]:
-    """The function that `x` is computed with: for "auto" that of the first usable backend, for a named backend its own
-    or an error. `first`: the backend that "auto" tries before all others for this call, where no order was measured."""
+    """Returns the function that computes `x`: for "auto" that of the first usable backend; for a named backend its own,
+    or an error. `first`: the backend that "auto" tries first for this call, unless an order was measured."""
     if is_subclass(x):
         _know_dtensor()
     if _transformed() and backend != "reference":
@@ -261,7 +261,7 @@ _dtensor_rules: list[Callable[[], Any]] = []
 
 
 def when_dtensor_is_used(register_rules: Callable[[], Any]) -> None:
-    """Call `register_rules` before the first call on DTensors; importing DTensor takes half a second."""
+    """Calls `register_rules` before the first call on DTensors, because importing DTensor takes half a second."""
     _dtensor_rules.append(register_rules)
 
 
@@ -283,7 +283,7 @@ _transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _transformable(spec: OpSpec, backend: str) -> str:
-    """The backend under a transform: kernels have no rule for one, which torch would take for a derivative of zero."""
+    """The backend under a transform. Kernels have no rule for transforms, and torch would assume a zero derivative."""
     check_backend(backend)
     if backend == "auto":
         return "reference"
@@ -302,7 +302,7 @@ def check_backend(backend: str) -> None:
 def _refusal(spec: OpSpec, backend: str, device: str, dtype: torch.dtype) -> str:
     reasons = [f"  {b}: {spec.why_not(b, device, dtype) or 'usable'}" for b in BACKENDS]
     asked = "no backend" if backend == "auto" else f"backend {backend!r}"
-    return "\n".join([f"{spec.name}: {asked} cannot serve {short_dtype(dtype)} on {device}", *reasons])
+    return "\n".join([f"{spec.name}: {asked} does not support {short_dtype(dtype)} on {device}", *reasons])
 
 
 def short_dtype(dtype: torch.dtype) -> str:

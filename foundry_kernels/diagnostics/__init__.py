@@ -1,4 +1,4 @@
-"""The health of a model in training: is attention still looking, do activations still differ, do gradients arrive?
+"""The health of a model in training: entropy of attention, rank of activations, norms of gradients.
 
     with diagnostics.record(model) as recorder:
         _, loss = model(tokens, targets)

@@ -1,4 +1,4 @@
-"""QK-clip: attention's logits are held down by the weights that make them."""
+"""QK-clip: limits attention's logits by scaling the weights that produce them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from foundry_kernels.diagnostics.recorder import attentions_of, check_model
 from foundry_kernels.diagnostics.reparam import SigmaReparam
 from foundry_kernels.models import Transformer
-from foundry_kernels.models.contradictions import EXPERT_FIELDS, refuse_choices
+from foundry_kernels.models.validate import EXPERT_FIELDS, refuse_choices
 from foundry_kernels.nn import Attention
 
 #: The fields of a model's configuration that may have other values than their default, any or these: with them a logit
-#: is a product of rows of `wq` and `wk`, before what is never positive.
+#: is a dot product of projections by `wq` and `wk`, plus terms that are never positive.
 CLIPPED: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len")),
     **dict.fromkeys(("init", "init_std")),
@@ -44,8 +44,8 @@ class QKClip:
     ``sqrt(limit / max_logit)``, where it has several only the queries, by ``limit / max_logit``, as the others' keys
     are theirs too. Biases are scaled with their rows. What ALiBi adds is not scaled; it is never positive.
 
-    The largest logits come from the attention kernels in the forward passes since the last step, of all parts of an
-    accumulated batch, and stay on their device: nothing waits for them.
+    The largest logits come from the attention kernels in all forward passes since the last step, including those of
+    gradient accumulation, and stay on their device without synchronization.
 
     Args:
         model: a :class:`foundry_kernels.models.Transformer` with the choices in `CLIPPED`: not with QK-norm, which

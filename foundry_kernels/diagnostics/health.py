@@ -1,4 +1,4 @@
-"""What was recorded of a model, and what of it is a reason to worry."""
+"""The recorded health of a model, and the concerns about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many directions a matrix really has."""
+"""The effective rank of a matrix."""
 
 from __future__ import annotations
 

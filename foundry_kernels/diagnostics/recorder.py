@@ -1,4 +1,4 @@
-"""Records what the layers of a model do while they do it."""
+"""Records statistics of a model's layers during forward and backward passes."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _gradient_norm(modules: list[nn.Module]) -> float | None:
 
 @contextmanager
 def record(model: nn.Module) -> Iterator[Recorder]:
-    """Records the forward passes of `model` while it lasts; the results of the model do not change.
+    """Records the forward passes of `model` in this block; the model's results do not change.
 
     Where attention runs on this package's kernels (`fk.models`, `fk.nn`, a model after `fk.patch`), entropy and largest
     logit are the kernels' own. In any other model they are computed, in blocks of rows, beside a call of

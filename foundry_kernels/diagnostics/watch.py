@@ -71,7 +71,7 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """Watches `model` while it lasts. What was compiled runs uncompiled."""
+        """Watches `model` in this block. What was compiled runs uncompiled."""
         with ExitStack() as undo:
             undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
             torch.backends.mha.set_fastpath_enabled(False)  # its one operator has all of a layer in it

@@ -1,4 +1,4 @@
-"""The model and the operations on several devices, by PyTorch's own means.
+"""The model and the operations on several devices, with PyTorch's own tools.
 
 Data parallelism needs nothing from this module: ``fully_shard`` and ``DistributedDataParallel`` take the model as it
 is. This package holds the plan for tensor parallelism, expert parallelism, context parallelism with its ring attention,

@@ -1,4 +1,4 @@
-"""Context parallelism of a model: each process holds a part of every sequence, and attention is `ring_attention`."""
+"""Context parallelism of a model: every sequence is sharded over processes, and attention is `ring_attention`."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from foundry_kernels.nn._masks import packed_positions
 
 
 def context_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
-    """Makes a model compute with sequences that are divided over the processes of `mesh`, and returns it.
+    """Makes a model run on sequences that are sharded over the processes of `mesh`, and returns it.
 
-    Each process then calls it with its parts of tokens, targets and token types (`shard_sequence`), all of them
-    together; `cu_seqlens` of packed documents are those of the whole sequence. Logits are those of its tokens, and the
-    loss is the mean over the tokens of all, the same on each process. Everything but attention works on a process's own
-    tokens.
+    All processes then call it together, each with its shards of tokens, targets and token types (`shard_sequence`);
+    `cu_seqlens` of packed documents describe the whole sequence. Logits are those of the local tokens. The loss is the
+    mean over the tokens of all processes and the same on each. Everything except attention only needs local tokens.
 
-    Gradients are divided as under data parallelism: a process has n times its part of the gradient, and their mean over
-    the processes is the gradient of the loss. `DistributedDataParallel` and `fully_shard` over `mesh` take that mean;
-    with data parallelism beside it they are given both dimensions:
+    Gradients are distributed as under data parallelism: a process has n times its part of the gradient, and the mean
+    over the processes is the gradient of the loss. `DistributedDataParallel` and `fully_shard` over `mesh` compute that
+    mean. With additional data parallelism, pass them both dimensions:
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "cp"))
         context_parallel(model, mesh["cp"])
         fully_shard(model, mesh=mesh["dp", "cp"])   # shards over cp, replicates over dp
         _, loss = model(shard_sequence(tokens, mesh["cp"]), shard_sequence(targets, mesh["cp"]))
 
-    Tensor parallelism comes before: ``parallelize_module(model, mesh["tp"], tensor_parallel_plan(model, mesh["tp"]))``.
+    Apply tensor parallelism first: ``parallelize_module(model, mesh["tp"], tensor_parallel_plan(model, mesh["tp"]))``.
 
     Args:
         model: of this package.
@@ -43,8 +42,8 @@ def context_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
 
     Raises:
         TypeError: `model` is not a Transformer, `mesh` no DeviceMesh.
-        ValueError: the mesh has several dimensions, the model is divided already or has a choice that is made of all
-            tokens elsewhere than in attention: relative positions, a context, losses of routers.
+        ValueError: the mesh has several dimensions, the model is sharded already, or it has an option that combines all
+            tokens outside of attention: relative positions, a context, router losses.
     """
     if not isinstance(model, Transformer):
         raise TypeError(f"model must be a foundry_kernels.models.Transformer; got {type(model).__name__}")
@@ -61,8 +60,8 @@ def context_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
 
 def _check_config(config: ModelConfig) -> None:
     refused = {
-        "positions=relative": (config.relative, "a bias of all pairs is not divided"),
-        "context_dim": (config.context_dim is not None, "a context is not divided"),
+        "positions=relative": (config.relative, "relative positions are not sharded"),
+        "context_dim": (config.context_dim is not None, "a context is not sharded"),
         "load_balancing_coef or router_z_coef": (config.balances, "the routers' losses would be those of parts"),
     }
     for name, (given, reason) in refused.items():
@@ -75,7 +74,7 @@ class _Shard:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.place, self.mesh = Place.of(mesh), mesh
-        # The messages of a ring are none of a compiled graph's: it ends before and begins again behind them.
+        # The communication of a ring is not part of a compiled graph: the graph breaks around it.
         self.attend = torch.compiler.disable(self._attend)
 
     def check(
@@ -109,12 +108,12 @@ class _Shard:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **options: Any) -> Any:
         if options.pop("return_stats", False):
-            raise ValueError("return_stats must be False where a sequence is divided over processes; got True")
+            raise ValueError("return_stats must be False if a sequence is sharded over processes; got True")
         return ring_attention(q, k, v, self.mesh, cu_seqlens=cu_seqlens, **options)
 
 
 class _Mean(torch.autograd.Function):
-    """The mean over processes, of which each gives n times its part of the gradient."""
+    """The mean over processes, each of which contributes n times its part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, count: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""Expert parallelism of a model: each process has some experts of every mixture and runs them on the tokens of all."""
+"""Expert parallelism of a model: each process has some experts of every mixture and runs them on the tokens of all
+processes."""
 
 from __future__ import annotations
 
@@ -23,22 +24,21 @@ def expert_parallel(model: M, mesh: DeviceMesh) -> M:
     """Shards the experts of every :class:`foundry_kernels.nn.MoE` of a model over the processes of `mesh`, and returns
     the model.
 
-    Of E experts, process r of n has the E / n from number r E / n on: the parameters of `experts` become DTensors,
-    ``Shard(0)``, with the values of the first process. Each process calls the model with tokens of its own, as under
-    data parallelism, all of them together and as often. A layer sends a token to each of its experts and gets the
-    results back: two all-to-alls of T k rows forward and two backward, and one of the numbers of rows, which the
-    processes wait for. No token is dropped, and a process may get none. Routers and shared experts are on every
-    process.
+    Of E experts, process r of n has E / n, starting with number r E / n: the parameters of `experts` become DTensors,
+    ``Shard(0)``, with the values of the first process. All processes call the model together and equally often, each
+    with its own tokens, as under data parallelism. A layer sends each token to its experts and receives the results:
+    two all-to-alls of T k rows forward and two backward, and one of the numbers of rows, which synchronizes with the
+    host. No token is dropped, and a process may receive none. Routers and shared experts are replicated.
 
-    Gradients are those of data parallelism: of the experts they are the mean over the processes already, and all
-    others are left to `fully_shard` over `mesh`, which is told to ignore the experts, or to a mean of your own:
+    Gradients are those of data parallelism: gradients of experts are already the mean over the processes. All others
+    are left to `fully_shard` over `mesh`, which must ignore the experts, or to your own averaging:
 
         expert_parallel(model, mesh)
         experts = {p for m in model.modules() if isinstance(m, fk.nn.MoE) for p in m.experts.parameters()}
         fully_shard(model, mesh=mesh, ignored_params=experts)
 
     The statistics of the routers are means over the processes, and so are the losses made of them. Their gradient is
-    that of a process's own tokens, n times its part, as all gradients of data parallelism are.
+    that of a process's own tokens, n times its part, as always under data parallelism.
 
     Args:
         model: with mixtures of this package, on the device of `mesh`.
@@ -79,7 +79,7 @@ class _Exchange:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.size = mesh, mesh.size()
-        # How many rows come is read from the device: a compiled graph ends before and begins again behind it.
+        # The number of received rows is read from the device, so a compiled graph breaks here.
         self.run = torch.compiler.disable(self._run)
 
     def own(self, parameter: Any) -> Tensor:
@@ -111,7 +111,8 @@ class _Exchange:
 
 
 class _Mean(torch.autograd.Function):
-    """A process's experts, whose gradient is a sum over the tokens of all processes: it becomes the mean over these."""
+    """A process's experts, whose gradient is a sum over the tokens of all processes; this divides it by their
+    number."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int) -> Tensor:

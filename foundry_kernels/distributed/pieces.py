@@ -1,8 +1,8 @@
-"""What a process has to compute when it holds the keys and values of another: rectangles of the matrix of scores.
+"""The rectangles of the score matrix that a process computes with the keys and values of another process.
 
-All is known from numbers, before anything is computed. A pair of two different chunks of the sequence is one rectangle,
-for at most one document reaches from one into the other; a chunk with itself is a square of one document or several.
-Each rectangle is cut to what a window leaves of it, after which its sides need no negative numbers.
+They follow from sizes, before anything is computed. A pair of two different chunks of the sequence is one rectangle,
+because at most one document spans both; a chunk with itself is a square of one document or several. Each rectangle is
+cut to the part that a window leaves, so that its own window has no negative numbers.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from foundry_kernels.models import Transformer
-from foundry_kernels.models.contradictions import refuse_choices
+from foundry_kernels.models.validate import refuse_choices
 from foundry_kernels.nn._head import PLANNED_GRADIENT, PLANNED_HOOKS, PLANNED_INPUT, count_hooks
 
 
 class SequenceParallelNorm(SequenceParallel):
-    """torch's `SequenceParallel` for a norm that also takes a residual: both inputs are split along the sequence."""
+    """torch's `SequenceParallel` for a norm that also takes a residual: both inputs are sharded along the sequence."""
 
     @staticmethod
     def _prepare_input_fn(
@@ -33,11 +33,11 @@ class SequenceParallelNorm(SequenceParallel):
 
 
 class HeadParallelNorm(SequenceParallel):
-    """torch's `SequenceParallel` for a norm of each head where devices share the heads: Qwen3's and Gemma 3's of
-    queries and keys. Its input and output are plain tensors, a device's own heads; the gradient of its weight is the
-    sum over the devices' heads.
+    """torch's `SequenceParallel` for a per-head norm with sharded heads: the norms of queries and keys in Qwen3 and
+    Gemma 3. Its input and output are plain tensors with the local heads; the gradient of its weight is the sum over the
+    heads of all devices.
 
-    Patched models of transformers take it too: in a plan of your own, for `q_norm` and `k_norm`.
+    It also works for patched models of transformers: use it in your own plan for `q_norm` and `k_norm`.
     """
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class HeadParallelNorm(SequenceParallel):
 
 
 def _contiguous(x: Any) -> Any:
-    """x, or a copy where the part that is here is not contiguous: what is gathered along a sequence that the devices
-    do not divide evenly. Each projection would copy it for itself, and torch 2.11's cannot take it."""
+    """x, or a contiguous copy. A sequence that is gathered from uneven shards is not contiguous: each projection would
+    copy it again, and torch 2.11 does not support it."""
     has_gaps = isinstance(x, DTensor) and not x._local_tensor.is_contiguous()
     return x.clone(memory_format=torch.contiguous_format) if has_gaps else x
 
 
 class _Gathered(PrepareModuleInput):
-    """torch's `PrepareModuleInput` for a block whose input is sharded along the sequence: the whole of it."""
+    """torch's `PrepareModuleInput` for a block whose input is sharded along the sequence: gathers it."""
 
     def __init__(self) -> None:
         super().__init__(input_layouts=Shard(1), desired_input_layouts=Replicate())
@@ -84,7 +84,7 @@ class _Scattering(RowwiseParallel):
 class VocabularyParallel(ColwiseParallel):
     """torch's `ColwiseParallel` for the head, whose loss is computed from its weight as well, without a call.
 
-    Patched models of transformers take it too: in a plan of your own, for `lm_head`.
+    It also works for patched models of transformers: use it in your own plan for `lm_head`.
     """
 
     @staticmethod
@@ -101,8 +101,8 @@ class VocabularyParallel(ColwiseParallel):
         return module
 
 
-#: The fields of a model's configuration that may have other values than their default: any, or these.
-DIVIDED: dict[str, tuple[Any, ...] | None] = {
+#: The fields of a model's configuration that need not have their defaults: any value (None), or these values.
+SHARDED: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len")),
     **dict.fromkeys(("init", "init_std")),
     **dict.fromkeys(("hidden_dim", "multiple_of", "ffn_dim_multiplier", "ffn_rule")),
@@ -116,16 +116,16 @@ DIVIDED: dict[str, tuple[Any, ...] | None] = {
     "norm_placement": ("pre", "post"),
     "activation": ("swiglu", "geglu", "geglu_tanh", "glu", "reglu", "gelu", "gelu_tanh", "silu", "relu"),
 }
-#: Why others are not sharded.
+#: The reasons why other fields are not supported.
 _REASONS = {
     "positions=alibi": "each device would need the slopes of its own heads",
-    "positions=sinusoidal": "the table is not divided along the sequence",
+    "positions=sinusoidal": "the table is not sharded along the sequence",
     "qk_norm_over": "a device has a part of the projection, and the norm is over the whole",
-    **dict.fromkeys(("embedding_dropout", "residual_dropout"), "random numbers are not divided"),
+    **dict.fromkeys(("embedding_dropout", "residual_dropout"), "random numbers are not sharded"),
     "activation_dropout": "a device knows its columns by their number there, and would drop what the first one drops",
     "attention_dropout": "a device knows its heads by their number there, and would drop what the first one drops",
-    "n_experts": "experts are sharded by expert_parallel, in a model that is not divided otherwise",
-    "tie_embeddings": "a shared matrix cannot be divided both ways",
+    "n_experts": "experts are sharded by expert_parallel, in a model that is not sharded otherwise",
+    "tie_embeddings": "a shared matrix cannot be sharded in both ways",
 }
 
 
@@ -140,7 +140,7 @@ def tensor_parallel_plan(
     embedding, SwiGLU and attention run on plain tensors, each device on its own heads.
 
     Inputs are the same on every device, and so are logits and loss. Parameters come from the first device of the mesh.
-    A loss without logits (``return_logits=False``) takes two small all-reduces in place of gathering them.
+    A loss without logits (``return_logits=False``) needs two small all-reduces instead of a gather.
 
     Args:
         model: with an output matrix of its own.
@@ -150,15 +150,15 @@ def tensor_parallel_plan(
 
     Raises:
         TypeError: `model` is not a Transformer.
-        ValueError: the mesh has several dimensions, its size does not divide both numbers of heads, the model has a
-            choice that is not in `DIVIDED` or a parameter of which the plan does not know how it is sharded.
+        ValueError: the mesh has several dimensions, its size does not divide both numbers of heads, the model has an
+            option that is not in `SHARDED`, or a parameter that the plan does not support.
     """
     if not isinstance(model, Transformer):
         raise TypeError(f"model must be a foundry_kernels.models.Transformer; got {type(model).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, that of tensor parallelism; got {mesh.ndim}: {mesh}")
     config, devices = model.config, mesh.size()
-    refuse_choices(config, DIVIDED, "is not divided by this plan", _REASONS)
+    refuse_choices(config, SHARDED, "is not sharded by this plan", _REASONS)
     for name, heads in (("n_heads", config.n_heads), ("n_kv_heads", config.kv_heads)):
         if heads % devices:
             raise ValueError(f"{name} must be a multiple of the {devices} devices that share the heads; got {heads}")
@@ -199,10 +199,10 @@ def tensor_parallel_plan(
                 "feed_forward.w2": _Scattering(),
             }.items()
         }
-    # Without a gate, a norm of its own or one at the end there are fewer modules.
+    # Models without a gate, a norm or a final norm have fewer modules.
     modules = {name for name, _ in model.named_modules()}
     for name, _ in model.named_parameters():
         module, _, own = name.rpartition(".")
         if module not in plan or own not in ("weight", "bias"):
-            raise ValueError(f"{name} is not divided by this plan: it is no parameter of a Transformer")
+            raise ValueError(f"{name} is not sharded by this plan: it is not a parameter of a Transformer")
     return {name: style for name, style in plan.items() if name in modules}

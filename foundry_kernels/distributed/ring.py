@@ -1,19 +1,19 @@
-r"""Attention of a sequence that is divided over processes: keys and values go round, queries stay.
+r"""Ring attention for a sequence that is sharded over processes: keys and values circulate, queries stay.
 
-In n steps each process sees the keys and values of all: while it attends to those in hand, it sends them to the next
-process and receives those of the one before. What a step gives, an output :math:`y_s` and the log-sum-exp
-:math:`\ell_s` of its scores, is added to what earlier ones gave in float32,
+In n steps each process sees the keys and values of all processes. While it attends to one part, it sends it to the next
+process and receives another from the previous one. The result of a step, an output :math:`y_s` and the log-sum-exp
+:math:`\ell_s` of its scores, is combined with earlier results in float32,
 
 .. math:: \ell = \log \Bigl(e^{\sigma} + \sum_s e^{\ell_s}\Bigr), \qquad y = \sum_s e^{\ell_s - \ell} \, y_s ,
 
-the sink :math:`\sigma` once at the end. The backward pass goes round again. Each step makes its part of the gradients
-from the whole's y and :math:`\ell`, so that they are those of attention in one process; those of keys and values travel
-with their part, as float32 sums, and arrive where it came from.
+the sink :math:`\sigma` once at the end. The backward pass repeats the ring. Each step computes its part of the
+gradients from the y and :math:`\ell` of the whole, so that they equal those of attention in one process. The gradients
+of keys and values travel with them as float32 sums, and return to their process.
 
-Sent by a process, of B sequences of T tokens over n processes with Hk key-value heads: forward ``(n - 1) B Hk T / n
-(D + Dv)`` numbers of q's dtype, backward these and ``n B Hk T / n (D + Dv)`` numbers of float32. In memory beyond the
-arguments there are, at most, two parts of keys and values, which arrive and leave, forward the output in float32,
-backward the gradient of q and three parts of float32, and what the kernels make of one piece. Scores are nowhere.
+Sent by a process, of B sequences of T tokens over n processes with Hk key-value heads: forward ``(n - 1) B Hk T / n (D
++ Dv)`` numbers of q's dtype, backward these and ``n B Hk T / n (D + Dv)`` numbers of float32. Memory beyond the
+arguments is at most two parts of keys and values in transit; forward the output in float32; backward the gradient of q
+and three parts in float32; and the results of the kernels for one piece. Scores are never stored.
 
 Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023, arXiv:2310.01889. The order of the chunks,
 by which each process has as much to do under a causal mask, two of 2n from both ends: Grattafiori et al., "The Llama 3
@@ -60,20 +60,20 @@ def ring_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`foundry_kernels.flash_attention` of a sequence of which each process has the part of `shard_sequence`.
+    """:func:`foundry_kernels.flash_attention` of a sequence that `shard_sequence` has sharded over the processes.
 
-    All processes of `mesh` call it together, with the same options, and again in the backward pass.
+    All processes of `mesh` must call it together with the same options, and also run the backward pass together.
 
     Args:
-        q: ``[B, H, T / n, D]``, this process's queries, positions being encoded already.
+        q: ``[B, H, T / n, D]``, this process's queries, with positions already encoded.
         k: ``[B, Hk, T / n, D]``, its keys. v: ``[B, Hk, T / n, Dv]``. Hk heads are sent, not H.
         mesh: of one dimension, the n processes.
-        cu_seqlens: ``[N + 1]`` int32 or int64: the whole sequence holds N documents one after the other, of which none
-            sees another; B is 1. On any device; on the CPU, reading it waits for nothing.
+        cu_seqlens: ``[N + 1]`` int32 or int64: the whole sequence holds N packed documents, which do not see each
+            other; B is 1. It may be on any device; on the CPU, reading it does not wait.
         causal, scale, window, softcap, alibi_slopes, sinks, deterministic, backend: as of `flash_attention`, for the
             whole sequence. The gradient of `sinks` is this process's part of the whole's.
-        dropout_p, dropout_seed: as there; but a weight is decided by its place in its rectangle of the two processes'
-            parts and by these, so that others are dropped than in one process.
+        dropout_p, dropout_seed: as there, but the mask depends on the two processes and the position within their
+            parts, so it differs from that of one process.
         return_lse: also return the log-sum-exp of each row, differentiable.
 
     Returns:
@@ -124,7 +124,7 @@ def _documents(cu_seqlens: Tensor, q: Tensor, length: int) -> tuple[int, ...]:
 
 
 class _Ring(NamedTuple):
-    """One call's processes, and what this one computes of each part."""
+    """The processes of one call, and the pieces that this one computes with each part."""
 
     group: dist.ProcessGroup
     place: Place
@@ -136,7 +136,7 @@ class _Ring(NamedTuple):
         return (self.place.rank - step) % self.place.size
 
     def exchange(self, x: Tensor, tag: int) -> _Arriving:
-        """Sends x to the next process and receives as much from the one before, while others compute."""
+        """Sends x to the next process and receives from the previous one, overlapping with computation."""
         rank, size = self.place
         received = torch.empty_like(x)
         after, before = (dist.get_global_rank(self.group, peer % size) for peer in (rank + 1, rank - 1))

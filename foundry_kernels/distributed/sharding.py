@@ -1,9 +1,9 @@
 """DTensor rules: how the operators of the kernels run on tensors that are sharded over devices.
 
 The `sharding` module of an operation names the dimensions of its tensors by letters, and the letters along which the
-work may be sharded. Each such letter gives a rule: a tensor with the letter is sharded along it, an input without it
-is replicated, and a gradient that lacks it is a partial sum. So an activation that is sharded along such a dimension
-is never gathered, and a weight's gradient stays unreduced until it is read.
+work may be sharded. Each such letter gives a rule: a tensor with the letter is sharded along it, an input without it is
+replicated, and a gradient that lacks it is a partial sum. So an activation that is sharded along such a dimension is
+never gathered, and a weight's gradient stays a partial sum until it is read.
 
 The rules are registered when this module is imported: by the first call with a tensor that may be a DTensor
 (`foundry_kernels.core.registry.resolve`), since torch.distributed.tensor takes half a second to import.
@@ -49,9 +49,9 @@ def letters(dims: Mapping[str, str], name: str, rank: int) -> tuple[str, ...]:
 
 
 def strategies(op: torch._ops.OpOverload, rule: Rule, given: Sequence[Any]) -> list[Strategy]:
-    """Returns all strategies of running `op` on arguments whose tensors are DTensor specs: whole or sharded.
+    """Returns all strategies for running `op` on arguments whose tensors are DTensor specs: replicated or sharded.
 
-    A tensor of shape ``[0]`` stands for one that is absent, and is whole everywhere.
+    A tensor of shape ``[0]`` represents an absent one, and is always replicated.
     """
     names = [argument.name for argument in op._schema.arguments]
     given = [*given, *(argument.default_value for argument in op._schema.arguments[len(given) :])]
@@ -96,8 +96,8 @@ def _outputs(op: torch._ops.OpOverload, dims: Mapping[str, str], given: Sequence
 
 
 def _splits(letter: str, tensors: Mapping[str, Any], inputs: Mapping[str, tuple[str, ...]]) -> bool:
-    """Returns whether the shards along `letter` belong together on each device. Where sizes differ (several query
-    heads to a key-value head) they do only if every size divides evenly."""
+    """Returns whether the shards along `letter` match on each device. If sizes differ (several query heads per
+    key-value head), they match only if every size is divisible."""
     sizes, split_by = set(), set()
     for name, spec in tensors.items():
         if letter in inputs[name]:

@@ -1,8 +1,7 @@
-"""How a sequence is divided over n processes: in 2n chunks, of which process r holds chunk r and chunk 2n - 1 - r.
+"""How a sequence is sharded over n processes: in 2n chunks, of which process r holds chunk r and chunk 2n - 1 - r.
 
 Under a causal mask chunk c sees c + 1 chunks, so that each process has as much to compute: 2n + 1 pairs of chunks.
-Packed documents and windows are divided in the same way; what they hide is hidden from all processes alike if it is
-spread evenly.
+Packed documents and windows are sharded in the same way; the load is balanced if the hidden part is spread evenly.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Place(NamedTuple):
 
 
 def shard_sequence(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """Returns this process's part of a tensor that every process has: of T tokens the two chunks, T / n in all.
+    """Returns this process's part of a tensor that every process has: two chunks, with T / n of the T tokens.
 
     Args:
         x: tokens, targets, positions or any other tensor with one entry a token.
@@ -70,7 +69,7 @@ def shard_sequence(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 
 @torch.no_grad()
 def gather_sequence(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """Returns on every process the tensor whose parts by `shard_sequence` the processes have; it takes no gradient.
+    """Gathers the tensor whose parts by `shard_sequence` the processes have, on every process; it has no gradient.
 
     Raises:
         TypeError: `x` is no tensor, `mesh` no DeviceMesh.

@@ -1,8 +1,8 @@
-"""Other people's models on the operations of this package. `foundry_kernels.patch` is where to begin.
+"""Models of other packages on the operations of this package. Start with `foundry_kernels.patch`.
 
 `foundry_kernels.integrations.transformers` registers the attention of Hugging Face transformers; it is imported when a
-model of that package is patched, or by whoever wants ``attn_implementation="foundry"`` without a patch.
-`foundry_kernels.integrations.from_hf` and `.seq2seq`, by `from_hf` of a model of ours.
+model of that package is patched. Import it to use ``attn_implementation="foundry"`` without a patch. `from_hf` of this
+package's models imports `foundry_kernels.integrations.from_hf` and `.seq2seq`.
 """
 
 from foundry_kernels.integrations.handle import PatchHandle, unpatch

@@ -1,7 +1,7 @@
-"""How modules of other packages are made to run on the operations here.
+"""Adapters, which make modules of other packages run on the operations here.
 
-A module is patched by giving the instance another class (`swap.py`), whose methods are here. All that differs between
-classes of modules is in the rows of a table (`table.py`).
+A module is patched by giving the instance another class (`swap.py`), whose methods are here. Differences between
+classes of modules are in a table (`table.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.rope import qk_norm_rope, rope
 from foundry_kernels.ops.swiglu import geglu, swiglu
 
-#: What `ops` of `patch` may name. "flash_attention" means its packed form too, "grouped_mm" the weighted sum behind it.
+#: The valid names in `ops` of `patch`. "flash_attention" includes its packed form, "grouped_mm" the weighted sum after
+#: it.
 PATCHABLE = (
     "rms_norm", "swiglu", "geglu", "rope", "qk_norm_rope", "flash_attention", "cross_entropy", "linear_cross_entropy",
     "layer_norm", "grouped_mm", "bias_gelu",
@@ -34,12 +35,12 @@ def nothing(module: Any) -> dict[str, Any]:
     return {}
 
 
-def words(text: str) -> frozenset[str]:
+def split_names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
 #: The arguments of a module of one input; `forward` is called with them by position or by these names.
-ONE_INPUT = words("self x hidden_states")
+ONE_INPUT = split_names("self x hidden_states")
 
 
 def names_of(code: CodeType) -> set[str]:
@@ -50,7 +51,7 @@ def names_of(code: CodeType) -> set[str]:
 
 @dataclass
 class State:
-    """What a patched module carries: the backend of each operation, and what undoing needs."""
+    """The state of a patched module: the backend of each operation, and what `undo` needs."""
 
     backends: dict[str, str]
     previous: dict[str, Any] = field(default_factory=dict)  # "backends" of a module of ours, "attention" of a config
@@ -63,15 +64,15 @@ class State:
 class Adapter:
     """One class of modules: which operations it runs on, and by which method.
 
-    names: all names that the method which is overridden may use; one that uses another is of a version that the row was
-    not written for, and is left alone.
+    names: all names that the overridden method may use. A method that uses other names is of an unknown version and is
+    not patched.
     """
 
     method: ClassVar[str] = "forward"
     names: ClassVar[frozenset[str]] = frozenset()
-    #: Likewise the arguments that the method may take; empty where the class's own method stays.
+    #: Likewise the arguments that the method may have; empty if the class's own method stays.
     arguments: ClassVar[frozenset[str]] = frozenset()
-    #: Whether a module that has the subclass but is not patched any more does what the original class does.
+    #: Whether a module that has the subclass but is no longer patched behaves like the original class.
     transparent: ClassVar[bool] = False
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
@@ -116,7 +117,7 @@ class Norm(Adapter):
     weight_offset: float = 0.0
     round_before_weight: bool = False
 
-    names = words("dtype to torch float32 pow mean rsqrt variance_epsilon weight _norm float type_as eps")
+    names = split_names("dtype to torch float32 pow mean rsqrt variance_epsilon weight _norm float type_as eps")
     arguments = ONE_INPUT
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
@@ -164,7 +165,7 @@ def _backends(self: Any) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class Gated(Adapter):
-    """A gated MLP or a mixture of experts, which have an activation, in `act`, that must be one we have."""
+    """A gated MLP or a mixture of experts, whose activation, in `act`, must be a supported one."""
 
     act: str = "act_fn"
 
@@ -188,7 +189,7 @@ class MLP(Gated):
 
     packed: bool = False
 
-    names = words("gate_proj up_proj gate_up_proj down_proj act_fn activation_fn chunk")
+    names = split_names("gate_proj up_proj gate_up_proj down_proj act_fn activation_fn chunk")
     arguments = ONE_INPUT
 
     def members(self, original: type) -> dict[str, Any]:
@@ -216,8 +217,8 @@ def gated(state: State, gate: Tensor, up: Tensor | None, **options: Any) -> Tens
     return geglu(gate, up, approximate=state.gelu, backend=backends["geglu"])
 
 
-#: What the attention functions of transformers take that "foundry" knows.
-ATTENTION_ARGUMENTS = words(
+#: The arguments of transformers' attention functions that "foundry" supports.
+ATTENTION_ARGUMENTS = split_names(
     "module query key value attention_mask scaling dropout is_causal softcap s_aux sliding_window position_bias kwargs"
 )
 
@@ -239,16 +240,16 @@ class Attention(Adapter):
     optional_rope: bool = False
     passes: Callable[[Any], dict[str, Any]] = nothing
     uses: tuple[str, ...] = field(default=())
-    #: Whether all of it is replaced, or nothing.
+    #: Whether the whole forward is replaced.
     whole: ClassVar[bool] = False
 
-    names = words(
+    names = split_names(
         "shape head_dim q_proj k_proj v_proj o_proj view transpose apply_rotary_pos_emb update layer_idx "
         "ALL_ATTENTION_FUNCTIONS get_interface config _attn_implementation eager_attention_forward training "
         "attention_dropout scaling reshape contiguous"
     )
     #: The cache has two names, by release.
-    arguments = words("self hidden_states position_embeddings attention_mask past_key_values cache kwargs")
+    arguments = split_names("self hidden_states position_embeddings attention_mask past_key_values cache kwargs")
 
     def known(self) -> frozenset[str]:
         norms = ("q_norm", "k_norm") if self.norms else ()
@@ -262,15 +263,15 @@ class Attention(Adapter):
         if getattr(module.config, "output_attentions", False):
             return (
                 "its config has output_attentions=True, which transformers has for 'eager' alone; as an argument of a "
-                "call it is served"
+                "call it is supported"
             )
         return None
 
     def why_not_attend(self, module: nn.Module) -> str | None:
-        """Returns the reason why the attention function is left, though the rest is supported, or None.
+        """Returns the reason why the attention function is not replaced although the rest is supported, or None.
 
-        "eager" is somebody's choice (for weights, or for dropout) where transformers would have taken "sdpa" by itself.
-        Where it would not, nobody can tell.
+        "eager" is an explicit choice (for weights, or for dropout) if transformers would have used "sdpa" by default.
+        Otherwise an explicit choice cannot be detected.
         """
         config: Any = module.config
         if config._attn_implementation != "eager" or not self.may_be_sdpa(module):

@@ -1,8 +1,8 @@
-"""A call of a patched model of transformers: what it says of packed documents is read once, and kept while it runs.
+"""A call of a patched model of transformers: its packed documents are read once and stored while it runs.
 
-Transformers does not hand these arguments to all of its masks and layers. So a patched model reads them itself, and
-every mask that is made while it runs keeps documents apart (`mask_functions.py`). Masks are arguments of the layers:
-one that is computed again for its gradient gets the same. Attention that is reached by neither raises.
+Transformers does not pass these arguments to all masks and layers. So a patched model reads them itself, and every mask
+that is made while it runs separates documents (`mask_functions.py`). Masks are arguments of the layers, so a layer that
+is recomputed for its gradient gets the same mask. Attention that gets neither a mask nor the arguments raises an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from foundry_kernels.integrations.packing import (
 
 #: What a floating mask adds to a score at most where it hides a key: the weight, e to this, is 0.
 HIDDEN = -1e3
-#: The arguments of a model that tell of packed documents.
+#: The arguments of a model that describe packed documents.
 TELLING = (*LENGTHS, "seq_idx", "position_ids", "attention_mask")
 
 
@@ -77,7 +77,7 @@ def _fits(documents: Documents, batch: int, queries: int) -> bool:
     return documents.batch == batch and documents.queries == queries
 
 
-#: How the classes of layers are called that mix tokens by a recurrent state or a convolution, in transformers.
+#: Names of transformers' layers that mix tokens by a recurrent state or a convolution.
 RECURRENT = re.compile(
     r"(Mamba2?Mixer|MambaLayer|(Bamba|H1)Mixer|GatedDeltaNet|DeltaAttention|LightningAttention|LinearAttention"
     r"|ShortConv(olution)?|RecurrentBlock|RwkvSelfAttention|CCAProjection)$"
@@ -87,7 +87,7 @@ RECURRENT_KIND = re.compile(r"linear|mamba|conv|recurrent|hybrid")
 
 
 def recurrent_layers(model: nn.Module) -> Counter[str]:
-    """Returns how many layers of each class mix the documents of a row, whatever the masks are."""
+    """Returns the number of layers of each class that mix the documents of a row, whatever the masks are."""
     found = Counter(type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__))
     if found:
         return found
@@ -137,7 +137,7 @@ class PackedModel(Adapter):
 
 
 def _own(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the class as it is now: somebody may have replaced it since."""
+    """The current forward of the class, which may have been replaced."""
     return self._foundry_original.forward(self, *args, **kwargs)
 
 
@@ -185,7 +185,7 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _remember(out: Any) -> None:
-    """Tells the caches that a model returns that they hold packed documents."""
+    """Marks the caches that a model returns as holding packed documents."""
     for value in out.values() if isinstance(out, dict) else out if isinstance(out, tuple) else ():
         if hasattr(value, "get_seq_length"):
             value._foundry_packed = True
@@ -226,8 +226,8 @@ def _read(
     if cache is not None and getattr(cache, "_foundry_packed", False):
         if past or not readable:
             raise ValueError(
-                "past_key_values holds several documents a row, and nothing tells which of them goes on; generate from "
-                "one document a row"
+                "past_key_values holds several documents per row, so it is unknown which one continues; generate from "
+                "one document per row"
             )
         cache._foundry_packed = False  # it was emptied
     documents = from_lengths(given, batch, queries, past + queries) if lengths else None
@@ -299,7 +299,7 @@ def assert_one_document(mask: Tensor | None, positions: Tensor | None) -> None:
         )
     if positions is not None:
         if real is not None and real.shape[1] != positions.shape[1]:
-            return  # on a cache, of which nobody knows how long it is
+            return  # on a cache of unknown length
         torch._assert_async(
             ~restarts(positions, real).any(), "position_ids restart: torch.compile must be given cu_seq_lens_q"
         )
@@ -313,8 +313,8 @@ def _is_unchecked(x: Tensor) -> bool:
 def check_mask(mask: Tensor, positions: Tensor, past: int) -> None:
     """Raises ValueError where a mask of four dimensions lets a token see one of another document.
 
-    Such a mask says all that a token sees; branches that go on from one beginning have positions that are repeated. So
-    a document is only what begins anew with the first position of its row.
+    Such a mask defines everything that a token sees, and branches with a common prefix repeat positions. So a document
+    only begins where the first position of its row is repeated.
     """
     if past or mask.shape[-1] != positions.shape[1] or mask.shape[-2] != positions.shape[1]:
         return
@@ -329,11 +329,11 @@ def check_mask(mask: Tensor, positions: Tensor, past: int) -> None:
 
 
 def _check_model(model: nn.Module, state: Any, documents: Documents) -> None:
-    """Raises ValueError, or warns, where a layer of `model` would mix documents whatever its masks are."""
+    """Raises ValueError, or warns, if a layer of `model` mixes documents whatever its masks are."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{documents.given_by} gives several documents a row, which an encoder-decoder does not keep apart; pass "
+            f"{documents.given_by} gives several documents per row, which an encoder-decoder does not keep apart; pass "
             "one document a row"
         )
     if not state.recurrent:
@@ -341,12 +341,12 @@ def _check_model(model: nn.Module, state: Any, documents: Documents) -> None:
     layers = ", ".join(state.recurrent)
     if documents.given_by != "position_ids":
         raise ValueError(
-            f"{documents.given_by} gives several documents a row, which {layers} would mix; pass one document a row, "
+            f"{documents.given_by} gives several documents per row, which {layers} mix; pass one document per row "
             "or patch with ops that do not name flash_attention"
         )
     if not is_compiling():
         warnings.warn(
-            f"position_ids gives several documents a row: attention keeps them apart, {layers} does not, as without "
+            f"position_ids gives several documents per row: attention keeps them apart, {layers} does not, as without "
             "a patch",
             stacklevel=3,
         )

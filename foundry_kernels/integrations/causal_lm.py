@@ -1,8 +1,8 @@
 """The loss of a causal language model of transformers, without the logits.
 
-While such a model trains, nobody needs its logits but the loss, so the class that `patch` gives it makes none then: its
-forward runs the decoder, and `linear_cross_entropy` the head. Any other call (in eval mode, without labels, with a head
-that must be called) is the class's own forward, whose `loss_function` is `cross_entropy` of this package.
+In training only the loss needs the logits, so a patched model does not compute them: its forward runs the decoder, and
+`linear_cross_entropy` runs the head. Any other call (in eval mode, without labels, with a head that must be called)
+runs the class's own forward, whose `loss_function` is `cross_entropy` of this package.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from foundry_kernels.core.registry import is_dtensor
-from foundry_kernels.integrations.adapters import Adapter, words
+from foundry_kernels.integrations.adapters import Adapter, split_names
 from foundry_kernels.integrations.calls import reads_documents
 from foundry_kernels.nn._head import PLANNED_INPUT, count_hooks, matrix_of
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 
-#: What the report says of a model whose loss makes no logits.
+#: The report's text for a model whose loss does not compute logits.
 NO_LOGITS = "logits of a call with labels are None in training mode; return_logits=True keeps them"
 
 
 #: The arguments of the loss of transformers, and of the function that it calls; of `kwargs` both read nothing.
-LOSS = words("logits labels source target vocab_size num_items_in_batch ignore_index shift_labels kwargs")
+LOSS = split_names("logits labels source target vocab_size num_items_in_batch ignore_index shift_labels kwargs")
 
 
 def _one(module: Any) -> float:
@@ -55,12 +55,12 @@ class CausalLM(Adapter):
     mixture: bool = False
     uses: tuple[str, ...] = field(default=())
 
-    names = words(
+    names = split_names(
         "last_hidden_state slice_logits_to_keep slice isinstance int lm_head loss_function config vocab_size "
         "CausalLMOutputWithPast past_key_values cache hidden_states attentions"
     )
     #: The cache has two names, by release.
-    arguments = words(
+    arguments = split_names(
         "self input_ids attention_mask position_ids past_key_values cache inputs_embeds labels use_cache kwargs "
         "logits_to_keep encoder_hidden_states encoder_attention_mask token_type_ids output_attentions "
         "output_hidden_states output_router_logits return_dict"
@@ -71,7 +71,7 @@ class CausalLM(Adapter):
         return ("linear_cross_entropy", "cross_entropy")
 
     def known(self) -> frozenset[str]:
-        mixture = words(
+        mixture = split_names(
             "output_router_logits load_balancing_loss_func router_logits num_experts num_experts_per_tok to device "
             "router_aux_loss_coef MoeCausalLMOutputWithPast"
         )
@@ -85,7 +85,7 @@ class CausalLM(Adapter):
         return super().why_changed(original)
 
     def why_not_without_logits(self, module: nn.Module) -> str | None:
-        """Returns the reason why the logits are made in any case, or None."""
+        """Returns the reason why logits are always computed, or None."""
         head = getattr(module, "lm_head", None)
         if _matrix_of(head) is None:
             return f"its lm_head is no plain linear layer ({type(head).__name__}) or has hooks, so its logits are made"
@@ -224,7 +224,7 @@ def _sharded_by_transformers(head: Any) -> Mapping[str, Any] | None:
 
 
 def _input_of(head: nn.Module) -> Any:
-    """The mesh of a head whose classes are sharded, and how a plain tensor lies on it; None where nobody knows."""
+    """The mesh of a vocab-sharded head, and the placements of a plain tensor on it; None if they are unknown."""
     if (known := _sharded_by_transformers(head)) is not None:
         return known["mesh"], (known["self"].input_layouts,)
     return getattr(head, PLANNED_INPUT, None)
@@ -247,8 +247,8 @@ def _next_tokens(labels: Tensor, shift_labels: Tensor | None, ignore_index: int)
 
 
 def _by_items(loss: Tensor, num_items_in_batch: Any) -> Tensor:
-    """Returns a sum over the number of items, where that is given: float32 whatever the model's dtype. Nothing over no
-    items is 0, as a mean is; something over none is infinite, as without a patch."""
+    """Returns a sum over the number of items, where that is given: float32 whatever the model's dtype. 0 / 0 items is
+    0, like a mean; a positive sum over 0 items is infinite, as without a patch."""
     loss = loss.float()
     if num_items_in_batch is None:
         return loss
@@ -266,7 +266,7 @@ def _set_loss_function(self: Any, value: Any) -> None:
 
 
 def _get_loss_function(self: Any) -> Any:
-    """Returns the loss of the next token on the kernels; any other loss is the caller's, or that of another task."""
+    """Returns the next-token loss on the kernels; any other loss runs as before."""
     theirs = self._foundry_get_loss()
     state = getattr(self, "_foundry", None)
     if state is None or "cross_entropy" not in state.backends or theirs is not self._foundry_their_loss:

@@ -80,7 +80,7 @@ def _parts(config: Any) -> Iterator[Any]:
 
 def inner_config(outer: Any, attention: str) -> Any:
     """Returns a config that holds what `outer` holds, also what is set in either of them later, but has another
-    attention; that of `outer` once somebody sets it."""
+    attention; that of `outer` once it is set."""
     members = {
         "__reduce_ex__": lambda self, protocol: (inner_config, (outer, attention)),
         ATTENTION: property(_inner_attention, getattr(type(outer), ATTENTION).fset),

@@ -20,15 +20,15 @@ from foundry_kernels.integrations.adapters import (
     _norm_forward,
     gated,
     layers_of,
-    words,
+    split_names,
 )
-from foundry_kernels.integrations.pre_llama import PlainMLP, activated, gelu_of
+from foundry_kernels.integrations.gpt_like import PlainMLP, activated, gelu_of
 from foundry_kernels.ops.swiglu import geglu
 
 
 @dataclass(frozen=True)
 class Intermediate(PlainMLP):
-    """``gelu(dense(x))``; BERT has its second product in another module."""
+    """``gelu(dense(x))``; BERT has its second matmul in another module."""
 
     def members(self, original: type) -> dict[str, Any]:
         return {"forward": activated}
@@ -56,9 +56,9 @@ def _speech_mlp(self: Any, hidden_states: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModernBertMLP(Gated):
-    """One product for the gate and, behind it, what it multiplies."""
+    """One matmul for the gate followed by the values that it multiplies."""
 
-    names = words("Wi chunk Wo drop act")
+    names = split_names("Wi chunk Wo drop act")
     arguments = ONE_INPUT
 
     def members(self, original: type) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _modernbert_mlp(self: Any, hidden_states: Tensor) -> Tensor:
 class T5MLP(Adapter):
     """``wo(dropout(gelu(wi_0(x)) * wi_1(x)))``; `wo` may be kept in float32, or be quantised."""
 
-    names = words("act wi_0 wi_1 dropout isinstance wo weight torch Tensor dtype int8 to")
+    names = split_names("act wi_0 wi_1 dropout isinstance wo weight torch Tensor dtype int8 to")
     arguments = ONE_INPUT
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ def _t5_mlp(self: Any, hidden_states: Tensor) -> Tensor:
 class T5Norm(Norm):
     """RMSNorm, rounded before the weight where the weight is of lower precision."""
 
-    names = words(
+    names = split_names(
         "to torch float32 pow mean rsqrt variance_epsilon weight dtype float16 bfloat16"  # of the class's own forward
     )
 

@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from foundry_kernels.core.registry import is_dtensor
-from foundry_kernels.integrations.adapters import Gated, State, gated, nothing, words
+from foundry_kernels.integrations.adapters import Gated, State, gated, nothing, split_names
 from foundry_kernels.nn.moe import dispatch, run_experts
 
 
 @dataclass(frozen=True)
 class Experts(Gated):
-    """The experts of a mixture: their products, the gated activation between and the weighted sum of a token's choices.
+    """The experts of a mixture: their matmuls, the gated activation between them and the weighted sum of a token's
+    choices.
 
     Where grouped_mm is not asked for, the activation alone is replaced, which `_apply_gate` is.
 
@@ -24,12 +25,12 @@ class Experts(Gated):
 
     passes: Callable[[Any], dict[str, Any]] = nothing
 
-    names = words(
+    names = split_names(
         "torch zeros_like no_grad nn functional one_hot num_experts permute greater sum nonzero where linear "
         "gate_up_proj chunk act_fn down_proj index_add_ to dtype"
     )
     #: Called by position; GPT-OSS has other names for the last two.
-    arguments = words("self hidden_states top_k_index top_k_weights router_indices routing_weights")
+    arguments = split_names("self hidden_states top_k_index top_k_weights router_indices routing_weights")
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return ("grouped_mm", *super().ops(module))
@@ -41,7 +42,7 @@ class Experts(Gated):
                 "experts_implementation='eager' has its activation inside a loop; 'grouped_mm' and 'batched_mm' do not"
             )
         if chosen not in SERVED:
-            return f"experts_implementation={chosen!r} is somebody's choice of other kernels"
+            return f"experts_implementation={chosen!r} explicitly chooses other kernels"
         if not all(hasattr(module, name) for name in LAYOUT):
             return f"it has no {', '.join(LAYOUT)}: another version of it than this package knows"
         return super().why_not(module)
@@ -54,11 +55,11 @@ class Experts(Gated):
 class ClampedExperts(Experts):
     """Experts that have no activation module: `passes` says which form of `swiglu` their `_apply_gate` is."""
 
-    names = words(
+    names = split_names(
         "torch zeros_like dtype device no_grad nn functional one_hot num_experts permute greater sum nonzero where "
         "gate_up_proj gate_up_proj_bias _apply_gate down_proj down_proj_bias index_add_ to"
     )
-    gate: ClassVar[frozenset[str]] = words("clamp limit torch sigmoid alpha")
+    gate: ClassVar[frozenset[str]] = split_names("clamp limit torch sigmoid alpha")
 
     def activation(self, module: nn.Module) -> tuple[str, str] | None:
         return "swiglu", ""

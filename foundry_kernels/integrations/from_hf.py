@@ -1,4 +1,4 @@
-"""Configurations and weights of models of transformers, read into ours as `readings.py` says.
+"""Converts configurations and weights of transformers' models to ours, as `hf_config_maps.py` specifies.
 
 Nothing of transformers is imported: classes are known by their names, options by their configuration, and weights by
 the names of the parameters.
@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from foundry_kernels.integrations.encoder_readings import ENCODERS
+from foundry_kernels.integrations.hf_config_maps import READINGS as LANGUAGE_MODELS
+from foundry_kernels.integrations.hf_encoder_config_maps import ENCODERS
 from foundry_kernels.integrations.reading import Asked, Reading, refuse_unread
-from foundry_kernels.integrations.readings import READINGS as LANGUAGE_MODELS
 from foundry_kernels.models.config import ModelConfig
 
 State = dict[str, Tensor]
@@ -29,7 +29,7 @@ def _by_their_names(ours: Mapping[str, str]) -> dict[str, str]:
     return {theirs: name for name, all_theirs in ours.items() for theirs in all_theirs.split()}
 
 
-#: What the families call our modules. No two of them mean different things by one name.
+#: The families' names of our modules. No name is ambiguous between families.
 MODULES = _by_their_names(
     {
         "tok_embeddings": (

@@ -1,4 +1,4 @@
-"""Packed documents as attention itself is told of them, where no patched model has read them for its masks.
+"""Packed documents in the arguments of attention itself, for calls whose masks were not made by a patched model.
 
 So it is for a model that names "foundry" without a patch, and for a layer that is called by itself or computed again
 for its gradient. What attention gets of the model's arguments is in its keyword arguments.
@@ -61,8 +61,8 @@ def documents_told(
     told = call.documents is None or (call.masked and mask is not None)
     if call.documents is not None and not told and not getattr(module, "is_cross_attention", False):
         raise ValueError(
-            f"{call.documents.given_by} gives several documents a row, of which the model tells "
-            f"{type(module).__name__} nothing: they would see each other; pass one document a row"
+            f"{call.documents.given_by} gives several documents per row, of which the model tells "
+            f"{type(module).__name__} nothing: they would see each other; pass one document per row"
         )
     return None
 
@@ -79,7 +79,7 @@ def _of_positions(mask: Tensor | None, positions: Tensor, sizes: tuple[int, int,
             _once(mask, sizes, lambda: check_mask(mask, positions.expand(batch, -1), keys - queries))
         return None
     if keys != queries:
-        return None  # a cache, of which nobody tells where its documents begin
+        return None  # a cache whose documents begin at unknown positions
     real = None
     if mask is not None and kind == KEYS:
         real = mask[:, 0, 0].expand(batch, -1)

@@ -85,7 +85,7 @@ class DenseMask(ValueError):
 def present_keys(padding: Tensor, begin: int, keys: int) -> Tensor:
     """Returns ``[B, 1, 1, S]`` bool, True for a token and False for padding, of ``[B, ..]`` bool from key `begin` on.
 
-    It goes with what the kernels know, causal or a window, unlike any other mask of so many dimensions, which says all.
+    It is combined with causal masks and windows, unlike other masks with four dimensions, which are complete.
     """
     present = padding[:, begin : begin + keys]
     present = torch.nn.functional.pad(present, (0, keys - present.shape[1]))

@@ -1,4 +1,4 @@
-"""`patch`: an existing model, made to run on the operations here and back again."""
+"""`patch`: makes an existing model run on the operations here, and undoes it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, MultiheadAttention, OurExpe
 
 
 def _is_our_model(module: nn.Module) -> bool:
-    """Whether it is a Transformer; that is not imported to know: who has one has imported it."""
+    """Whether it is a Transformer, without importing that class: a model of it implies that it is imported."""
     models = sys.modules.get("foundry_kernels.models.transformer")
     return models is not None and isinstance(module, models.Transformer)
 
@@ -54,7 +54,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """What `patch` replaced and what it left; `str` of it is a table.
+    """What `patch` replaced and what it did not; `str` of it is a table.
 
     dense_masks: what runs calls with dense masks; "" if it is the kernels, or if such calls are refused.
     mixing: the layers that do not keep packed documents apart, each with what a call with such documents does.
@@ -115,17 +115,16 @@ def patch(
     dense_masks: str = "kernels",
     return_logits: bool = False,
 ) -> PatchHandle:
-    """Replaces the norms, gated activations, rotations, attention and loss of `model` in place, where it has ones we
-    know.
+    """Replaces the supported norms, gated activations, rotations, attention and loss of `model` in place.
 
-    Known are the families of `foundry_kernels.integrations.table.PATCHED` in Hugging Face transformers,
+    Supported are the families of `foundry_kernels.integrations.table.PATCHED` in Hugging Face transformers,
     ``torch.nn.MultiheadAttention`` and torch.nn's transformer around it, ``torch.nn.RMSNorm`` and
-    ``torch.nn.LayerNorm`` in any model, and this package's own modules, whose backend is set.
-    Every module stays the same object with its parameters, buffers, names and hooks; the state dict, optimizers and
-    wrappers (PEFT, FSDP) notice nothing. A patched model can be deep-copied and pickled. Nothing of transformers is
-    changed: other models of the process are not touched. Packed documents do not see each other in a patched model of
-    transformers, or the call raises ValueError; `report` names layers that mix them. A LayerNorm's result has its
-    input's dtype, where PyTorch's is float32 under autocast on a GPU.
+    ``torch.nn.LayerNorm`` in any model, and this package's own modules, whose backend is set. Every module stays the
+    same object with its parameters, buffers, names and hooks; the state dict, optimizers and wrappers (PEFT, FSDP) are
+    not affected. A patched model can be deep-copied and pickled. transformers itself is not changed: other models in
+    the process are not affected. Packed documents do not see each other in a patched model of transformers, or the call
+    raises ValueError; `report` names layers that mix them. A LayerNorm's result has its input's dtype, where PyTorch's
+    is float32 under autocast on a GPU.
 
     Attention goes through the model's config: it is set to "foundry" there (see
     :mod:`foundry_kernels.integrations.transformers`). Because models may share a config object, the model gets a copy
@@ -146,10 +145,10 @@ def patch(
             has the kernels read it, "refuse" raises ValueError with the reason in the forward pass, "sdpa" runs that
             call on torch's scaled_dot_product_attention, or on the model's own eager attention where there is a soft
             cap or sinks, which SDPA lacks.
-        return_logits: whether a call of transformers' language model with labels returns the logits in training mode
-            too, where only its loss needs them. They are the largest tensor of a training step. By default they are
+        return_logits: whether a call of transformers' language model with labels also returns the logits in training
+            mode, where only its loss needs them. They are the largest tensor of a training step. By default they are
             None there, and never exist as a whole (:func:`foundry_kernels.linear_cross_entropy`); without labels or in
-            eval mode they are as ever. A loss over no labels at all is 0, not NaN.
+            eval mode they are returned as usual. A loss over no labels at all is 0, not NaN.
 
     Returns:
         A handle: `report()` tells what was replaced, what was left and why; `undo()` undoes it, as
@@ -163,7 +162,7 @@ def patch(
         ImportError: transformers is older than 5.4.
         BackendUnavailable: a mapping names a backend of which the operation has no kernel.
 
-    A model in which nothing is known is no error; the report says so. Where something raises, the model is as before.
+    A model without supported modules is not an error; the report says so. After an error the model is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")

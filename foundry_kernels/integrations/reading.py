@@ -1,4 +1,4 @@
-"""How `Transformer.from_hf` reads the configuration of a family: `readings.py` has a `Reading` of each."""
+"""How `Transformer.from_hf` reads the configuration of a family: `hf_config_maps.py` has a `Reading` of each."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ class Asked:
 
 
 def refuse_unread(config: Any, read: AbstractSet[str]) -> None:
-    """Raises ValueError where an option that nobody has read is not as the configuration's class has it by default: it
-    is not known here, and may change what is computed."""
+    """Raises ValueError if an unknown option does not have the default of the configuration's class, because it may
+    change the result."""
     aliases = getattr(config, "attribute_map", {})
     known = SILENT | {aliases.get(name, name) for name in read}
     before = logging.root.manager.disable

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from foundry_kernels.integrations.encoder_readings import SEQ2SEQ
 from foundry_kernels.integrations.from_hf import State, known, one_kind, read_configs, refuse_unknown
+from foundry_kernels.integrations.hf_encoder_config_maps import SEQ2SEQ
 from foundry_kernels.models.encoder_decoder import ReadModel
 
 #: A weight of one of the two parts, and of a layer in it.

@@ -1,4 +1,4 @@
-"""An instance given another class, and its own class back.
+"""Changes the class of an instance, and restores it.
 
 The class is a subclass of the module's own, made once for each class and adapter, which overrides one method. So the
 module stays the same object with the same parameters, buffers, names, hooks and `isinstance` answers, wrappers around
@@ -38,7 +38,7 @@ def patched_class(original: type, adapter: Adapter) -> type:
         **adapter.members(original),
     }
     made: Any = type(name, adapter.bases(original), members)
-    made._foundry_class = made  # a subclass that somebody else makes of it has another
+    made._foundry_class = made  # a class that is derived from it has another
     _CLASSES[original, adapter] = made
     return made
 
@@ -85,7 +85,7 @@ def revert(module: Any) -> None:
 
 
 def _is_last(module: nn.Module) -> bool:
-    """Returns whether nobody has derived a class of their own from the subclass."""
+    """Returns whether no other class has been derived from the subclass."""
     return getattr(type(module), "_foundry_class", None) is type(module)
 
 

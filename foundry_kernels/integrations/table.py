@@ -17,9 +17,9 @@ from foundry_kernels.integrations.causal_lm import CausalLM
 from foundry_kernels.integrations.encoders import ENCODERS
 from foundry_kernels.integrations.experts import ClampedExperts, Experts
 from foundry_kernels.integrations.families import FAMILIES
+from foundry_kernels.integrations.gpt_like import GPT2Attention, NeoXAttention, PlainMLP
+from foundry_kernels.integrations.gpt_like_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.interface import interface_adapter
-from foundry_kernels.integrations.pre_llama import GPT2Attention, NeoXAttention, PlainMLP
-from foundry_kernels.integrations.pre_llama_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.torch_nn import TORCH
 
 #: Of a family: what follows in the name of a class, and the adapter of that class or the reason why it is left.
@@ -119,7 +119,7 @@ _LLAMA_LIKE: dict[str, tuple[Any, ...]] = {
 }
 #: Besides its experts such a mixture has an MLP for the shared expert, or for layers without experts.
 _WITH_MLP = ("qwen2_moe", "qwen3_moe")
-_PRE_LLAMA: dict[str, Row] = {
+_GPT_LIKE: dict[str, Row] = {
     "gpt2": {
         "Attention": GPT2Attention(),
         "MLP": PlainMLP(first="c_fc", second="c_proj", dropout="dropout"),
@@ -134,11 +134,11 @@ _PRE_LLAMA: dict[str, Row] = {
     "falcon": {"Attention": FalconAttention(), "MLP": DENSE, "ForCausalLM": BLOOM_LIKE},
 }
 #: The rows of the families that `patch` knows.
-ROWS: dict[str, Row] = _PRE_LLAMA | {family: _like_llama(family, *row) for family, row in _LLAMA_LIKE.items()}
+ROWS: dict[str, Row] = _GPT_LIKE | {family: _like_llama(family, *row) for family, row in _LLAMA_LIKE.items()}
 
 #: The families that `patch` knows: those like Llama, and those before it, whose norm is a LayerNorm.
-LLAMA_LIKE, PRE_LLAMA = tuple(_LLAMA_LIKE), tuple(_PRE_LLAMA)
-PATCHED = (*LLAMA_LIKE, *PRE_LLAMA)
+LLAMA_LIKE, GPT_LIKE = tuple(_LLAMA_LIKE), tuple(_GPT_LIKE)
+PATCHED = (*LLAMA_LIKE, *GPT_LIKE)
 
 #: Class (module, name) -> the adapter, or the reason why it is left alone.
 TABLE: dict[tuple[str, str], Adapter | str] = (

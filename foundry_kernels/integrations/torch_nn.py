@@ -3,7 +3,7 @@
 In inference `torch.nn.TransformerEncoderLayer` computes all of itself in one kernel of PyTorch's, which reads the
 parameters of its modules and calls none of them: attention and norms are reached because the layer's own forward is
 replaced too. The layer gains besides: a sum with the residual, the dropout before it and the norm behind it are one
-pass, and so are the bias of the first product and GELU.
+pass, and so are the bias of the first matmul and GELU.
 
 `torch.nn.TransformerEncoder` drops padding in inference, by a nested tensor that its layers get. Here the tokens are
 packed once for all layers, under the same conditions, and padding comes out as 0 likewise. Masks stay bool on the way
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.nn.modules.transformer import _detect_is_causal_mask
 
 from foundry_kernels.core.autocast import autocast_dtype
-from foundry_kernels.integrations.adapters import Adapter, TorchNorm, layers_of, words
+from foundry_kernels.integrations.adapters import Adapter, TorchNorm, layers_of, split_names
 from foundry_kernels.nn import LayerNorm, MultiheadAttention, RMSNorm
 from foundry_kernels.nn._layers import is_linear, is_observed
 from foundry_kernels.nn._nested import Packed, nest_like, pack, pack_padded
@@ -50,7 +50,7 @@ class TorchModule(Adapter):
 class TorchAttention(TorchModule):
     """`torch.nn.MultiheadAttention`, which becomes that of `foundry_kernels.nn`."""
 
-    takes = words("query key value key_padding_mask need_weights attn_mask average_attn_weights is_causal")
+    takes = split_names("query key value key_padding_mask need_weights attn_mask average_attn_weights is_causal")
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return ("flash_attention",)
@@ -223,7 +223,7 @@ def gelu_of(activation: Any) -> str | None:
 class EncoderLayer(Layer):
     """`torch.nn.TransformerEncoderLayer`."""
 
-    takes = words("src src_mask src_key_padding_mask is_causal")
+    takes = split_names("src src_mask src_key_padding_mask is_causal")
     blocks = ("_sa_block", "_ff_block")
     attentions = ("self_attn",)
     run = _encoder_layer
@@ -233,7 +233,7 @@ class EncoderLayer(Layer):
 class DecoderLayer(Layer):
     """`torch.nn.TransformerDecoderLayer`."""
 
-    takes = words(
+    takes = split_names(
         "tgt memory tgt_mask memory_mask tgt_key_padding_mask memory_key_padding_mask tgt_is_causal memory_is_causal"
     )
     blocks = ("_sa_block", "_mha_block", "_ff_block")
@@ -245,7 +245,7 @@ class DecoderLayer(Layer):
 class Encoder(TorchModule):
     """`torch.nn.TransformerEncoder`, whose forward hands bool masks on and packs padded tokens."""
 
-    takes = words("src mask src_key_padding_mask is_causal")
+    takes = split_names("src mask src_key_padding_mask is_causal")
 
     def why_not(self, module: nn.Module) -> str | None:
         encoder: Any = module

@@ -40,7 +40,7 @@ check_release()  # before an import fails that says less
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from foundry_kernels.integrations.adapters import words
+from foundry_kernels.integrations.adapters import split_names
 from foundry_kernels.integrations.isolation import apart, documents_told
 from foundry_kernels.integrations.mask_functions import is_passed_on, mask, mask_or_error, mask_or_sdpa
 from foundry_kernels.integrations.masks import KEYS, LAYOUT, DenseMask, dense_layout, is_dense, kind_of, totals_of
@@ -56,9 +56,9 @@ except ImportError:  # a transformers whose models tell their layers
 
 #: What other attention functions of transformers take and this one does not: paged caches, blocks, a mask of heads.
 #: Whatever else comes along is no attention's (what the model returns, its loss) and is ignored, as "sdpa" ignores it.
-OF_OTHERS = words("cache block_table block_indices k_cache v_cache head_mask sinks")
+OF_OTHERS = split_names("cache block_table block_indices k_cache v_cache head_mask sinks")
 #: What transformers' "sdpa" does not know.
-LACKING_IN_SDPA = words("softcap s_aux alibi_slopes")
+LACKING_IN_SDPA = split_names("softcap s_aux alibi_slopes")
 
 
 def attention(

@@ -1,9 +1,9 @@
-"""The blocks of a model, one class for each order of norms and branches.
+"""The blocks of a model: one class for each order of norms and branches.
 
-A block gets a stream and the branch that is still to be added to it, and returns the same two, so that the sum is made
-in the pass of the next norm, and the branch is dropped out there too. Asked for the statistics of its router, it
-returns those behind them, tensor by tensor: reentrant activation checkpointing gives no gradient to what lies deeper,
-which is why a mask is passed as an argument by itself too.
+A block takes the residual stream and the previous branch, which has not been added to it yet, and returns the same two.
+The sum and the dropout of the branch are fused into the next norm. With `return_stats` a block also returns the
+router's statistics as separate tensors, and a mask is a separate argument, because reentrant activation checkpointing
+gives no gradient to nested tensors.
 """
 
 from __future__ import annotations
@@ -116,14 +116,13 @@ def make_feed_forward(config: ModelConfig, factory: dict[str, Any], layer: int) 
 
 
 def add_branch(norm: Norm, branch: Tensor, stream: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
-    """Returns the norm of the stream with the branch, and that stream. In training of the norm, the branch is
-    dropped out."""
+    """Returns the norm of the sum of stream and branch, and this sum. In training the branch is dropped out first."""
     branch = branch.to(stream.dtype)
     return norm(branch, stream, dropout_p=dropout) if dropout and norm.training else norm(branch, stream)
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each after a norm that also adds the branch before it to the residual stream."""
+    """Attention and feed-forward, each after a norm that also adds the previous branch to the residual stream."""
 
     drops_late: ClassVar = True  # whether the branch that a block returns is still to be dropped out
 
@@ -152,10 +151,10 @@ class TransformerBlock(nn.Module):
         return_stats: bool = False,
         *seen: Any,
     ) -> Passed:
-        """`branch`, the previous block's output (None before the first), is still to be added to `stream`; both
-        ``[B, T, dim]``. Returns this block's branch, the stream that it is to be added to, and with `return_stats` the
-        three tensors of :class:`foundry_kernels.nn.RouterStats` where there is a router. If the block `drops_late`, a
-        branch is dropped out where it is added. `seen` are `attn_mask`, `positions`, `cu_seqlens` and `max_seqlen` of
+        """`branch`, the previous block's output (None before the first block), has not been added to `stream` yet; both
+        are ``[B, T, dim]``. Returns this block's branch, the stream to which it must be added, and with `return_stats`
+        the three tensors of :class:`foundry_kernels.nn.RouterStats` if there is a router. If the block `drops_late`, a
+        branch is dropped out when it is added. `seen` are `attn_mask`, `positions`, `cu_seqlens` and `max_seqlen` of
         its attention, or nothing."""
         if type(self) is TransformerBlock and cache is not None and len(seen) == 0:
             decoded = decode(self, branch, stream, cache)
@@ -198,8 +197,8 @@ class TransformerBlock(nn.Module):
 
 
 class ParallelBlock(TransformerBlock):
-    """Attention and feed-forward of the same stream, after one norm (Falcon-7B) or one each (GPT-NeoX). Each is dropped
-    out by itself, before their sum.
+    """Attention and feed-forward of the same stream, after one norm (Falcon-7B) or one each (GPT-NeoX). Each branch is
+    dropped out separately, before their sum.
 
     Black et al., "GPT-NeoX-20B", 2022, arXiv:2204.06745.
     """
@@ -226,7 +225,7 @@ class ParallelBlock(TransformerBlock):
 
 
 class PostNormBlock(TransformerBlock):
-    """Attention and feed-forward, each before a norm of the sum; no branch is left to be added."""
+    """Attention and feed-forward, each followed by a norm of the sum; every branch is added within the block."""
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""Keys and values of the positions that a model has seen, so that generation computes only the new ones."""
+"""A key-value cache, so that generation only computes new positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from foundry_kernels.core.inference import recorded, without_backward
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
-from foundry_kernels.models.contradictions import check_cache
+from foundry_kernels.models.validate import check_cache
 from foundry_kernels.nn._linear_layers import KeyValueMemory
 from foundry_kernels.nn._paged import NO_GRADIENT
 
@@ -21,8 +21,8 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def without_graph(forward: Forward) -> Forward:
-    """A model's `forward`, of which a call with a cache keeps nothing for a backward pass, in any mode; one through
-    what it returns raises RuntimeError."""
+    """Wraps a model's `forward`: a call with a cache saves nothing for a backward pass in any mode, and a backward pass
+    through its results raises RuntimeError."""
 
     @wraps(forward)
     def call(self: Any, *args: Any, cache: Any = None, **options: Any) -> Any:
@@ -50,12 +50,13 @@ class KVCache:
 
     Args:
         config: of the model.
-        batch_size: sequences, which all have the same length at any time.
-        max_len: positions it can hold; None is ``config.max_seq_len``, which only learned positions cannot exceed.
+        batch_size: number of sequences, which always have the same length.
+        max_len: number of positions that the cache can hold; None is ``config.max_seq_len``. Only with learned
+            positions it must not be larger than that.
         device, dtype: of the keys and values the model computes (under autocast, autocast's dtype).
 
     Attributes:
-        length: positions stored. Setting it to a smaller number discards what follows.
+        length: number of positions stored. Setting it to a smaller number discards later positions.
         k, v: for each layer ``[B, Hk, max_len, D]``.
 
     Raises:
@@ -119,8 +120,8 @@ class KVCache:
 
 
 class LayerCache(KeyValueMemory):
-    """One layer of a :class:`KVCache`. The length moves only when all layers are done, by `KVCache.advance`, so a
-    forward pass that fails half-way leaves the cache as it was."""
+    """One layer of a :class:`KVCache`. `KVCache.advance` changes the length after all layers have run, so a forward
+    pass that fails leaves the cache unchanged."""
 
     def __init__(self, cache: KVCache, index: int) -> None:
         self._cache, self._index = cache, index
@@ -130,7 +131,7 @@ class LayerCache(KeyValueMemory):
         return self._cache.length
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k and v ``[B, Hk, T, D]`` behind what is there; returns views of all S positions ``[B, Hk, S, D]``.
+        """Appends k and v ``[B, Hk, T, D]`` and returns views of all S positions ``[B, Hk, S, D]``.
 
         Raises:
             ValueError: they do not fit the cache.
@@ -152,8 +153,7 @@ class LayerCache(KeyValueMemory):
         return stored_k[:, :, :stop], stored_v[:, :, :stop]
 
     def memory(self, new: Tensor, n_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-        """Returns the layer's whole memory ``[B, Hk, max_len, D]``, for `new` ``[B, T, ...]`` of so many heads to be
-        written behind what is there.
+        """Returns the layer's whole memory ``[B, Hk, max_len, D]``, to which the caller appends `new` ``[B, T, ...]``.
 
         Raises:
             ValueError: it does not fit the cache.

@@ -1,4 +1,4 @@
-"""The shape of a model, and the choices that make it a GPT-2, a LLaMA, a BLOOM or a Falcon."""
+"""The configuration of a model: its shape and architecture (GPT-2, LLaMA, BLOOM, Falcon, ...)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from foundry_kernels.core.checks import check_int, check_not_negative, check_number, check_positive
 from foundry_kernels.core.choices import ACTIVATIONS, GATES, INITS, SCORINGS
 from foundry_kernels.models import count, presets
-from foundry_kernels.models.contradictions import contradictions
+from foundry_kernels.models.validate import contradictions
 from foundry_kernels.ops.rope import RopeScaling
 
 if TYPE_CHECKING:
     from foundry_kernels.models import memory
 
-#: What may be chosen, by the name of the field.
+#: Valid choices, by the name of the field.
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "positions": ("rope", "alibi", "learned", "sinusoidal", "relative", "none"),
     "norm": ("rms_norm", "layer_norm"),
@@ -40,9 +40,9 @@ class ModelConfig:
         n_heads: query heads.
         n_kv_heads: key-value heads, a divisor of `n_heads`; None is `n_heads`, 1 is multi-query attention.
         vocab_size: tokens are 0 .. vocab_size - 1.
-        max_seq_len: positions that the model is made for: rows of the learned table, which ends there, and of the
-            rotary or sinusoidal one at first, which grows.
-        multiple_of: two thirds of 4d are rounded up to a multiple of it.
+        max_seq_len: number of positions: the size of a learned table, which is fixed, and the initial size of a rotary
+            or sinusoidal table, which grows.
+        multiple_of: the feed-forward width is rounded up to a multiple of it, with "two_thirds_of_4d".
         ffn_dim_multiplier: factor on the feed-forward width before it is rounded up.
         hidden_dim: the feed-forward width itself, which overrides the two above and `ffn_rule`.
         head_dim: width of a head; None is ``dim // n_heads``.
@@ -55,30 +55,31 @@ class ModelConfig:
         rope_interleaved: False pairs the dimensions (i, i + D/2), as transformers does; True (2i, 2i+1), as Meta's
             checkpoints need (:meth:`llama` and :meth:`mixtral` set it).
         tie_embeddings: the output projection is the embedding's matrix.
-        init: how projections begin, from normal distributions: "normal", with `init_std`; "xavier", with
-            ``sqrt(2 / (fan_in + fan_out))``; "depth_scaled", with `init_std`, by ``sqrt(2 n_layers)`` less where they
-            write to the residual stream (GPT-2); see :func:`foundry_kernels.models.init.init_weights`.
-        init_std: standard deviation of the initial weights, in all three that of embeddings.
-        positions: "rope" rotates queries and keys; "alibi" lowers a score by the distance, by a slope a head
+        init: standard deviation of the normal distribution that initializes projections: "normal" is `init_std`;
+            "xavier" is ``sqrt(2 / (fan_in + fan_out))``; "depth_scaled" is `init_std`, divided by ``sqrt(2 n_layers)``
+            for projections that write to the residual stream (GPT-2); see
+            :func:`foundry_kernels.models.init.init_weights`.
+        init_std: standard deviation of the initial weights; embeddings always use it.
+        positions: "rope" rotates queries and keys; "alibi" subtracts the distance times a slope per head from a score
             (:func:`foundry_kernels.nn.alibi_slopes`); "learned" and "sinusoidal" add a vector to the embedding;
-            "relative" adds a learned number a head to a score, by the distance (T5,
+            "relative" adds a learned number per head and distance to a score (T5,
             :class:`foundry_kernels.nn.RelativeBias`); "none".
         alibi_scaled: multiply ALiBi's slopes by the scale of the scores, after rounding them to bfloat16 (Falcon).
-        relative_buckets, relative_max_distance: of "relative" positions: numbers a head, and the distance from which on
-            all have the last one.
+        relative_buckets, relative_max_distance: for "relative" positions: the number of buckets, and the distance from
+            which the last bucket is used.
         rope_dim: rotated dimensions of a head, even; None is all of them.
         norm: "rms_norm" or "layer_norm".
         norm_bias: whether norms have a bias; None is the default, True for "layer_norm" and False for "rms_norm".
         norm_weight_offset: added to the weights of RMSNorms, which start at ``1 - norm_weight_offset`` (Gemma: 1.0).
-        norm_placement: "pre", a norm before each branch, or "post", a norm of each sum (GPT-1).
-        final_norm: a norm behind the last block; None is the default, True for "pre" and False for "post".
-        embedding_norm: a norm of the embeddings, with the positions added (BLOOM).
+        norm_placement: "pre" (a norm before each branch) or "post" (a norm of each sum, as in GPT-1).
+        final_norm: a norm after the last block; None is the default, True for "pre" and False for "post".
+        embedding_norm: a norm of the embeddings after positions are added (BLOOM).
         embedding_scale: factor on the embeddings, rounded to their dtype, before positions are added.
-        token_types: rows of a table of embeddings that are added by the type of a token (BERT's segments); 0 is none.
+        token_types: size of the table of token type embeddings (BERT's segments); 0 means no such table.
         activation: gated "swiglu", "geglu", "geglu_tanh", "glu" (the logistic function) or "reglu", or "gelu",
-            "gelu_tanh" (GPT-2), "silu" or "relu" of one product.
-        ffn_rule: the feed-forward width: "4d", or "two_thirds_of_4d" rounded up to `multiple_of`, with which a gated
-            block has as many parameters; None is two thirds where there is a gate, else 4d.
+            "gelu_tanh" (GPT-2), "silu" or "relu" without a gate.
+        ffn_rule: the feed-forward width: "4d", or "two_thirds_of_4d" rounded up to `multiple_of`, which gives a gated
+            block the same number of parameters. None is two thirds with a gate, else 4d.
         attention_bias: biases of the projections to queries, keys and values.
         attention_out_bias: of the projection from attention; None is `attention_bias`.
         mlp_bias: of the feed-forward projections.
@@ -94,32 +95,32 @@ class ModelConfig:
         attention_scale: factor on the scores; None is ``head_dim ** -0.5``.
         qk_norm: an RMSNorm of queries and keys, before the rotation (Qwen3).
         qk_norm_over: "head", each head by itself, or "projection", all heads together (OLMoE).
-        embedding_dropout, residual_dropout: of the embeddings, and of each branch before it is added, in the pass of
-            the norm that adds it.
-        attention_dropout: of attention's weights, inside attention's kernels.
-        activation_dropout: of the activated product inside the feed-forward block or an expert, in the pass that
-            makes it.
-        output_dropout: of what the output projection reads (T5).
-        n_experts: None, or how many experts take the place of the feed-forward block, each of its width
+        embedding_dropout, residual_dropout: dropout of the embeddings, and of each branch before it is added (fused
+            with the norm that adds it).
+        attention_dropout: dropout of attention weights, inside the kernels.
+        activation_dropout: dropout of the activated product in the feed-forward block or an expert (fused with the
+            activation).
+        output_dropout: dropout of the output projection's input (T5).
+        n_experts: None, or the number of experts that replace the feed-forward block, each with its width
             (:class:`foundry_kernels.nn.MoE`).
-        dense_layers: layers (from 0) that have a feed-forward block and no experts.
+        dense_layers: indices of layers with a feed-forward block instead of experts.
         dense_hidden_dim: the width of that block; None is an expert's.
         top_k: experts of a token.
         router_scoring, router_renormalize, router_scale: how a router's logits become weights ("softmax", True, 1.0 in
             Mixtral; "sigmoid" in DeepSeek-V3); see :class:`foundry_kernels.nn.Router`.
         router_bias: of the router's logits.
-        selection_bias: a bias of the router's choice alone, which
-            :func:`foundry_kernels.nn.update_selection_biases` moves after each step (DeepSeek-V3).
-        router_groups, router_top_groups: a token chooses among the experts of its best groups only, so many of so many
-            groups (DeepSeek-V3); None is no groups.
+        selection_bias: a bias that only affects the router's choice, which
+            :func:`foundry_kernels.nn.update_selection_biases` updates after each step (DeepSeek-V3).
+        router_groups, router_top_groups: a token chooses among the experts of its `router_top_groups` best groups out
+            of `router_groups` (DeepSeek-V3); None means no groups.
         weight_expert_inputs: multiply experts' inputs by their weights, not their outputs (Llama 4).
-        shared_expert_dim: width of an expert that every token goes through; None is none.
+        shared_expert_dim: width of an expert that every token goes through; None means no such expert.
         shared_expert_gate: multiply its output by the logistic function of a scalar (Qwen2-MoE).
-        load_balancing_coef, router_z_coef: factors of the load-balancing and the router's z-loss in the model's loss
-            while it trains.
+        load_balancing_coef, router_z_coef: factors of the load-balancing loss and the router's z-loss in the model's
+            training loss.
 
     Raises:
-        TypeError, ValueError: a field is invalid, or contradicts another; the message names it.
+        TypeError, ValueError: a field is invalid or contradicts another one; the message names it.
 
     Press et al., "Train Short, Test Long" (ALiBi), 2021, arXiv:2108.12409. Xiong et al., "On Layer Normalization in the
     Transformer Architecture" (pre and post), 2020, arXiv:2002.04745. Henry et al., "Query-Key Normalization", 2020,
@@ -308,7 +309,7 @@ class ModelConfig:
         """
         return cls(**presets.fields("mixtral", size, changes))
 
-    # Those below are derived and not filled in, so that `dataclasses.replace` derives them anew.
+    # The properties below are derived and not stored, so that `dataclasses.replace` recomputes them.
 
     @property
     def kv_heads(self) -> int:
@@ -327,7 +328,7 @@ class ModelConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward part has a gate, and so three matrices."""
+        """Whether the feed-forward block has a gate, and therefore three matrices."""
         return self.activation in GATES
 
     @property
@@ -336,7 +337,7 @@ class ModelConfig:
 
     @property
     def ends_with_norm(self) -> bool:
-        """Whether there is a norm behind the last block."""
+        """Whether there is a norm after the last block."""
         return self.norm_placement == "pre" if self.final_norm is None else self.final_norm
 
     @property
@@ -369,10 +370,10 @@ class ModelConfig:
 
     @property
     def n_parameters(self) -> int:
-        """Parameters of the model, those of a tied head once."""
+        """The number of parameters; a tied head counts once."""
         return count.parameters_by_part(self).total
 
-    # What the model costs. These are functions of a configuration, so methods.
+    # Costs of the model, which are functions of its configuration.
     parameters_by_part = count.parameters_by_part
     cache_bytes = count.cache_bytes
     flops_per_token = count.flops_per_token
@@ -388,7 +389,7 @@ def _check_size(name: str, value: object) -> None:
 
 
 def _layer_numbers(layers: object, n_layers: int) -> tuple[int, ...]:
-    """`layers` as a tuple in order, each once."""
+    """`layers` as a sorted tuple without duplicates."""
     if not isinstance(layers, Sequence) or not all(type(layer) is int for layer in layers):
         raise TypeError(f"dense_layers must be a tuple of ints; got {layers!r:.60}")
     if outside := [layer for layer in layers if not 0 <= layer < n_layers]:

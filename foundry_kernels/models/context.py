@@ -1,4 +1,4 @@
-"""A context that a model attends to: the keys and values of every layer, computed once."""
+"""The keys and values of a context in every layer, computed once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 
 @dataclass(frozen=True)
 class Context:
-    """What :meth:`Transformer.read_context` has read of a context, for any number of calls of that model.
+    """The result of :meth:`Transformer.read_context`, for any number of calls of that model.
 
     Attributes:
         layers: keys and values ``[B, Hk, S, D]`` of each layer.
-        mask: what of the context is seen; None is all.
+        mask: the mask of the context; None means that all of it is seen.
     """
 
     layers: Sequence[ContextKeyValues | Tensor]

@@ -1,4 +1,4 @@
-"""What a model costs, by its configuration alone: parameters, bytes of a cache, floating-point operations."""
+"""Costs of a model, from its configuration: parameters, bytes of a cache, floating-point operations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from foundry_kernels.core.checks import check_int
-from foundry_kernels.models.contradictions import check_cache
+from foundry_kernels.models.validate import check_cache
 
 if TYPE_CHECKING:
     from foundry_kernels.models.config import ModelConfig
@@ -22,7 +22,7 @@ class Parts(dict[str, int]):
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each part's share of the total, 0 .. 1."""
+        """Returns each part's share of the total, 0 .. 1."""
         total = max(self.total, 1)
         return {name: number / total for name, number in self.items()}
 
@@ -35,13 +35,13 @@ def parameters_by_part(config: ModelConfig, active: bool = False) -> Parts:
     """Returns the parameters of the model by part; their total is `config.n_parameters`.
 
     Args:
-        active: count of the experts `top_k` alone, those that a token goes through.
+        active: count only `top_k` experts, those that a token goes through.
 
     Returns:
         "embedding": tokens, token types, learned positions. "attention": the projections with their biases, those to a
         context, and the table of relative positions. "feed_forward": blocks or experts with their biases, shared
         experts, routers. "norms": of blocks, of queries and keys, of embeddings and the last one. "head": the output
-        projection; 0 where it is tied, for its matrix is the embedding's.
+        projection; 0 if it is tied, because its matrix is the embedding's.
     """
     dim, norm, n_layers = config.dim, config.dim * (2 if config.norms_have_bias else 1), config.n_layers
     blocks = n_layers * (1 if config.shared_attention_norm else 2)
@@ -98,8 +98,8 @@ def _feed_forward(config: ModelConfig, active: bool) -> int:
 def cache_bytes(config: ModelConfig, batch: int, length: int, dtype: torch.dtype) -> int:
     """Returns the bytes of a :class:`KVCache`: ``2 n_layers batch n_kv_heads length head_dim`` elements.
 
-    It is what the cache allocates: all `length` positions, with a sliding window too. Keys and values of a context are
-    not in it.
+    The cache allocates all `length` positions, even with a sliding window. Keys and values of a context are not
+    included.
 
     Args:
         batch: sequences.
@@ -124,20 +124,20 @@ def _itemsize(name: str, dtype: object) -> int:
 def flops_by_part(config: ModelConfig, length: int, context_length: int | None = None) -> dict[str, float]:
     """Returns the floating-point operations of a forward pass for each token of a sequence of `length`, by part.
 
-    A multiply-add counts as 2. Counted are matrix products, as utilization (MFU) is measured: projections in
+    A multiply-add counts as 2. Only matmuls are counted, as for model FLOPs utilization (MFU): projections in
     "attention", scores and the weighted sums of values in "attention_scores", the feed-forward part (`top_k` experts,
-    the shared one, the router) and the head. Norms, activations, the rotation and the softmax are not, nor are
-    embeddings, which are read. A training step counts as 3 forward passes, for the backward pass has two products for
-    each one; what is recomputed is not counted.
+    the shared one, the router) and the head. Norms, activations, the rotation, the softmax and embeddings are not
+    counted. A training step counts as 3 forward passes, because the backward pass has two matmuls for each one;
+    recomputation is not counted.
 
-    Scores are those that a query sees, as an average over the positions: ``(length + 1) / 2`` keys in a causal model,
-    fewer with a window, all in an encoder. A backend that computes the hidden ones too, as the reference does, executes
-    more: without a window ``2 length / (length + 1)`` times as many.
+    Scores are those of the keys that a query sees, averaged over the positions: ``(length + 1) / 2`` keys in a causal
+    model, fewer with a window, all in an encoder. A backend that also computes masked scores, such as the reference,
+    executes more: without a window ``2 length / (length + 1)`` times as many.
 
     Args:
         length: tokens of a sequence.
         context_length: of a model with `context_dim`, the tokens of the context; None is `length`. The context's keys
-            and values are computed once, and the tokens of the sequence share that work.
+            and values are computed once, and this work is shared by the tokens of the sequence.
 
     Raises:
         TypeError, ValueError: no int or below 1, or a `context_length` without a context.
@@ -175,7 +175,7 @@ def flops_per_token(
 
 
 def _keys_seen(config: ModelConfig, length: int) -> float:
-    """Keys that a query sees, as an average over the positions."""
+    """Keys that a query sees, averaged over the positions."""
     window = length if config.sliding_window is None else min(config.sliding_window, length)
     # Position i sees min(i, window - 1) before itself, and without `causal` as many behind.
     before = (window * (window - 1) / 2 + (length - window) * (window - 1)) / length

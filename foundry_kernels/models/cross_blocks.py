@@ -1,5 +1,5 @@
-"""Blocks that attend to a context too, between their own attention and the feed-forward part; and which block a model
-has."""
+"""Blocks that also attend to a context, between self-attention and feed-forward; and the choice of a model's block
+class."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CrossBlock(TransformerBlock):
         context_mask: AttentionMask | None,
         *seen: Any,
     ) -> Passed:
-        """As that of :class:`TransformerBlock`, with the context and what of it is seen before the others' `seen`."""
+        """As in :class:`TransformerBlock`; `seen` begins with the context and its mask."""
         if branch is None:
             y = self.attention_norm(stream)
         else:
@@ -61,7 +61,7 @@ class CrossBlock(TransformerBlock):
 
 
 class PostNormCrossBlock(CrossBlock):
-    """A norm of each of the three sums; no branch is left to be added."""
+    """A norm of each of the three sums; every branch is added within the block."""
 
     def forward(  # type: ignore[override]
         self,

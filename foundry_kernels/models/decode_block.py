@@ -1,12 +1,12 @@
-"""Whole blocks in one call, where few rows continue a cache on the CPU.
+"""Runs whole blocks in one call, for decoding few rows with a cache on the CPU.
 
-In decoding a block's products read its weights as fast as memory gives them, and what lies between them takes as long
-as a third of that: calls of modules and operators, and threads that are woken a dozen times. The operator
-`decode_block` runs the same kernels, with the same bits, in one parallel region; and Python looks at all blocks before
-the first, while what it looks with is in the processor's caches. Nothing is kept between calls.
+In decoding, a block's matmuls are bound by reading its weights. The overhead between them takes a third of that time:
+calls of modules and operators, and a dozen wake-ups of threads. The operator `decode_block` runs the same kernels, with
+the same bits, in one parallel region. Python checks all blocks before running the first one, while the code of the
+checks is in the processor's caches. Nothing is cached between calls.
 
-This is for what a block usually is, which is listed in `decode_all`. All else is called part by part: so is a block
-wherever someone may want to see a part, by a hook, a subclass, a mode of torch or an implementation put in its place.
+It supports the usual blocks, which `decode_all` lists. Any other block runs part by part. So does a block whose parts
+may be observed or replaced: by a hook, a subclass, a torch mode or an `override`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 if MISSING is None:
     from foundry_kernels.ops.decode_linear.native import decode_block, decode_blocks_direct
 
-#: The gated activation: what the operator calls it, by name.
+#: The operator's name of each gated activation.
 _ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "glu": "sigmoid", "reglu": "relu"}
 _NATIVE = ("auto", "native")
-#: What the operator does beside its products.
+#: The operations that the operator runs besides matmuls.
 _PARTS = tuple(
     OPS[name] for name in ("rms_norm", "add_rms_norm", "rope", "flash_attention", "swiglu", "geglu", "glu", "reglu")
 )
@@ -44,16 +44,15 @@ _PARTS = tuple(
 def decode_all(
     blocks: Iterable[Any], kind: type[Any], stream: Tensor, cache: KVCache | PagedForward
 ) -> tuple[Tensor, Tensor] | None:
-    """Returns branch and stream of the last of a model's `blocks`, with new keys and values in the cache; None where
-    they are to be called.
+    """Returns branch and stream of the last of a model's `blocks` and appends keys and values to the cache; None if the
+    blocks must be called.
 
-    Taken are few rows on the CPU, in a cache of pages one token of each sequence, without gradients, autocast or
+    It supports few rows on the CPU (with a cache in pages, one token of each sequence), without gradients, autocast or
     transforms (`decodes`), outside of `fk.batch_invariant` and torch.compile (which traces block by block, without
-    pages), through blocks of the class `kind` itself, all with
+    pages). All blocks must be of the class `kind` itself, with
 
-    - two :class:`RMSNorm` alike, of vectors, with weights;
-    - causal :class:`Attention` of x to itself, of queries and keys that a :class:`RotaryEmbedding` rotates, without
-      norms or slopes;
+    - two :class:`RMSNorm` over one dimension, with weights and the same options;
+    - causal self-attention (:class:`Attention`) with a :class:`RotaryEmbedding`, without norms or slopes;
     - a :class:`GatedMLP`;
     - `nn.Linear` without biases, and no dropout in training;
     - native kernels, and no hooks on any module.
@@ -68,13 +67,13 @@ def decode_all(
         if arguments is None:
             return None
         found.append(arguments)
-    # None again where torch, or one of the tensors, is in another state than usual.
+    # None again if torch, or one of the tensors, is in an unusual state.
     pair: tuple[Tensor, Tensor] | None = decode_blocks_direct("auto", None, stream, found)
     return pair
 
 
 def decode(block: TransformerBlock, branch: Tensor | None, stream: Tensor, cache: Any) -> tuple[Tensor, Tensor] | None:
-    """The same of one block, also while torch.compile traces."""
+    """The same for one block, also while torch.compile traces."""
     paged = isinstance(cache, PagedKeyValues)
     if not _continues(stream, paged) or (paged and torch.compiler.is_compiling()):
         return None
@@ -100,10 +99,10 @@ def _continues(stream: Tensor, paged: bool) -> bool:
 def _arguments(
     block: TransformerBlock, stream: Tensor, cache: Any, tables: dict[RotaryEmbedding, Any]
 ) -> tuple[Any, ...] | None:
-    """What the operator takes beside branch and stream, weights and norms one by one; None for another block. `tables`
-    are those that earlier blocks of the call have.
+    """The operator's arguments besides branch and stream, with separate weights and norms; None for an unsupported
+    block. `tables` are those of earlier blocks of the call.
 
-    Written for time: submodules and weights are found where `nn.Module` keeps them, not by its attributes."""
+    For speed, submodules and weights are read from `nn.Module`'s dicts and not by attribute."""
     parts = block._modules
     attention: Any = parts.get("attention")
     feed_forward: Any = parts.get("feed_forward")
@@ -178,7 +177,7 @@ def _norms_alike(first: Any, second: Any) -> bool:
 
 
 def _attends_plainly(attention: Attention) -> bool:
-    """Whether it is causal attention of x to itself and nothing besides."""
+    """Whether it is plain causal self-attention."""
     return (
         attention.causal
         and attention.attend is None
@@ -197,7 +196,7 @@ def _fit(
     attention: Attention,
     round_before_weight: bool,
 ) -> bool:
-    """Whether the operator takes these tensors, which are fakes: where they are not, its direct call says it."""
+    """Whether the operator supports these fake tensors. For real tensors its direct call checks this."""
     dim, hidden = stream.shape[-1], weights[4].shape[0]
     q_width, kv_width = (heads * attention.head_dim for heads in (attention.n_heads, attention.n_kv_heads))
     shapes = [(q_width, dim), *[(kv_width, dim)] * 2, (dim, q_width), *[(hidden, dim)] * 2, (dim, hidden)]

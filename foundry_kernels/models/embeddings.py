@@ -1,4 +1,4 @@
-"""What the first block of a model reads: embeddings of tokens, with their types and positions."""
+"""The input of a model's first block: embeddings of tokens, with their types and positions."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def needs_preparing(config: ModelConfig) -> bool:
 
 
 def embed(table: nn.Embedding, tokens: Tensor, vocab_size: int) -> Tensor:
-    """The rows of the tokens; on the CPU, a token that has none is named."""
+    """The embeddings of the tokens. On the CPU an error names a token outside of the vocabulary."""
     if not values_known(tokens):
         return table(tokens)
-    # The embedding looks at each token anyway. It is left to that, and ours is only to say which one it was.
+    # The embedding checks each token anyway. This only adds which token it was.
     looks = type(table) is nn.Embedding and table.num_embeddings == vocab_size
     if not looks or is_observed(table):
         check_range("tokens", tokens, vocab_size)
@@ -56,8 +56,8 @@ def prepare(
     token_types: Tensor | None,
     max_seqlen: int | None,
 ) -> Tensor:
-    """Embeddings of the positions from `start` on, or of those that are given, of sequences of at most `max_seqlen`, to
-    the stream that the first block reads."""
+    """Adds embeddings of the positions from `start` on, or of given positions of sequences of at most `max_seqlen`, to
+    the stream of the first block."""
     config, table, norm, dropout = (
         model.config, model.pos_embeddings, model.embedding_norm, model.config.embedding_dropout
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A sequence-to-sequence model: an encoder, and a decoder whose layers attend to what it returns."""
+"""A sequence-to-sequence model: an encoder, and a decoder whose layers attend to the encoder's output."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from foundry_kernels.nn._backend import Backend
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.rope import RopeScaling
 
-#: Fields of a decoder that mean nothing to the encoder of the same shape.
+#: Fields of a decoder that do not apply to the encoder of the same shape.
 _DECODERS = ("context_dim", "head", "tie_embeddings", "output_bias", "logit_scale")
 
 
 class ReadModel(NamedTuple):
-    """What is read of an encoder-decoder of transformers: two configurations, two sets of weights under the names of
-    :class:`Transformer`, and the token that decoders begin with."""
+    """An encoder-decoder of transformers, converted: two configurations, two sets of weights under the names of
+    :class:`Transformer`, and the decoder's start token."""
 
     encoder: ModelConfig
     decoder: ModelConfig
@@ -39,7 +39,7 @@ class ReadModel(NamedTuple):
 
 class EncoderDecoder(nn.Module):
     """An encoder of source tokens and a causal decoder, whose layers attend to the encoder's last hidden states between
-    their own attention and the feed-forward part. Both are a :class:`Transformer`: `encoder` and `decoder`.
+    self-attention and feed-forward. Both are a :class:`Transformer`: `encoder` and `decoder`.
 
     The original Transformer is ``ModelConfig(norm="layer_norm", norm_placement="post", positions="sinusoidal",
     activation="relu", attention_bias=True, mlp_bias=True, tie_embeddings=True, embedding_scale=dim ** 0.5, ...)``;
@@ -50,11 +50,12 @@ class EncoderDecoder(nn.Module):
         encoder: of the encoder, with ``causal=False, head=False``; None is the decoder's shape and choices.
         backend: as of :class:`Transformer`.
         share_embeddings: one embedding for both; needs one width and vocabulary.
-        start_token: what decoders begin with: where `targets` are given without `tokens`, and in :meth:`generate`.
+        start_token: the decoder's first token, used if `targets` are given without `tokens`, and in :meth:`generate`.
         device, dtype: of the parameters.
 
     Raises:
-        TypeError, ValueError: no ModelConfig, or two that do not fit each other; the message names the field.
+        TypeError, ValueError: an argument is not a ModelConfig, or the two do not fit each other; the message names the
+            field.
 
     Vaswani et al., "Attention Is All You Need", 2017, arXiv:1706.03762.
     """
@@ -87,7 +88,7 @@ class EncoderDecoder(nn.Module):
         self._share()
 
     def _share(self) -> None:
-        if self.share_embeddings:  # the module and not the parameter alone, which `to_empty` would make two of
+        if self.share_embeddings:  # the module and not only the parameter, which `to_empty` would split in two
             self.encoder.tok_embeddings = self.decoder.tok_embeddings
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
@@ -107,7 +108,7 @@ class EncoderDecoder(nn.Module):
                 `max_seq_len` (2048 for T5).
 
         Raises:
-            TypeError: a class that is not in the table.
+            TypeError: the class is not supported.
             ValueError: as :meth:`Transformer.from_hf`.
         """
         read: ReadModel = module_above("seq2seq").read(model, changes)
@@ -132,7 +133,8 @@ class EncoderDecoder(nn.Module):
         return states
 
     def read(self, source: Tensor, *, source_lengths: Tensor | None = None, **options: Any) -> Context:
-        """Encodes source tokens ``[B, S]`` and computes the decoder's keys and values of them, for any number of calls.
+        """Encodes source tokens ``[B, S]`` and computes the decoder's keys and values for them, for any number of
+        calls.
 
         Args:
             options: `source_mask` and `token_types` of :meth:`encode`.
@@ -154,25 +156,25 @@ class EncoderDecoder(nn.Module):
         ignore_index: int = -100,
         return_logits: bool = False,
     ) -> Tensor | tuple[Any, ...]:
-        """Logits of the decoder, or the loss where there are targets.
+        """Returns logits of the decoder, or the loss if there are targets.
 
         Args:
             source: ``[B, S]`` int32 or int64 tokens of the encoder, or what :meth:`read` has read of them.
-            tokens: ``[B, T]`` int32 or int64, what the decoder reads; None: the targets moved by one behind
-                `start_token`, which stands in for ignored ones too.
+            tokens: ``[B, T]`` int32 or int64, the decoder's input. None is `start_token` followed by the targets
+                without the last one, in which `start_token` replaces ignored targets.
             targets: ``[B, T]`` int32 or int64, the token that follows each position, or `ignore_index`.
-            source_lengths: ``[B]`` int32 or int64: source tokens at ``source_lengths[b]`` and behind it are padding,
-                which neither the encoder nor the decoder sees.
-            source_mask: what source tokens see of each other, as `attn_mask` of :class:`Transformer`.
-            attn_mask, lengths, cache, last_only, ignore_index, return_logits: of the decoder, as of
+            source_lengths: ``[B]`` int32 or int64: source tokens from ``source_lengths[b]`` on are padding, which
+                neither the encoder nor the decoder sees.
+            source_mask: mask of the encoder, like `attn_mask` of :class:`Transformer`. attn_mask, lengths, cache,
+            last_only, ignore_index, return_logits: of the decoder, as of
                 :class:`Transformer`.
 
         Returns:
             As :class:`Transformer`: logits ``[B, T, V]``, or with targets ``(None, loss)``, or ``(logits, loss)``.
 
         Raises:
-            TypeError, ValueError: as :class:`Transformer`, neither tokens nor targets, targets alone without a
-                `start_token`, lengths or a mask of a source that was read before.
+            TypeError, ValueError: as :class:`Transformer`; there are neither tokens nor targets, targets without tokens
+                or a `start_token`, or lengths or a mask for a source that was read before.
         """
         if tokens is None:
             tokens = self._moved(targets, ignore_index)
@@ -229,7 +231,7 @@ class EncoderDecoder(nn.Module):
         prompts: Tensor | Sequence[Tensor | Sequence[int]] | None = None,
         **options: Any,
     ) -> Any:
-        """Generates a sequence for each source; the sources are encoded once, and their keys and values kept.
+        """Generates a sequence for each source. The sources are encoded once, and their keys and values are reused.
 
         Args:
             source: ``[B, S]`` tokens, or a sequence of 1-D sources, which are padded and their lengths known.
@@ -244,8 +246,8 @@ class EncoderDecoder(nn.Module):
             pair, as of :func:`foundry_kernels.models.generate`.
 
         Raises:
-            TypeError, ValueError: as :func:`foundry_kernels.models.generate` and :meth:`forward`, as many prompts as
-                sources are not there, or no `start_token` either.
+            TypeError, ValueError: as :func:`foundry_kernels.models.generate` and :meth:`forward`, the numbers of
+                prompts and sources differ, or there is neither a prompt nor a `start_token`.
         """
         device = self.decoder.tok_embeddings.weight.device
         if not isinstance(source, Tensor):

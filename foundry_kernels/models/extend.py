@@ -1,4 +1,4 @@
-"""A model for longer sequences than it was trained on."""
+"""Extends a model to longer sequences than it was trained on."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def extended(model: Model, max_seq_len: int, rope_scaling: RopeScaling | str | None = None) -> Model:
     """Returns `model` for `max_seq_len` positions: a second model with the same parameters, not copies of them, and its
-    own tables of positions and configuration. Training one trains the other; `model` itself stays as it is.
+    own tables of positions and configuration. Training one trains the other; `model` itself does not change.
 
-    A model takes longer sequences without this, as far as its positions make sense there: nothing but learned ones
-    ends. What is extended has its tables from the start, and `config` says so: a checkpoint of it keeps them.
+    Only learned positions limit the length, so other models accept longer sequences without this function. An extended
+    model has its tables from the start, and its `config`, and therefore a checkpoint, records the new length.
 
     Args:
         model: a :class:`Transformer`, or an :class:`EncoderDecoder`, whose both parts are extended.
@@ -31,21 +31,22 @@ def extended(model: Model, max_seq_len: int, rope_scaling: RopeScaling | str | N
         rope_scaling: how rotary positions are scaled: a :class:`foundry_kernels.RopeScaling`, or "linear" (position
             interpolation), "dynamic" (NTK-aware), "yarn" or "llama3", of the factor ``max_seq_len /
             config.max_seq_len`` and the configuration's `max_seq_len` as the trained length
-            (:meth:`foundry_kernels.RopeScaling.to_length`). None leaves them as they are. The frequencies of "dynamic"
-            are those of `max_seq_len` up to that length, so that the keys in a cache fit each other; with the
-            configuration's own `max_seq_len` they follow the length of each call, as in transformers.
+            (:meth:`foundry_kernels.RopeScaling.to_length`). None does not scale them. With "dynamic", the frequencies
+            of `max_seq_len` are used up to that length, so that keys in a cache are consistent. If `max_seq_len` is the
+            configuration's own, the frequencies follow the length of each call, as in transformers.
 
     Raises:
-        TypeError: `max_seq_len` is no int, `rope_scaling` of another kind.
-        ValueError: `max_seq_len` is below the configuration's, learned positions, a scaling without rotary positions,
-            or a name where the model has a scaling: its trained length is not known.
+        TypeError: `max_seq_len` is not an int, or `rope_scaling` has another type.
+        ValueError: `max_seq_len` is below the configuration's; the model has learned positions; a scaling is given for
+            a model without rotary positions; or a name is given for a model that has a scaling already, whose trained
+            length is unknown.
     """
     check_int("max_seq_len", max_seq_len, minimum=1)
     configs = [_extended_config(part.config, max_seq_len, rope_scaling) for part in _parts(model)]
     tables = (module._current() for module in model.modules() if isinstance(module, FixedTables))
     own = {id(table) for of in tables for table in of}
     shared = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in own]
-    # A copy keeps what was done to the modules: hooks, adapters, other classes. What memo names is not copied.
+    # A deep copy preserves hooks, adapters and replaced classes. Objects in memo are not copied.
     result = copy.deepcopy(model, {id(t): t for t in shared})
     for part, config in zip(_parts(result), configs, strict=True):
         part.config = config

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 Step = Callable[[Transformer, Tensor, "KVCache | PagedBatch", "Context | None"], Tensor]
 
-#: On a GPU, after how many tokens it is seen whether all rows have stopped: looking waits for the GPU.
+#: On a GPU, the number of tokens between checks whether all rows have stopped. A check waits for the GPU.
 _LOOK_EVERY = 16
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments of :func:`generate` without the one that decides what is returned."""
+    """The keyword arguments of :func:`generate` except the one that selects the results."""
 
     temperature: float
     top_k: int | None
@@ -80,13 +80,12 @@ def generate(
 ) -> list[Tensor] | tuple[list[Tensor], GenerationStats]:
     """Continues each prompt by at most `max_new_tokens` tokens.
 
-    Prompts may differ in length, and a greedy continuation is that of the prompt alone: all rows read as many tokens as
-    the shortest prompt has in one pass, and then continue token by token: a row takes its prompt's tokens while there
-    are any, then its own predictions. Padding is never attended to. In exchange, a prompt's tokens beyond the length
-    of the shortest are read one at a time, so group prompts of similar lengths, or use :class:`Generator`, which packs
-    them.
+    Prompts may differ in length, and a greedy continuation is the same as for the prompt alone. One pass reads the
+    length of the shortest prompt in all rows. Then all rows continue token by token: a row first takes the rest of its
+    prompt, then its own predictions. Padding is never attended to. Because tokens beyond the shortest prompt are read
+    one at a time, group prompts of similar lengths, or use :class:`Generator`, which packs them.
 
-    The model runs in evaluation mode and without gradients, and is left in the mode that it was in.
+    The model runs in evaluation mode without gradients; its mode is restored afterwards.
 
     Args:
         prompts: ``[B, T]`` integer tensor, or a sequence of 1-D integer tensors or lists of ints, each of at least one
@@ -95,34 +94,34 @@ def generate(
         temperature: 0 takes the most likely token; above 0, logits are divided by it and a token is drawn.
         top_k: draw only from the k most likely tokens.
         top_p: draw only from the smallest set of tokens whose probabilities sum to at least top_p; after `top_k`.
-        stop_token: ends a row; it is kept as the row's last token. One inside a prompt ends nothing.
-        generator: source of the draws, on the model's device.
+        stop_token: ends a row and is kept as the row's last token. It has no effect inside a prompt.
+        generator: random generator on the model's device.
         compile: run the steps of one token through ``torch.compile``; a mapping is passed to it as keyword arguments.
-            One graph runs all lengths, and later calls with the same model; the prompts' common part is read without
-            it. A model that is compiled already is called as it is.
-        context: of a model with `context_dim`, what its `read_context` has read, a row for each prompt.
-        cache: pages for the prompts' keys and values, beside what other sequences have there; they are free again when
-            this returns. None makes a cache for the call. Not with `compile`.
-        draft: a smaller model of the same vocabulary, whose proposals this one verifies, several in one pass (see
-            :mod:`foundry_kernels.models.speculative`). Tokens are distributed as without it, and greedy ones are the
-            same. A pass over several tokens may round the last bits of logits otherwise than one over a single token,
-            so near-ties may be decided otherwise; not so within :func:`foundry_kernels.batch_invariant`. Both models
-            read whole prompts in one pass. Not with `compile`, a context or a cache.
+            One graph is used for all lengths and for later calls with the same model. The common part of the prompts is
+            read without it. A compiled model is called as it is.
+        context: for a model with `context_dim`, the result of its `read_context`, with a row for each prompt.
+        cache: a cache in pages for the prompts' keys and values, which other sequences may share. Its pages are freed
+            when this returns. None makes a cache for the call. Not together with `compile`.
+        draft: a smaller model with the same vocabulary, whose proposals this model verifies, several in one pass (see
+            :mod:`foundry_kernels.models.speculative`). Tokens have the same distribution as without a draft, and greedy
+            tokens are the same. A pass over several tokens may round the last bits of logits differently from a pass
+            over one token, so near-ties may differ, except within :func:`foundry_kernels.batch_invariant`. Both models
+            read whole prompts in one pass. Not together with `compile`, a context or a cache.
         draft_tokens: proposed for each pass of the model, at most; 1 or more.
-        return_stats: return the times of the two phases too. A GPU is waited for before, between and behind them.
+        return_stats: also return the times of the two phases. This waits for the GPU before, between and after them.
 
     Returns:
         For each prompt the prompt and its continuation, 1-D int64 on the model's device; with `return_stats` a pair of
         these and a :class:`GenerationStats`.
 
     Raises:
-        TypeError: prompts or max_new_tokens are no integers.
-        ValueError: an empty prompt, a prompt and new tokens beyond the table of learned positions, tokens outside the
-            vocabulary, temperature < 0, top_k < 1, top_p outside (0, 1], a generator on another device, a model that is
-            not causal or has no head, a context or a cache that does not fit, a draft of another vocabulary or device
-            or that could not generate, and with one a context, a cache, `compile`, relative positions or "dynamic"
-            frequencies beyond their table.
-        OutOfPages: the cache has fewer free pages than all rows need to the end.
+        TypeError: prompts or max_new_tokens are not integers.
+        ValueError: a prompt is empty or has tokens outside the vocabulary; prompt and new tokens do not fit the table
+            of learned positions; temperature < 0, top_k < 1 or top_p outside (0, 1]; a generator is on another device;
+            the model is not causal or has no head; a context or a cache does not fit; a draft has another vocabulary or
+            device or cannot generate; or a draft is combined with a context, a cache, `compile`, relative positions or
+            "dynamic" frequencies beyond their table.
+        OutOfPages: the cache has fewer free pages than all rows need.
     """
     config, device = model.config, model.tok_embeddings.weight.device
     if not (config.causal and config.head):
@@ -157,12 +156,12 @@ def generate(
     look_every = 1 if device.type == "cpu" else _LOOK_EVERY
     step = _step if compile is False else _compiled(compile)
     if cache is not None and compile is not False:
-        raise ValueError("compile must be False with a cache in pages, whose tables each step makes")
+        raise ValueError("compile must be False with a cache in pages, because each step computes its tables")
     models = (model,) if draft is None else (model, draft)
     training = [(module, module.training) for one in models for module in one.modules()]
     for one in models:
         one.eval()
-    rows_of: KVCache | PagedBatch | None = None
+    kv_cache: KVCache | PagedBatch | None = None
     try:
         for module, _ in training:
             if isinstance(module, PositionTables) and not module.follows_length:
@@ -171,13 +170,13 @@ def generate(
             sampling = Sampling(temperature, top_k, top_p, generator)
             pair = speculative.speculate(model, draft, rows, max_new_tokens, draft_tokens, stop_token, sampling)
             return pair if return_stats else pair[0]
-        rows_of = model.make_cache(len(rows), total) if cache is None else _take_pages(cache, len(rows), total)
+        kv_cache = model.make_cache(len(rows), total) if cache is None else _take_pages(cache, len(rows), total)
         if compile is not False:
-            _fix_heads(rows_of)  # type: ignore[arg-type]
+            _fix_heads(kv_cache)  # type: ignore[arg-type]
         times = [now(device)] if return_stats else []
         new = tokens[:, :shortest]
         for position in range(shortest, total):
-            logits = (_step if rows_of.length == 0 else step)(model, new, rows_of, context)
+            logits = (_step if kv_cache.length == 0 else step)(model, new, kv_cache, context)
             drawn = choose(logits, temperature, top_k, top_p, generator)
             new = tokens[:, position : position + 1]
             if return_stats and position == shortest:
@@ -194,8 +193,8 @@ def generate(
         if return_stats:
             times.append(now(device))
     finally:
-        if cache is not None and rows_of is not None:
-            for sequence in rows_of.sequences:  # type: ignore[union-attr]
+        if cache is not None and kv_cache is not None:
+            for sequence in kv_cache.sequences:  # type: ignore[union-attr]
                 cache.free(sequence)
         for module, mode in training:
             module.training = mode
@@ -235,8 +234,8 @@ def _step(model: Transformer, tokens: Tensor, cache: KVCache | PagedBatch, conte
 
 
 def _compiled(compile: bool | Mapping[str, Any]) -> Step:
-    """torch keeps the graphs: what an earlier call compiled for this model is found again. Dynamic from the first call,
-    or a second graph would be made for another length."""
+    """torch caches the graphs, so later calls with this model reuse them. Shapes are dynamic from the first call, to
+    avoid a second graph for another length."""
     if compile is not True and not isinstance(compile, Mapping):
         raise TypeError(f"compile must be a bool or a mapping of torch.compile's arguments; got {compile!r:.60}")
     options: dict[str, Any] = {"dynamic": True, "fullgraph": True, **({} if compile is True else compile)}
@@ -245,8 +244,8 @@ def _compiled(compile: bool | Mapping[str, Any]) -> Step:
 
 
 def _fix_heads(cache: KVCache) -> None:
-    """The model fixes the sizes of heads. To torch.compile, sizes that are equal by chance are one: without this, a
-    batch of as many sequences as there are heads would be compiled for no other."""
+    """Marks the sizes of heads as static. torch.compile treats sizes that happen to be equal as one size: without this,
+    a graph for a batch with as many sequences as heads would fit no other batch."""
     for stored in (*cache.k, *cache.v):
         torch._dynamo.mark_static(stored, 1)
         torch._dynamo.mark_static(stored, 3)

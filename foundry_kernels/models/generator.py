@@ -1,4 +1,4 @@
-"""Continuous batching: requests join and leave a running batch at any step, over a cache in pages.
+"""Continuous batching: requests join and leave a running batch at any step, with a cache in pages.
 
 Yu et al., "Orca", 2022 (a batch is made anew for each step); Kwon et al., "PagedAttention", 2023, arXiv:2309.06180;
 Agrawal et al., "Sarathi", 2023, arXiv:2308.16369 (prompts are read in chunks beside decoding).
@@ -21,16 +21,16 @@ from foundry_kernels.models.paged_cache import PagedKVCache
 from foundry_kernels.models.pages import OutOfPages
 from foundry_kernels.models.sampling import check_options, choose, read_prompt
 from foundry_kernels.models.transformer import Transformer
-from foundry_kernels.nn._linear_layers import serving_products
+from foundry_kernels.nn._linear_layers import batched_decode
 
 
 class GeneratedToken(NamedTuple):
-    """A token that a step has made.
+    """A token that a step has generated.
 
     Attributes:
-        request: its number.
-        token: the new token, a stop token included.
-        last: whether the request is done with it.
+        request: the number of its request.
+        token: the new token, which may be a stop token.
+        last: whether it completes the request.
     """
 
     request: int
@@ -54,42 +54,43 @@ class _Request:
 
     @property
     def positions(self) -> int:
-        """That are stored by the end: of all tokens but the last, which nothing follows."""
+        """The number of positions that are stored in the end: all tokens but the last one."""
         return self.end - 1
 
 
 class Generator:
-    """Continues many prompts at a time, each as :meth:`Transformer.generate` does alone; requests may come at any time.
+    """Continues many prompts at a time, each with the same result as :meth:`Transformer.generate` alone. Requests may
+    arrive at any time.
 
-    A :meth:`step` is one forward pass: beside the newest token of each sequence that is decoding it reads up to
-    `chunk_size` tokens of prompts, so that a long prompt delays others by chunks only. Sequences of any lengths are
-    packed, and each ends by itself.
+    A :meth:`step` is one forward pass: for each decoding sequence it processes the newest token, and it also reads up
+    to `chunk_size` tokens of prompts, so that a long prompt does not block other requests. Sequences of any lengths are
+    packed, and each ends independently.
 
-    A request waits until there is room in the batch and pages for all its positions, which it then holds to its end.
-    So a request that has begun never waits for pages, and none is interrupted or computed twice; in exchange, pages are
-    held that are not filled yet. Requests begin in the order in which they were added, so none is overtaken for ever.
+    A request waits until there is room in the batch and there are pages for all its positions, which it then reserves
+    until it ends. So a running request never waits for pages and is never preempted or recomputed; in exchange,
+    reserved pages may be empty. Requests start in the order in which they were added, so none starves.
 
-    Tokens are those of ``model.generate`` with the same options and a generator of its own for each request that draws.
-    Logits of a row may differ in the last bits between batches, so that a tie could fall otherwise; within
-    :func:`foundry_kernels.batch_invariant` they are equal bit by bit. The model runs in evaluation mode and without
-    gradients, and is left in the mode that it was in. Not for several threads at a time.
+    Tokens are those of ``model.generate`` with the same options, if each request that samples has its own generator.
+    Logits may differ in the last bits between batches, so ties may be decided differently; within
+    :func:`foundry_kernels.batch_invariant` they are bitwise equal. The model runs in evaluation mode without gradients;
+    its mode is restored afterwards. A generator is not thread-safe.
 
     Args:
         model: causal, with a head; without a context and relative positions.
-        n_pages: pages of the cache that is made, on the model's device, of the dtype that its keys have (autocast's,
-            inside autocast).
+        n_pages: number of pages of a new cache, on the model's device and in the dtype of its keys (autocast's dtype,
+            under autocast).
         page_size: positions of a page.
         max_batch: sequences that run at a time.
         chunk_size: tokens of prompts that a step reads at most.
-        cache: pages to use in place of `n_pages` new ones, beside what other sequences have there.
+        cache: an existing cache to use instead of `n_pages` new pages; it may hold other sequences.
 
     Attributes:
         cache: the pages.
 
     Raises:
-        TypeError: no Transformer, a cache of another kind, sizes that are no integers.
-        ValueError: a model that is not supported, a size below 1, both `n_pages` and `cache`, or neither, a cache that
-            does not fit the model.
+        TypeError: model is not a Transformer, cache has another type, or a size is not an integer.
+        ValueError: the model is not supported, a size is below 1, both or neither of `n_pages` and `cache` are given,
+            or the cache does not fit the model.
     """
 
     def __init__(
@@ -131,12 +132,12 @@ class Generator:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """The numbers of the requests that have not begun, in the order in which they will."""
+        """The numbers of the waiting requests, in the order in which they will start."""
         return tuple(self._waiting)
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The numbers of the requests that have pages, in the order in which they began."""
+        """The numbers of the running requests, in the order in which they started."""
         return tuple(self._running)
 
     def add(
@@ -151,23 +152,23 @@ class Generator:
         generator: torch.Generator | None = None,
         prefix_of: int | None = None,
     ) -> int:
-        """Returns the number of a new request, which begins in a later step.
+        """Adds a request, which starts in a later step, and returns its number.
 
         Args:
             prompt: a 1-D integer tensor or a list of ints, of at least one token.
             max_new_tokens: 0 or more; with 0 the request is done at once.
             temperature, top_k, top_p, stop_token: as for :func:`generate`.
-            generator: source of the draws, on the model's device. Give each request its own: those that share one, or
-                PyTorch's default, draw in the order in which their tokens come.
-            prefix_of: a request that was added before. If it is running when this one's turn comes, this one waits
-                until the tokens that both prompts begin with are read, and shares their pages in place of reading them
-                again; behind it, others wait too. If it is done by then, the prompt is read as usual.
+            generator: random generator on the model's device. Give each request its own: requests that share one, or
+                PyTorch's default, draw in the order in which their tokens are generated.
+            prefix_of: the number of an earlier request with a common prefix. If that one is running when this one could
+                start, this one waits until the common prefix has been read and then shares its pages instead of reading
+                it again. Later requests wait too. If it is done by then, the prompt is read as usual.
 
         Raises:
-            TypeError: prompt or max_new_tokens are no integers.
-            ValueError: an empty prompt, tokens outside the vocabulary, more positions than the cache has pages for or
-                than the model's table of learned positions, or its dynamic scaling, reaches; temperature < 0,
-                top_k < 1, top_p outside (0, 1], a generator on another device, an unknown `prefix_of`.
+            TypeError: prompt or max_new_tokens are not integers.
+            ValueError: the prompt is empty or has tokens outside the vocabulary; there are more positions than the
+                cache, the table of learned positions or dynamic scaling supports; temperature < 0, top_k < 1 or top_p
+                outside (0, 1]; a generator is on another device; or `prefix_of` is unknown.
         """
         config, device, cache = self.model.config, self.model.tok_embeddings.weight.device, self.cache
         row = read_prompt(prompt, "prompt", config.vocab_size)
@@ -202,13 +203,13 @@ class Generator:
 
     @torch.no_grad()
     def step(self) -> list[GeneratedToken]:
-        """Runs one forward pass, and returns the tokens that it made: at most one for each running request, none for
-        those whose prompt is not read to its end. Without requests nothing runs. After a step that fails or is
-        interrupted, the next one does the same again, though generators may have drawn.
+        """Runs one forward pass and returns its tokens: one for each running request whose prompt has been read.
+        Without requests nothing runs. After a step that fails or is interrupted, the next step repeats it, but
+        generators may have advanced.
 
         Raises:
-            OutOfPages: no request is running, and sequences of the cache that are not this generator's hold pages that
-                the next one needs. Nothing has changed.
+            OutOfPages: no request is running, and other sequences in the cache hold pages that the next request needs.
+                Nothing has changed.
         """
         self._admit()
         parts = self._parts()
@@ -234,13 +235,13 @@ class Generator:
         return made
 
     def __iter__(self) -> Iterator[GeneratedToken]:
-        """Steps until all requests are done, those that are added meanwhile included; gives each token as it comes."""
+        """Runs steps until all requests are done, including requests that are added meanwhile, and yields each
+        token."""
         while self._running or self._waiting:
             yield from self.step()
 
     def run(self) -> dict[int, Tensor]:
-        """Steps until all requests are done. Returns, by number, what :meth:`result` does of each that is done and not
-        fetched yet."""
+        """Runs steps until all requests are done. Returns :meth:`result` of each unfetched request by its number."""
         for _ in self:
             pass
         found, self._results = self._results, {}
@@ -250,7 +251,7 @@ class Generator:
         """Returns the prompt and its continuation, 1-D int64 on the model's device, and forgets the request.
 
         Raises:
-            ValueError: it is not done, or there is no such request any more.
+            ValueError: it is not done, or was fetched already.
         """
         if request in self._waiting or request in self._running:
             raise ValueError(f"request {request} is not done; step() until then, or cancel it")
@@ -259,7 +260,7 @@ class Generator:
         return self._results.pop(request)
 
     def cancel(self, request: int) -> Tensor:
-        """Ends the request, frees its pages and forgets it. Returns the prompt and the tokens that there are by now.
+        """Cancels the request, frees its pages and forgets it. Returns the prompt and the tokens generated so far.
 
         Raises:
             ValueError: there is no such request any more.
@@ -279,13 +280,13 @@ class Generator:
         return torch.tensor(request.tokens, dtype=torch.int64).to(self.model.tok_embeddings.weight.device)
 
     def _admit(self) -> None:
-        """Begins requests while there is room for them."""
+        """Starts requests while there is room for them."""
         while self._waiting and len(self._running) < self.max_batch:
             request = next(iter(self._waiting.values()))
             other = None if request.prefix_of is None else self._running.get(request.prefix_of)
             shared = 0
             if other is not None:
-                # At least one token is to be read: what follows the prompt is predicted from it.
+                # At least one token must be read, because the first new token is predicted from it.
                 alike = zip(request.tokens[:-1], other.tokens, strict=False)
                 shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], alike))
                 stored = self.cache.length(other.sequence)
@@ -303,8 +304,8 @@ class Generator:
     def _take_pages(self, positions: int, other: _Request | None, shared: int) -> int:
         """A new sequence with pages for `positions`, the first `shared` of which are those of `other`.
 
-        Nobody writes to a page that is shared then: `other` goes on behind what it has stored, and where the new
-        sequence goes on within a page, `reserve` gives it a copy.
+        Shared pages are not written: `other` continues after its stored positions, and if the new sequence continues
+        within a page, `reserve` gives it a copy.
         """
         cache = self.cache
         sequence = cache.add() if other is None else cache.fork(other.sequence)
@@ -317,7 +318,7 @@ class Generator:
         return sequence
 
     def _parts(self) -> list[tuple[_Request, list[int]]]:
-        """The running requests that this step reads tokens of, and these."""
+        """The running requests that take part in this step, with the tokens that it reads of each."""
         parts, budget = [], self.chunk_size
         for request in self._running.values():
             unread = request.tokens[self.cache.length(request.sequence) :]
@@ -329,17 +330,17 @@ class Generator:
         return parts
 
     def _forward(self, requests: list[_Request], parts: list[list[int]]) -> Tensor:
-        """Logits ``[N, V]`` behind the last token of each part."""
+        """Logits ``[N, V]`` of the last token of each part."""
         device = self.model.tok_embeddings.weight.device
         tokens = torch.tensor([[token for part in parts for token in part]]).to(device)
         cu_seqlens = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32).to(device)
         batch = self.cache.batch([request.sequence for request in requests])
-        # Set as plain attributes: nn.Module's own way looks among parameters, which in each step takes a tenth of it.
+        # Set as plain attributes, because nn.Module's `__setattr__` takes a tenth of each step.
         training = [vars(module) for module in self.model.modules() if module.training]
         for attributes in training:
             attributes["training"] = False
         try:
-            with serving_products():
+            with batched_decode():
                 logits: Tensor = self.model(tokens, cache=batch, cu_seqlens=cu_seqlens, last_only=True)
         finally:
             for attributes in training:
@@ -374,9 +375,9 @@ def _check_model(config: ModelConfig) -> None:
     if config.context_dim is not None:
         raise ValueError(f"Generator needs a model without a context; got context_dim={config.context_dim}")
     if config.relative:
-        raise ValueError("Generator needs a model without relative positions, whose bias a cache in pages has not")
+        raise ValueError("Generator needs a model without relative positions: PagedKVCache does not support them")
 
 
 def _follows_length(config: ModelConfig) -> bool:
-    """Whether a rotation beyond max_seq_len depends on the length of the sequence."""
+    """Whether rotations beyond max_seq_len depend on the length of the sequence."""
     return config.rope_scaling is not None and config.rope_scaling.rope_type == "dynamic"

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generator | None = None) -> None:
-    """Sets embeddings to N(0, init_std), norms to 1, biases to 0, computes tables, and draws projections (those to the
-    logits and of routers too) from a normal distribution around 0 by ``config.init``. Its standard deviation is
+    """Sets embeddings to N(0, init_std), norms to 1 and biases to 0, computes tables, and draws projections (including
+    the head and routers) from a normal distribution with mean 0. Its standard deviation follows from ``config.init``:
 
     - "normal": `init_std`.
-    - "xavier": ``sqrt(2 / (fan_in + fan_out))``, of each expert's matrices by itself.
-    - "depth_scaled": `init_std`, and ``init_std / sqrt(2 n_layers)`` where a projection writes to the residual stream:
+    - "xavier": ``sqrt(2 / (fan_in + fan_out))``, for each expert's matrices separately.
+    - "depth_scaled": `init_std`, and ``init_std / sqrt(2 n_layers)`` for projections that write to the residual stream:
       `wo` of attention, `w2` of feed-forward blocks and `down_proj` of experts.
 
     Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural networks", AISTATS 2010;

@@ -1,4 +1,4 @@
-"""Checks of what a model is called with, before it computes anything."""
+"""Checks the arguments of a model's call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_tokens(
     if tokens.device != weight.device:
         raise ValueError(f"tokens must be on the model's device {weight.device}; got {tokens.device}")
     if cache is not None and not config.causal:
-        raise ValueError("cache needs causal=True: what an encoder's positions see is not known before the last")
+        raise ValueError("cache needs causal=True: every position of an encoder sees the last one")
     if cu_seqlens is not None:
         _check_packed(tokens, cache, cu_seqlens, max_seqlen, config)
         return
@@ -42,7 +42,7 @@ def check_tokens(
 
 
 def ends_before(length: int, config: ModelConfig) -> bool:
-    """Whether a model has fewer positions than that: learned ones have an end, others have none."""
+    """Whether this exceeds the model's positions. Only learned positions are limited."""
     return config.positions == "learned" and length > config.max_seq_len
 
 
@@ -136,7 +136,7 @@ def check_context(
 
 
 def values_known(x: Tensor) -> bool:
-    """Whether numbers can be looked at without waiting: on the CPU, not while a graph is traced, of no fake tensor."""
+    """Whether values can be read without waiting: on the CPU, not while a graph is traced, and not of a fake tensor."""
     return x.is_cpu and not torch.compiler.is_compiling() and type(x) is Tensor
 
 

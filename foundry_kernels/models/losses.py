@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def token_loss(
     model: Transformer, y: Tensor, targets: Tensor, ignore_index: int, return_logits: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """Returns the logits, where they are asked for, and the cross entropy."""
+    """Returns the logits, if requested, and the cross entropy."""
     shard = model.sequence_shard
     reduction = "mean" if shard is None else "sum"
     logits: Tensor | None = None
@@ -30,7 +30,7 @@ def token_loss(
     else:
         logits = model._logits(y)
         if is_dtensor(logits):
-            loss = _divided_loss(logits, targets, ignore_index, reduction)
+            loss = _sharded_loss(logits, targets, ignore_index, reduction)
         else:
             backend = model.backends["cross_entropy"]
             loss = cross_entropy(logits, targets, ignore_index=ignore_index, reduction=reduction, backend=backend)
@@ -47,7 +47,7 @@ def add_router_losses(model: Transformer, loss: Tensor, stats: list[RouterStats]
 
 
 def _head(model: Transformer) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias that make logits, or None where only a call of `output` does."""
+    """Weight and bias of the head, or None if `output` must be called."""
     return (model.tok_embeddings.weight, None) if model.output is None else matrix_of(model.output)
 
 
@@ -67,8 +67,8 @@ def _without_logits(
     return loss.full_tensor() if is_dtensor(loss) else loss  # type: ignore[attr-defined]
 
 
-def _divided_loss(logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Computes the same of logits that are sharded along the vocabulary, inside torch's `loss_parallel`."""
+def _sharded_loss(logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """Computes the same for vocab-sharded logits, inside torch's `loss_parallel`."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     targets = targets.flatten().long()
     total = F.cross_entropy(wide.flatten(0, 1), targets, ignore_index=ignore_index, reduction="sum")

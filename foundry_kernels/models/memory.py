@@ -1,4 +1,4 @@
-"""The memory of a training step, by a configuration alone."""
+"""The memory of a training step, from a configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foundry_kernels.models.transformer import Transformer
 from foundry_kernels.nn import MLP, Attention, GatedMLP, LayerNorm, MoE, RMSNorm
 from foundry_kernels.nn._backend import Backend
 
-#: Numbers that an optimizer keeps for each parameter, of the parameter's dtype, as torch's do.
+#: Numbers that an optimizer stores for each parameter, in the parameter's dtype, as in torch.
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1}
 _PARTS: dict[str, Any] = {"attention": Attention, "feed_forward": (GatedMLP, MLP, MoE), "norms": (RMSNorm, LayerNorm)}
 
@@ -28,9 +28,9 @@ class TrainingMemory:
 
     Attributes:
         weights, gradients, optimizer: of the parameters; see :func:`foundry_kernels.models.count.parameters_by_part`.
-        activations: what the forward pass keeps for the backward pass, by the module that keeps it first. "norms" has
-            the residual stream, "head" all that the loss keeps: with fused kernels the gradients of the last hidden
-            states and the head's matrix, without them the logits.
+        activations: tensors that the forward pass saves for the backward pass, by the module that saves them first.
+            "norms" includes the residual stream, "head" everything that the loss saves: with fused kernels the
+            gradients of the last hidden states and the head's matrix, without them the logits.
     """
 
     weights: Parts
@@ -55,17 +55,17 @@ def training_bytes(
     context_length: int | None = None,
     device: str = "cpu",
 ) -> TrainingMemory:
-    """Returns the bytes that a training step of ``[batch, length]`` tokens holds where its backward pass begins: the
-    weights, their gradients (which are there from the second micro-batch on), the optimizer's state and what the
-    forward pass has kept.
+    """Returns the bytes that a training step of ``[batch, length]`` tokens holds at the start of its backward pass: the
+    weights, their gradients (which exist from the second micro-batch on), the optimizer's state and the saved
+    activations.
 
-    The activations are counted, not estimated: the forward pass and the loss run on fake tensors, which have shapes and
-    no memory, and what autograd keeps is added up, each memory once, without the parameters. So every choice of the
-    configuration and every backend is counted as it is, at the host time of one forward pass.
+    Activations are counted and not estimated: the forward pass and the loss run on fake tensors, and the storages that
+    autograd saves are added up, each once, without the parameters. So every configuration and backend is counted as it
+    is, in the host time of one forward pass.
 
-    Not counted are the tensors of the operation that just runs, such as gradients of activations and a chunk of the
+    Not counted are temporary tensors of the running operation, such as gradients of activations and a chunk of the
     logits (the peak of a model of 4 layers is less than 20 % above the total, of a deeper one less), the tables of
-    positions, and what an allocator keeps beyond.
+    positions, and the allocator's overhead.
 
     Args:
         batch, length: sequences, and tokens of each.
@@ -131,8 +131,8 @@ def _activations(
 
 @contextlib.contextmanager
 def kept_by_part(model: nn.Module) -> Iterator[Parts]:
-    """Adds up, while it is open, the bytes that autograd keeps of the model's forward passes, by the part that keeps
-    them first; each memory once, without parameters and buffers."""
+    """In this block, adds up the bytes that autograd saves in the model's forward passes, by the part that saves them
+    first; each storage counts once, and parameters and buffers do not count."""
     parts = Parts(dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "head"), 0))
     own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     seen: dict[int, Any] = {}  # storages, held so that no other takes the place of one

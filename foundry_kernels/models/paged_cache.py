@@ -1,4 +1,4 @@
-"""Keys and values of many sequences of any lengths, in pages that they take as they grow."""
+"""A paged key-value cache: sequences of any lengths take pages as they grow."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from foundry_kernels.nn._paged import PagedKeyValues, PagedStep
 
 
 class PagedKVCache:
-    """Preallocated pages of keys and values for every layer, which sequences of any lengths take as they grow.
+    """Preallocated pages of keys and values for every layer. Sequences of any lengths take pages as they grow.
 
     Memory: ``2 * n_layers * n_pages * page_size * n_kv_heads * head_dim`` elements, whatever the number of sequences.
 
-    A sequence has a number: :meth:`add` makes one, :meth:`fork` another that begins as it is and shares its pages
-    until one is written to, :meth:`free` gives its pages back. ``model(tokens, cache=cache.batch([a, b]))`` appends a
-    row of tokens to each of these; ``cache=cache`` is all sequences in the order in which they were made. With
-    `cu_seqlens` tokens are ``[1, total]`` and each sequence gets as many as it says: the chunk of a prompt beside
-    single tokens of others. All is for inference: a backward pass raises RuntimeError.
+    A sequence has a number. :meth:`add` creates a sequence, :meth:`fork` creates a copy that shares pages until one of
+    them is written, and :meth:`free` releases its pages. ``model(tokens, cache=cache.batch([a, b]))`` appends a row of
+    tokens to each of these; ``cache=cache`` means all sequences in the order of their creation. With `cu_seqlens`,
+    tokens are ``[1, total]`` and sequences may get different numbers of tokens, such as a chunk of a prompt for one and
+    single tokens for others. The cache is for inference: a backward pass raises RuntimeError.
 
     Args:
         config: of the model.
@@ -75,33 +75,33 @@ class PagedKVCache:
 
     @property
     def n_free(self) -> int:
-        """Pages that no sequence has."""
+        """The number of free pages."""
         return self._pages.n_free
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """The numbers of the sequences, in the order in which they were made."""
+        """The numbers of the sequences, in the order of their creation."""
         return self._pages.sequences
 
     def add(self) -> int:
-        """Returns the number of a new sequence, which is empty and has no page yet."""
+        """Creates an empty sequence without pages and returns its number."""
         return self._pages.add()
 
     def fork(self, sequence: int) -> int:
-        """Returns the number of a new sequence that holds what this one does. Nothing is copied: a page that both have
-        is copied when one of them is to be written to it."""
+        """Creates a copy of the sequence and returns its number. Pages are shared, and a shared page is copied when one
+        of the sequences writes to it."""
         return self._pages.fork(sequence)
 
     def free(self, sequence: int) -> None:
-        """Forgets the sequence, and frees the pages that no other one has."""
+        """Removes the sequence and frees the pages that it does not share."""
         self._pages.free(sequence)
 
     def length(self, sequence: int) -> int:
-        """Returns how many positions are stored of the sequence."""
+        """Returns the number of stored positions of the sequence."""
         return self._pages.length(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forgets the positions of the sequence from `length` on; ValueError if it has fewer."""
+        """Removes the positions of the sequence from `length` on; ValueError if it has fewer."""
         self._pages.truncate(sequence, length)
 
     def block_table(self, sequence: int) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ class PagedKVCache:
         """Returns these sequences, or all, as the rows of a batch, for `cache` of :class:`Transformer`.
 
         Raises:
-            ValueError: a number that is no sequence's, or twice.
+            ValueError: an unknown number, or the same number twice.
         """
         chosen = self.sequences if sequences is None else tuple(sequences)
         for sequence in chosen:
@@ -122,7 +122,7 @@ class PagedKVCache:
         return PagedBatch(self, chosen)
 
     def check(self, device: torch.device, dtype: torch.dtype, n_layers: int) -> None:
-        """Raises ValueError where a model with tokens on `device` and keys of `dtype` cannot use this cache."""
+        """Raises ValueError if this cache does not support tokens on `device` and keys of `dtype`."""
         if len(self.k) != n_layers:
             raise ValueError(f"cache holds {len(self.k)} layers; the model has {n_layers}")
         if device != self.device:
@@ -132,7 +132,7 @@ class PagedKVCache:
 
     def reserve(self, counts: dict[int, int]) -> None:
         """Gives each sequence pages for so many positions more, and copies those that it is to write to and that others
-        have too. A step does so by itself.
+        have too. A step does this automatically.
 
         Raises:
             OutOfPages: there are fewer free pages; nothing has changed.
@@ -213,8 +213,8 @@ class PagedBatch:
 
 
 class PagedForward:
-    """One forward pass. The lengths move only when all layers are done: one that fails half-way leaves what the cache
-    holds as it was, and its sequences keep the room that was made for them."""
+    """One forward pass. The lengths change only after all layers have run, so a pass that fails leaves the contents of
+    the cache unchanged; its sequences keep their reserved pages."""
 
     def __init__(self, cache: PagedKVCache, counts: dict[int, int], step: PagedStep) -> None:
         self.step, self._cache, self._counts = step, cache, counts

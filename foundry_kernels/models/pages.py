@@ -1,7 +1,7 @@
-"""Which pages belong to which sequence: numbers alone, no tensor.
+"""The bookkeeping of pages and sequences, without tensors.
 
-Sequences that are forked share their pages, counted by references, and a page that several have is copied before one of
-them writes to it. Kwon et al., "PagedAttention", 2023, arXiv:2309.06180.
+Forked sequences share reference-counted pages, and a shared page is copied before one of them writes to it. Kwon et
+al., "PagedAttention", 2023, arXiv:2309.06180.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Pages:
         return self._new([], 0)
 
     def fork(self, sequence: int) -> int:
-        """Returns the number of a new sequence that begins as this one is: all its pages are of both."""
+        """Creates a copy of the sequence that shares all its pages, and returns its number."""
         length = self.length(sequence)
         return self._new(self._tables[sequence][: self._count(length)], length)
 
     def free(self, sequence: int) -> None:
-        """Forgets the sequence; pages that no other has are free."""
+        """Removes the sequence and frees the pages that it does not share."""
         self._release(self._tables.pop(self._known(sequence)))
         del self._lengths[sequence]
 
@@ -74,10 +74,10 @@ class Pages:
         self._lengths[sequence] = length
 
     def reserve(self, counts: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Gives sequences room for so many positions more, of which nobody else has the pages. Lengths stay.
+        """Reserves pages for more positions of each sequence, which it does not share. Lengths do not change.
 
         Returns:
-            What is to be copied: pairs of a page and of the new one that takes its place in a sequence.
+            The copies to make: pairs of a page and the new page that replaces it in a sequence.
 
         Raises:
             OutOfPages: nothing has changed then.
@@ -111,7 +111,7 @@ class Pages:
         return pairs
 
     def advance(self, counts: Mapping[int, int]) -> None:
-        """Adds to the lengths what :meth:`reserve` has made room for."""
+        """Adds the reserved positions to the lengths."""
         for sequence, count in counts.items():
             self._lengths[sequence] += count
 

@@ -1,4 +1,4 @@
-"""What all that generates tokens shares: prompts and options, the choice of a token, and the times."""
+"""Shared code of generation: prompts and options, the choice of a token, and timing."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from foundry_kernels.core.checks import check_int, check_not_negative, check_pos
 
 Prompts = Tensor | Sequence[Tensor | Sequence[int]]
 
-#: Of how many of the most likely tokens `top_p` is tried first, where looking waits for no GPU.
+#: On a CPU, `top_p` is first tried on this number of most likely tokens.
 _TOP_P_FIRST = 64
 
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """How fast :func:`generate` was, in its two phases: *prefill* reads the prompts in one pass, which is bound by
-    arithmetic, and *decode* makes a token a step, which is bound by reading weights and cache.
+    """The speed of the two phases of :func:`generate`: *prefill* reads the prompts in one pass, which is compute-bound,
+    and *decode* generates one token per step, which is bound by reading weights and cache.
 
     Attributes:
         prompt_tokens: of all prompts.
@@ -70,7 +70,7 @@ class GenerationStats:
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn; see :func:`foundry_kernels.models.generate`."""
+    """The sampling options; see :func:`foundry_kernels.models.generate`."""
 
     temperature: float
     top_k: int | None
@@ -79,14 +79,14 @@ class Sampling(NamedTuple):
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Returns float32 probabilities of logits ``[..., V]``, 0 for the tokens that are left out."""
-        likely, kept = likely_tokens(logits, self.temperature, self.top_k, self.top_p)
+        probs, kept = likely_tokens(logits, self.temperature, self.top_k, self.top_p)
         if kept is not None:
-            likely = torch.zeros(logits.shape, device=logits.device).scatter(-1, kept, likely)
-        return likely / likely.sum(-1, keepdim=True)
+            probs = torch.zeros(logits.shape, device=logits.device).scatter(-1, kept, probs)
+        return probs / probs.sum(-1, keepdim=True)
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once the GPU has done what it was given."""
+    """The time in seconds, after synchronizing with the GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -98,45 +98,45 @@ def choose(
     """Returns one token a row ``[B]`` from logits ``[B, V]``."""
     if temperature == 0.0:
         return logits.argmax(-1)
-    likely, kept = likely_tokens(logits, temperature, top_k, top_p)
-    drawn = draw(likely, generator)
+    probs, kept = likely_tokens(logits, temperature, top_k, top_p)
+    drawn = draw(probs, generator)
     return drawn if kept is None else kept.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
 
 
 def likely_tokens(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns how likely tokens are ``[..., n]``, up to a factor and 0 for those that `top_p` leaves out, and which
-    tokens the columns stand for; None: each for its own."""
+    """Returns unnormalized probabilities ``[..., n]``, 0 for tokens that `top_p` excludes, and the tokens of the
+    columns; None if column i is token i."""
     size = logits.shape[-1]
     logits = logits.float()
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the likeliest is 0, however low the temperature
     kept = None
     if top_k is not None and top_k < size:
-        # By index and not by value: of tokens that tie at the threshold, no more than k may stay.
+        # By index and not by value, so that no more than k tokens remain if some tie at the threshold.
         logits, kept = logits.topk(top_k, dim=-1)
-    likely = logits.softmax(-1)
+    probs = logits.softmax(-1)
     if top_p is not None and top_p < 1.0:
         if kept is None:  # else they are in order
-            likely, kept = _most_likely(likely, top_p)
-        before = likely.cumsum(-1) - likely  # the sum over the tokens that are more likely
-        likely = likely.masked_fill(before >= top_p, 0.0)
-    return likely, kept
+            probs, kept = _most_likely(probs, top_p)
+        before = probs.cumsum(-1) - probs  # the sum over the tokens that are more likely
+        probs = probs.masked_fill(before >= top_p, 0.0)
+    return probs, kept
 
 
-def draw(likely: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Returns columns ``[B]`` of ``[B, n]``. As torch.multinomial draws one, but for its look at the probabilities,
-    which waits for a GPU."""
-    return (likely / torch.empty_like(likely).exponential_(1.0, generator=generator)).argmax(-1)
+def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draws one column ``[B]`` per row of ``[B, n]``, like torch.multinomial but without its check of the
+    probabilities, which waits for a GPU."""
+    return (probs / torch.empty_like(probs).exponential_(1.0, generator=generator)).argmax(-1)
 
 
-def _most_likely(likely: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Probabilities ``[B, V]`` in descending order and the tokens they are of: as many as sum to `top_p` or more."""
-    if likely.is_cpu and likely.shape[-1] >= 4 * _TOP_P_FIRST:
-        values, tokens = likely.topk(_TOP_P_FIRST, dim=-1)
+def _most_likely(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Probabilities ``[B, V]`` in descending order and their tokens, at least as many as sum to `top_p`."""
+    if probs.is_cpu and probs.shape[-1] >= 4 * _TOP_P_FIRST:
+        values, tokens = probs.topk(_TOP_P_FIRST, dim=-1)
         if bool((values.sum(-1) >= top_p).all()):
             return values, tokens
-    return likely.sort(dim=-1, descending=True, stable=True)
+    return probs.sort(dim=-1, descending=True, stable=True)
 
 
 def read_prompts(prompts: Prompts, vocab_size: int, what: str = "prompts") -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What a model asks of whoever divides its sequences over processes: `fk.distributed.context_parallel`."""
+"""The interface for sharding a model's sequences over processes, which `fk.distributed.context_parallel` implements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class SequenceShard(Protocol):
         weight: Tensor,
         given: Mapping[str, Any],
     ) -> None:
-        """Refuses tokens that are no part of a sequence which fits the model, and what of `given` is given."""
+        """Raises an error if the tokens are not a shard of a sequence that fits the model, or if an argument in `given`
+        is not None."""
 
     def seen(self, tokens: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The positions of the tokens, and `cu_seqlens` as the layers are to get them."""

@@ -4,8 +4,8 @@ The large model accepts a drafted token x with probability ``min(1, p(x) / q(x))
 the draft's. It replaces the first that it rejects by a draw from ``max(p - q, 0)``, and behind the last accepted one it
 draws from p, so that every token is distributed as p: Leviathan, Kalman and Matias, "Fast Inference from Transformers
 via Speculative Decoding", 2023, arXiv:2211.17192; Chen et al., "Accelerating Large Language Model Decoding with
-Speculative Sampling", 2023, arXiv:2302.01318. Temperature, top-k and top-p have been applied to both p and q. Greedy,
-a drafted token is accepted where it is the large model's most likely one.
+Speculative Sampling", 2023, arXiv:2302.01318. Temperature, top-k and top-p have been applied to both p and q. With
+greedy decoding, a drafted token is accepted if it is the large model's most likely one.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PAGE = 16
 
 
 def check_draft(model: Transformer, draft: object, **refused: Any) -> None:
-    """Checks what is drafted for `model` with. refused: arguments of `generate` that have to be left out.
+    """Checks the draft for `model`. refused: arguments of `generate` that are not supported with a draft.
 
     Raises:
-        TypeError: draft is no Transformer.
-        ValueError: it does not fit the model, or an argument does not go with one.
+        TypeError: draft is not a Transformer.
+        ValueError: it does not fit the model, or an argument is not supported with a draft.
     """
     if not isinstance(draft, Transformer):
         raise TypeError(f"draft must be a Transformer; got {type(draft).__name__}")
@@ -63,8 +63,8 @@ def speculate(
     stop_token: int | None,
     sampling: Sampling,
 ) -> tuple[list[Tensor], GenerationStats]:
-    """Continues prompts as :func:`foundry_kernels.models.generate` does, which has checked the arguments, for models in
-    evaluation mode. In a round each row gets at most `draft_tokens` proposals and one token more, of the model's own.
+    """Continues prompts like :func:`foundry_kernels.models.generate`, which has checked the arguments, with models in
+    evaluation mode. In a round each row gets at most `draft_tokens` proposals and one more token from the model itself.
 
     Args:
         prompts: 1-D int64.
@@ -172,7 +172,7 @@ def _propose(
         None where they do not matter: greedy.
     """
     drawn: list[Tensor] = []
-    likely: list[Tensor] = []
+    probs: list[Tensor] = []
     for step in range(max(counts.values())):
         going = [n for n, count in counts.items() if count > step]
         if step == 0:
@@ -182,15 +182,15 @@ def _propose(
         if sampling.temperature == 0.0:
             drawn.append(logits.argmax(-1))
         else:
-            likely.append(sampling.probabilities(logits))
-            drawn.append(draw(likely[-1], sampling.generator))
+            probs.append(sampling.probabilities(logits))
+            drawn.append(draw(probs[-1], sampling.generator))
     if not drawn:
         return torch.empty(len(counts), 0, dtype=torch.int64, device=drafter.cache.device), None
     missing = [len(counts) - len(tokens) for tokens in drawn]
     tokens = torch.stack([F.pad(one, (0, n)) for one, n in zip(drawn, missing, strict=True)], 1)
-    if not likely:
+    if not probs:
         return tokens, None
-    return tokens, torch.stack([F.pad(one, (0, 0, 0, n)) for one, n in zip(likely, missing, strict=True)], 1)
+    return tokens, torch.stack([F.pad(one, (0, 0, 0, n)) for one, n in zip(probs, missing, strict=True)], 1)
 
 
 def _verify(

@@ -1,4 +1,4 @@
-"""A decoder, or an encoder, over the modules of this package; its choices are data, and the backend is an argument."""
+"""A decoder or encoder made of this package's modules. Its architecture is data, and the backend is an argument."""
 
 from __future__ import annotations
 
@@ -42,33 +42,33 @@ if TYPE_CHECKING:
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer, or with ``causal=False`` an encoder. By default RMSNorm, rotary positions,
-    grouped-query attention, SwiGLU and no biases; :class:`ModelConfig` has the other choices, and presets.
+    """A decoder-only transformer, or with ``causal=False`` an encoder. By default it has RMSNorm, rotary positions,
+    grouped-query attention, SwiGLU and no biases; :class:`ModelConfig` has other choices and presets.
 
     Parameters have the names and shapes of Meta's Llama, whose checkpoints load: `tok_embeddings`,
-    `layers.N.{attention_norm, attention.{wq, wk, wv, wo}, ffn_norm, feed_forward.{w1, w2, w3}}`, `norm`, `output`.
-    Where a choice asks for them there are `pos_embeddings`, `type_embeddings`, `embedding_norm`, `relative_bias`,
-    `layers.N.attention.{q_norm, k_norm}` and `layers.N.{cross_norm, cross_attention}`; without a gate there is no `w3`,
-    with a shared norm no `ffn_norm`, with "post" norms no `norm`; with experts `feed_forward` is a
-    :class:`foundry_kernels.nn.MoE`. :meth:`from_hf` takes the models of transformers.
+    `layers.N.{attention_norm, attention.{wq, wk, wv, wo}, ffn_norm, feed_forward.{w1, w2, w3}}`, `norm`, `output`. Some
+    choices add `pos_embeddings`, `type_embeddings`, `embedding_norm`, `relative_bias`, `layers.N.attention.{q_norm,
+    k_norm}` and `layers.N.{cross_norm, cross_attention}`; without a gate there is no `w3`, with a shared norm no
+    `ffn_norm`, with "post" norms no `norm`; with experts `feed_forward` is a :class:`foundry_kernels.nn.MoE`.
+    :meth:`from_hf` takes the models of transformers.
 
     Under autocast the residual stream keeps the dtype of the embedding; only the branches are in low precision.
 
     Args:
         config: the shape.
-        backend: "auto", "reference", "triton", "native", or a mapping of operations to these. "auto" takes the first
-            that supports each call: on a GPU triton, native, reference; on a CPU native, reference. A named backend is
-            used for every operation that it has a kernel for, and never replaced silently: if a kernel does not support
-            a call, that raises `BackendUnavailable`. Operations without such a kernel run on the reference, as a
-            warning and `backends` say.
-        device, dtype: of the parameters. On the meta device nothing is initialised: ``to_empty(device=...)``, then
-            `init_weights()` or a checkpoint.
+        backend: "auto", "reference", "triton", "native", or a mapping of operations to these. "auto" uses the first
+            backend that supports a call: on a GPU triton, native, reference; on a CPU native, reference. A named
+            backend is used for every operation for which it has a kernel, without a silent fallback: if a kernel does
+            not support a call, it raises `BackendUnavailable`. Operations without such a kernel run on the reference,
+            which a warning and `backends` report.
+        device, dtype: of the parameters. On the meta device nothing is initialised: call ``to_empty(device=...)``, then
+            `init_weights()` or load a checkpoint.
 
     Attributes:
         backends: the backend that each operation is called with.
 
     Raises:
-        TypeError, ValueError: no ModelConfig, or an unknown backend.
+        TypeError, ValueError: config is not a ModelConfig, or the backend is unknown.
         BackendUnavailable: a mapping names a kernel that does not exist.
     """
 
@@ -144,11 +144,11 @@ class Transformer(nn.Module):
         """Returns the same model as one of transformers, with copies of its weights, in their dtype and on their
         device.
 
-        Known are the causal language models of GPT-2, LLaMA, BLOOM and Falcon, and of Mistral, Qwen2, Qwen3, GPT-NeoX,
-        OPT, Phi, StarCoder2, StableLM, Gemma and the first GPT; with experts Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE,
-        GLM-4-MoE and dots.llm1; and the encoders of BERT, RoBERTa and XLM-RoBERTa without a head (a pooler is left
-        out). Logits, or the last hidden states, are equal but for rounding. The mode is kept, and so are the
-        checkpoint's dropouts, which matter in training only.
+        Supported are the causal language models of GPT-2, LLaMA, BLOOM and Falcon, and of Mistral, Qwen2, Qwen3,
+        GPT-NeoX, OPT, Phi, StarCoder2, StableLM, Gemma and the first GPT; with experts Mixtral, Qwen2-MoE, Qwen3-MoE,
+        OLMoE, GLM-4-MoE and dots.llm1; and the encoders of BERT, RoBERTa and XLM-RoBERTa without a head (a pooler is
+        left out). Logits, or the last hidden states, are equal up to rounding. The mode and the checkpoint's dropout
+        probabilities are preserved.
 
         Args:
             model: of transformers.
@@ -157,9 +157,9 @@ class Transformer(nn.Module):
                 or `max_seq_len` (which a table of learned positions cannot exceed).
 
         Raises:
-            TypeError: a class that is not in the table.
-            ValueError: an option of the checkpoint that this model does not have, or weights that are missing, not
-                known, or of another shape; the message names them.
+            TypeError: the class is not supported.
+            ValueError: this model does not support an option of the checkpoint, or weights are missing, unknown or have
+                another shape; the message names them.
         """
         config, state = cls.read_hf(model, changes)
         return cls.from_state(config, state, model, backend)
@@ -168,7 +168,7 @@ class Transformer(nn.Module):
     def from_state(
         cls, config: ModelConfig, state: dict[str, Tensor], model: nn.Module, backend: Backend
     ) -> Transformer:
-        """Returns a model with copies of these weights, which were read of `model`."""
+        """Returns a model with copies of these weights, which were read from `model`."""
         weight = state["tok_embeddings.weight"]
         with torch.device("meta"):
             empty = cls(config, backend, dtype=weight.dtype)
@@ -196,57 +196,56 @@ class Transformer(nn.Module):
         return_logits: bool = False,
         return_router_stats: bool = False,
     ) -> Tensor | tuple[Any, ...]:
-        """Logits, or the loss where there are targets; of a model without a head the last hidden states.
+        """Returns logits, or the loss if there are targets; a model without a head returns the last hidden states.
 
         Args:
             tokens: ``[B, T]`` int32 or int64, 0 <= token < vocab_size, T >= 1.
             targets: ``[B, T]`` int32 or int64, the token that follows each position, or `ignore_index`: for padding,
                 and for the last token of each packed sequence.
-            attn_mask: what a query sees of what is before it, in every layer: bool, a floating bias, or an
+            attn_mask: a further restriction of what queries see, in every layer: bool, a floating bias, or an
                 :class:`foundry_kernels.AttentionMask`, of a shape that broadcasts to ``[B, H, T, S]``; S counts the
                 positions in the cache too. A bias gets its gradient from all layers.
-            lengths: ``[B]`` int32 or int64: of sequence b the keys at ``lengths[b]`` and behind it are padding, which
-                no query sees; those in the cache count. With `attn_mask` too: at the cost that
-                :class:`foundry_kernels.nn.Attention` names.
+            lengths: ``[B]`` int32 or int64: the keys of sequence b from ``lengths[b]`` on, counting those in the cache,
+                are padding, which no query sees. It may be combined with `attn_mask`;
+                :class:`foundry_kernels.nn.Attention` states the cost.
             cu_seqlens: ``[N + 1]`` int32 or int64: tokens are ``[1, total]`` and hold N sequences one after the other,
-                each from ``cu_seqlens[n]`` on, whose positions begin at 0 and which see no other's. Not with a mask,
-                lengths or a :class:`KVCache`.
-            max_seqlen: the longest of these sequences or any number above it; None is ``total``, which on a GPU
-                launches empty programs where there are many sequences, and makes rotary or sinusoidal tables of as many
-                rows. Under torch.compile, "dynamic" scaling takes it for the longest.
+                each from ``cu_seqlens[n]`` on. The positions of each begin at 0, and sequences do not see each other.
+                Not with a mask, lengths or a :class:`KVCache`.
+            max_seqlen: the longest of these sequences, or an upper bound. None is ``total``, which on a GPU launches
+                empty programs if there are many sequences, and grows rotary or sinusoidal tables to that size. Under
+                torch.compile, "dynamic" scaling uses it as the longest length.
             token_types: ``[B, T]`` int32 or int64, 0 <= type < ``config.token_types``; None is type 0 for all.
-            context: ``[B, S, context_dim]``, what the layers of a model with `context_dim` attend to as well, or what
-                :meth:`read_context` has read of it, for many calls.
-            context_lengths: ``[B]`` int32 or int64: of context b the positions at ``context_lengths[b]`` and behind it
-                are padding, which nobody sees. What `read_context` has read knows its lengths.
-            cache: keys and values of the positions before `tokens`; those of `tokens` are appended. A backward
-                pass then raises RuntimeError, and nothing is kept for one. With a :class:`PagedKVCache`, or sequences
-                of it (its `batch`), rows of `tokens` may continue at different positions, and with `cu_seqlens` by
-                different numbers of tokens; not with a mask or lengths.
+            context: ``[B, S, context_dim]``, to which the layers of a model with `context_dim` also attend; or the
+                result of :meth:`read_context` for it, for many calls.
+            context_lengths: ``[B]`` int32 or int64: the positions of context b from ``context_lengths[b]`` on are
+                padding, which no query sees. The result of `read_context` includes its lengths.
+            cache: keys and values of the positions before `tokens`; those of `tokens` are appended. A backward pass
+                then raises RuntimeError, and nothing is saved for one. With a :class:`PagedKVCache`, or sequences of it
+                (its `batch`), rows of `tokens` may continue at different positions, and with `cu_seqlens` by different
+                numbers of tokens; not with a mask or lengths.
             last_only: logits of the last position only, ``[B, 1, V]``; not together with targets. With `cu_seqlens`
                 and a cache of the last token of each sequence, ``[1, N, V]``.
             ignore_index: positions with this target are ignored.
             return_logits: with targets, return the logits too.
-            return_router_stats: return what the losses of the routers are made of too; needs a model with experts.
+            return_router_stats: also return the routers' statistics; needs a model with experts.
 
         Returns:
             logits ``[B, T, V]`` (without a head hidden states ``[B, T, dim]``), or with targets ``(None, loss)``, or
-            ``(logits, loss)`` with `return_logits`; with `return_router_stats` a last item more, a
-            :class:`foundry_kernels.nn.RouterStats` for each layer with experts. The loss
-            is the mean cross entropy in nats over the positions that count, float32 (float64 for a float64 model); 0
-            where none counts. Without `return_logits` the logits exist for a chunk of tokens at a time
-            (:func:`foundry_kernels.linear_cross_entropy`), unless `output` is no plain ``nn.Linear`` any more, or has
-            hooks: then it is called. In training the losses of the routers are added, by `load_balancing_coef` and
-            `router_z_coef` of the configuration; in eval mode the loss is the cross entropy alone.
+            ``(logits, loss)`` with `return_logits`; with `return_router_stats` one more item, a
+            :class:`foundry_kernels.nn.RouterStats` for each layer with experts. The loss is the mean cross entropy in
+            nats over the positions that are not ignored, in float32 (float64 for a float64 model); 0 if all are
+            ignored. Without `return_logits` the logits exist for a chunk of tokens at a time
+            (:func:`foundry_kernels.linear_cross_entropy`), unless `output` is not a plain ``nn.Linear`` or has hooks:
+            then it is called. In training mode the routers' losses are added with the factors `load_balancing_coef` and
+            `router_z_coef`; in eval mode the loss is the cross entropy alone.
 
         Raises:
-            TypeError: tokens, targets, token_types, lengths or cu_seqlens are no int32 or int64 tensors, attn_mask or
-                context of another kind.
-            ValueError: a wrong rank, shape or device, more learned positions than max_seq_len (others have no end), a
-                cache that is full or does not fit, arguments that exclude each other or that the model has no use for,
-                a missing context, and, where they are on the CPU and nothing is being compiled, tokens or targets
-                outside the vocabulary and packed sequences that max_seqlen does not bound. (Elsewhere that would need a
-                synchronization; the embedding then raises its own error.)
+            TypeError: tokens, targets, token_types, lengths or cu_seqlens are not int32 or int64 tensors, or attn_mask
+                or context has another type.
+            ValueError: a wrong rank, shape or device; more positions than a learned table has; a cache that is full or
+                does not fit; arguments that exclude each other or do not apply to the model; a missing context; and, on
+                the CPU outside of torch.compile, tokens or targets outside the vocabulary and packed sequences longer
+                than max_seqlen. (Elsewhere this check would synchronize; the embedding then raises its own error.)
             BackendUnavailable: a named backend does not support this device or dtype.
         """
         config, weight = self.config, self.tok_embeddings.weight
@@ -332,16 +331,16 @@ class Transformer(nn.Module):
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
     ) -> tuple[Any, ...]:
-        """What every block is called with besides (see `TransformerBlock`): nothing in a plain call."""
+        """The further arguments of every block (see `TransformerBlock`): none in a plain call."""
         if isinstance(cache, PagedBatch):
             if attn_mask is not None or lengths is not None or self.relative_bias is not None:
-                raise ValueError("a cache in pages goes with no attn_mask, lengths or bias of positions")
+                raise ValueError("PagedKVCache does not support attn_mask, lengths or relative positions")
             return ()  # the pages know where tokens are
         positions = None
         if self.sequence_shard is not None:
             return None, *self.sequence_shard.seen(tokens, cu_seqlens), max_seqlen
         if self.relative_bias is not None and cu_seqlens is not None:
-            raise ValueError("cu_seqlens needs positions without a bias: packed tokens have no common place in one")
+            raise ValueError("cu_seqlens does not support relative positions")
         if attn_mask is not None or lengths is not None or self.relative_bias is not None:
             batch, count = tokens.shape
             keys = count if cache is None else cache.length + count
@@ -379,8 +378,7 @@ class Transformer(nn.Module):
         return Context([attention.keys_values(context) for attention in attentions], mask)
 
     def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
-        """Returns an empty cache on the model's device, of the dtype that its keys have (autocast's, inside
-        autocast)."""
+        """Returns an empty cache on the model's device, in the dtype of its keys (autocast's dtype, under autocast)."""
         weight = self.tok_embeddings.weight
         return KVCache(self.config, batch_size, max_len, device=weight.device, dtype=self._key_dtype())
 
@@ -393,8 +391,8 @@ class Transformer(nn.Module):
         generate = generate
 
     def serving(self, device: str | None = None, dtype: torch.dtype | None = None) -> dict[str, str]:
-        """`backends` with "auto" resolved: for each operation the backend that runs on tensors of `dtype` on
-        `device` ("cpu", "cuda"), None being those of the parameters."""
+        """Returns `backends` with "auto" resolved: for each operation the backend that tensors of `dtype` on `device`
+        ("cpu", "cuda") run on. None means the dtype or device of the parameters."""
         weight = self.tok_embeddings.weight
         return serving(self.backends, device or weight.device.type, dtype or weight.dtype)
 
@@ -407,7 +405,7 @@ class Transformer(nn.Module):
 
 
 def _drop_redundant_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Keys of Meta's checkpoints that say nothing new: the rotary frequencies, and a tied head's copy."""
+    """Redundant keys of Meta's checkpoints: the rotary frequencies, and the copy of a tied head."""
     assert isinstance(module, Transformer)
     state_dict.pop(prefix + "rope.freqs", None)
     head, embeddings = state_dict.get(prefix + "output.weight"), state_dict.get(prefix + "tok_embeddings.weight")

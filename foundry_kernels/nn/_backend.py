@@ -1,15 +1,16 @@
-"""What `backend` means to a module, which runs several operations: one rule, for every module and the model.
+"""What the argument `backend` means for a module, which runs several operations. All modules and models follow one
+rule.
 
 An operation called with a named backend uses it or raises. A module runs several operations, and not every operation
-has a kernel in every backend. So a module decides once, at construction, operation by operation:
+has a kernel in every backend. So a module chooses a backend for each operation at construction:
 
 - the operation has a kernel of the named backend: that kernel is used. If it does not support a call (not built,
   another device, another dtype), the call raises `BackendUnavailable`; there is no fallback.
-- the package has no such kernel for the operation at all, or has it for GPUs alone and was compiled without CUDA: the
-  reference is used, and the module says so, in one warning and in its `backends` and its repr.
+- the package has no such kernel for the operation, or has one for GPUs only and was compiled without CUDA: the
+  reference is used. The module reports this in one warning, in its `backends` and in its repr.
 
-A mapping `{operation: backend}` names the backend of single operations ("auto" for those it leaves out) and is taken
-literally: where there is no such kernel, construction raises.
+A mapping `{operation: backend}` names the backend of single operations ("auto" for those that it leaves out). There is
+no fallback: if there is no such kernel, construction raises.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ Backend = str | Mapping[str, str]
 
 
 def plan(backend: Backend, ops: Iterable[str]) -> dict[str, str]:
-    """The backend that each of `ops` is called with, by the rule above.
+    """Returns the backend that each of `ops` is called with, by the rule above.
 
     Raises:
         TypeError: `backend` is neither a string nor a mapping.
         ValueError: an unknown backend or operation.
-        BackendUnavailable: a mapping names a backend of which the operation has no kernel.
+        BackendUnavailable: a mapping names a backend for which the operation has no kernel.
     """
     ops = tuple(ops)
     if isinstance(backend, str):
@@ -60,17 +61,17 @@ def _exists(op: str, backend: str) -> bool:
 
 
 def serving(backends: Mapping[str, str], device: str, dtype: torch.dtype) -> dict[str, str]:
-    """Returns for each operation the backend that runs tensors of `dtype` on `device`: "auto" resolved.
+    """Returns for each operation the backend that tensors of `dtype` on `device` run on, with "auto" resolved.
 
-    A named backend that does not support them stays in the answer; the call itself is what raises. Of attention it is
-    the backend of most calls, where that follows from the call (`ops/flash_attention/hopper.py`).
+    A named backend that does not support them stays in the result, because only the call raises. For attention it is
+    the backend of most calls, if it depends on the call (`ops/flash_attention/hopper.py`).
     """
     found = {}
     for op, name in backends.items():
         if name == "auto":
             order = OPS[op].order(device, dtype)
             attends = op in ("flash_attention", "flash_attention_varlen")
-            if attends and hopper.serves(device, dtype) and not OPS[op].is_measured(device, dtype):
+            if attends and hopper.supports(device, dtype) and not OPS[op].is_measured(device, dtype):
                 order = ("native", *order)
             name = next((b for b in order if OPS[op].why_not(b, device, dtype) is None), "reference")
         found[op] = name
@@ -78,7 +79,7 @@ def serving(backends: Mapping[str, str], device: str, dtype: torch.dtype) -> dic
 
 
 def describe(backends: Mapping[str, str]) -> str:
-    """Returns the text for a repr: `'native'`, or `rope='reference', rms_norm='native'` where operations differ."""
+    """Returns the text for a repr: `'native'`, or `rope='reference', rms_norm='native'` if operations differ."""
     if len(set(backends.values())) == 1:
         return repr(next(iter(backends.values())))
     return ", ".join(f"{op}={name!r}" for op, name in backends.items())

@@ -1,5 +1,6 @@
-"""Parameters as operations need them that a module is a part of, without its call: the head of a language model, whose
-loss `linear_cross_entropy` computes, and the norms of queries and keys. The tensor-parallel plan leaves marks here."""
+"""Parameters of modules that operations use without calling the module: the head of a language model, whose loss
+`linear_cross_entropy` computes, and the norms of queries and keys. The tensor-parallel plan sets attributes on these
+modules."""
 
 from __future__ import annotations
 
@@ -9,17 +10,17 @@ from torch import Tensor, nn
 
 from foundry_kernels.core.registry import is_dtensor
 
-#: The attribute of a head that the tensor-parallel plan divides: how many hooks the plan gave it.
+#: The attribute of a head that the tensor-parallel plan shards: the number of hooks that the plan added.
 PLANNED_HOOKS = "_foundry_planned_hooks"
-#: Another: the mesh, and how what the head is called with lies on it where it comes as a plain tensor.
+#: Another attribute of such a head: the mesh, and the placements of a plain input tensor.
 PLANNED_INPUT = "_foundry_planned_input"
-#: The attribute of a norm of each head, of which a device has some: the placements of its weight's gradient.
+#: The attribute of a per-head norm whose heads are sharded: the placements of its weight's gradient.
 PLANNED_GRADIENT = "_foundry_planned_gradient"
 
 
 def weight_of_norm(norm: nn.Module, x: Tensor) -> Any:
-    """The weight of a norm over x. Where the plan has replicated it and x is a device's own heads, it is a plain tensor
-    too, and its gradient a part of the weight's."""
+    """Returns the weight of a norm over x. If the plan has replicated it and x holds the local heads, it is a plain
+    tensor too, and its gradient is a partial sum of the weight's gradient."""
     weight: Any = norm.weight
     if is_dtensor(weight) and not is_dtensor(x) and hasattr(norm, PLANNED_GRADIENT):
         return weight.to_local(grad_placements=getattr(norm, PLANNED_GRADIENT))
@@ -32,11 +33,11 @@ def count_hooks(module: Any) -> int:
 
 
 def matrix_of(head: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of a head whose call is the product by them and nothing else; else None.
+    """Returns weight and bias of a head that only computes a linear layer; else None.
 
-    A head of another class (LoRA's, a quantised one), with a forward of its own or with hooks (accelerate's, FSDP's on
-    the head by itself) must be called, and its logits exist. The hooks of the tensor-parallel plan are known: they
-    only turn logits that are sharded over devices into those that the caller gets.
+    A head of another class (LoRA, quantised), with its own forward or with hooks (accelerate's, or FSDP's on the head
+    alone) must be called, which materializes its logits. The hooks of the tensor-parallel plan are allowed: they only
+    convert sharded logits into those that the caller gets.
     """
     if type(head) is not nn.Linear or "forward" in vars(head):
         return None

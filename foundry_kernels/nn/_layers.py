@@ -1,4 +1,4 @@
-"""Whether the call of a module is what its class does and nothing more."""
+"""Checks whether calling a module does what its class does and nothing more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def is_observed(module: nn.Module) -> bool:
-    """Whether something else is to happen when the module is called: hooks, or a `forward` of its own."""
+    """Whether calling the module does something else too: it has hooks, or a `forward` of its own."""
     own = module.__dict__
     return bool(
         own["_forward_pre_hooks"]

@@ -1,11 +1,11 @@
-"""How a forward pass calls its linear layers: each as it is; of few rows, as in decoding, several in one pass over
-their weights, with keys and values that go straight into the cache; or of many rows by the extension's products, where
-PyTorch's of their dtype are slow.
+"""How a forward pass calls its linear layers. There are three ways: each layer is called as it is; with few rows, as in
+decoding, several layers run in one pass over their weights and keys and values are written directly into the cache;
+with many rows, layers run on the extension's matmuls if PyTorch's matmuls of this dtype are slow.
 
-The operators read each layer's own weight where it is. Nothing is packed, copied or kept between calls,
-so loading, moving, casting or replacing a weight needs no thought. A layer is called as it is wherever calling it could
-be more than a product with its weight: under autocast, a transform or a hook, in another class, with a weight that is
-no plain dense tensor; of few rows under autograd and with a bias, too.
+The operators read each layer's own weight in place. Nothing is packed, copied or cached between calls, so a weight may
+be loaded, moved, cast or replaced at any time. A layer is called as it is whenever this could do more than a matmul
+with its weight: under autocast, a transform or a hook, in another class, or with a weight that is not a plain dense
+tensor; with few rows also under autograd and with a bias.
 """
 
 from __future__ import annotations
@@ -33,44 +33,45 @@ from foundry_kernels.ops.rope import ROPE
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = (Tensor, nn.Parameter)
 
-#: Rows up to which linear layers of a batch that is served are one pass over the weights, by instruction set, where
-#: that was measured to be faster than torch's products (docs/dev/performance.md). On AMX they are as of others.
-SERVED_ROWS = dict.fromkeys(("avx2", "avx512", "avx512_bf16"), 4 * MAX_ROWS)
+#: The largest number of rows for which linear layers in batched decoding run in one pass over the weights, by
+#: instruction set, where this was measured to be faster than torch's matmuls (docs/dev/performance.md). On AMX the
+#: usual limit applies.
+MAX_BATCHED_ROWS = dict.fromkeys(("avx2", "avx512", "avx512_bf16"), 4 * MAX_ROWS)
 
-#: Why no forward pass decodes in this process, if that is so.
+#: The reason why the decoding path is unavailable in this process, or None.
 MISSING = DECODE_LINEAR.why_not("native", "cpu") or ROPE.why_not("native", "cpu")
 if MISSING is None:
     from foundry_kernels.ops.decode_linear.native import decode_linear
     from foundry_kernels.ops.rope.native import rope_append
 
-#: Dtypes of which PyTorch's products are slow here and others are at hand; and multiplications from which on these are
-#: worth their longer call.
+#: Dtypes for which PyTorch's matmuls are slow here and the extension has its own; and the number of multiplications
+#: from which these are worth their longer call.
 OWN_PRODUCTS = frozenset(
     dtype for dtype in DTYPES if GROUPED_MM.why_not("native", "cpu") is None and has_own_products(dtype)
 )
 WORTH = 1 << 21
 
 
-class _Serving(threading.local):
-    isa: str | None = None  # of the pass that this thread runs over a batch that is served
+class _Batched(threading.local):
+    isa: str | None = None  # the instruction set, while this thread runs a batched decoding step
 
 
-_serving = _Serving()
+_batched = _Batched()
 
 
 @contextmanager
-def serving_products() -> Iterator[None]:
-    """Within it, linear layers of this thread take up to `SERVED_ROWS` rows in one pass over their weights."""
-    before = _serving.isa
-    _serving.isa = build_info().get("instruction_set")
+def batched_decode() -> Iterator[None]:
+    """In this block, linear layers of this thread run up to `MAX_BATCHED_ROWS` rows in one pass over their weights."""
+    before = _batched.isa
+    _batched.isa = build_info().get("instruction_set")
     try:
         yield
     finally:
-        _serving.isa = before
+        _batched.isa = before
 
 
 class KeyValueMemory:
-    """Base of a store whose memory may be written to directly: in decoding, the rotation's kernel does."""
+    """Base class of a cache whose memory the rotation's kernel may write directly in decoding."""
 
     @property
     def length(self) -> int:
@@ -80,8 +81,8 @@ class KeyValueMemory:
         raise NotImplementedError
 
     def memory(self, new: Tensor, n_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-        """Contiguous keys and values ``[B, Hk, S, D]``, into which those in `new` ``[B, T, ...]`` are to be written at
-        ``length`` and behind it; ValueError where they do not fit."""
+        """Contiguous keys and values ``[B, Hk, S, D]``, into which those of `new` ``[B, T, ...]`` are to be written
+        from ``length`` on; ValueError if they do not fit."""
         raise NotImplementedError
 
 
@@ -94,32 +95,32 @@ class Layers:
         return y
 
     def each(self, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-        """The layers' results, where `together` gives none."""
+        """The layers' results, used if `together` returns None."""
         return tuple(layer(x) for layer in layers)
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The result of a layer that is nothing but its `weight` ``[N, dim]``."""
+        """The result of a layer that only has a `weight` ``[N, dim]``."""
         return F.linear(x, weight)
 
     @property
     def function(self) -> Linear:
-        """What stands for `F.linear`, for what a backward pass calls again."""
+        """The function that replaces `F.linear`, for a backward pass that recomputes layers."""
         return chosen()
 
     def together(self, x: Tensor, *layers: nn.Module) -> Tensor | None:
-        """The layers' results one behind the other in the last dimension; None where each is to be called."""
+        """The layers' results, concatenated along the last dimension; None if each layer must be called."""
         return None
 
     def append(
         self, packed: Tensor, cache: object, rope: nn.Module | None, n_heads: int, n_kv_heads: int, head_dim: int
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Returns, for queries, keys and values from `together`, the queries, rotated, and keys and values of all
-        positions, the new ones in the cache; None where the rotation and the cache are to be called."""
+        """For queries, keys and values from `together`, appends the new keys and values to the cache and returns the
+        rotated queries, and the keys and values of all positions. None if the rotation and the cache must be called."""
         return None
 
 
 class Multiplied(Layers):
-    """Linear layers by the extension's products, with their gradients."""
+    """Linear layers on the extension's matmuls, with gradients."""
 
     def linear(self, x: Tensor, layer: nn.Module) -> Tensor:
         if not is_linear(layer):
@@ -138,7 +139,7 @@ class Multiplied(Layers):
 
 
 class Decoding(Layers):
-    """Linear layers of few rows, for which reading the weights is all the work."""
+    """Linear layers with few rows, which are bound by reading the weights."""
 
     def linear(self, x: Tensor, layer: nn.Module) -> Tensor:
         y = self.together(x, layer)
@@ -172,18 +173,18 @@ class Decoding(Layers):
         return q, k.narrow(2, 0, end), v.narrow(2, 0, end)
 
 
-class Served(Decoding):
-    """Linear layers of more rows than a rotation into the cache is made for."""
+class BatchedDecode(Decoding):
+    """Linear layers with more rows than the rotation into the cache supports."""
 
     def append(self, *_: object) -> None:
         return None
 
 
-_LAYERS, _MULTIPLIED, _DECODING, _SERVED = Layers(), Multiplied(), Decoding(), Served()
+_LAYERS, _MULTIPLIED, _DECODING, _BATCHED_DECODE = Layers(), Multiplied(), Decoding(), BatchedDecode()
 
 
 def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` by the extension's products, of what these take and where they are worth it."""
+    """`F.linear` on the extension's matmuls, if they support the tensors and are worth the call."""
     enough = torch.compiler.is_compiling() or x.numel() * weight.shape[0] >= WORTH
     if not enough or not _is_dense(weight, x) or not (bias is None or _is_dense(bias, x)):
         return F.linear(x, weight, bias)
@@ -191,7 +192,7 @@ def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def whole_tables(rope: RotaryEmbedding, end: int) -> tuple[Tensor, Tensor] | None:
-    """cos and sin with rows for positions below `end`; None where a few rows are computed for the call alone."""
+    """cos and sin with rows for positions below `end`; None if a few rows are computed for this call only."""
     if end > rope.cos.shape[0] and (rope.follows_length or torch.compiler.is_compiling()):
         return None
     cos, sin = rope.reserve(end)
@@ -199,7 +200,8 @@ def whole_tables(rope: RotaryEmbedding, end: int) -> tuple[Tensor, Tensor] | Non
 
 
 def decodes(x: Tensor, max_rows: int = MAX_ROWS) -> bool:
-    """Whether a forward pass on `x` ``[..., dim]`` is of few rows, on the CPU, and nothing watches what it calls."""
+    """Whether a forward pass on `x` ``[..., dim]`` has few rows, runs on the CPU, and is not observed by hooks or
+    modes."""
     return (
         MISSING is None
         and not torch.is_grad_enabled()
@@ -219,20 +221,20 @@ def layers_for(x: Tensor, backend: str) -> Layers:
         return _LAYERS
     if decodes(x):
         return _DECODING
-    if _serving.isa is not None and not torch.compiler.is_compiling() and decodes(x, most_rows()):
-        return _SERVED
+    if _batched.isa is not None and not torch.compiler.is_compiling() and decodes(x, most_rows()):
+        return _BATCHED_DECODE
     return products_for(x, backend)
 
 
 def products_for(x: Tensor, *backends: str) -> Layers:
-    """As `layers_for`, but for a pass on `x` of few rows, whose layers are called as they are."""
+    """As `layers_for`, but layers of a pass with few rows are called as they are."""
     own = bool(OWN_PRODUCTS) and all(backend in ("auto", "native") for backend in backends)
     return _MULTIPLIED if own and multiplies(x) else _LAYERS
 
 
 def multiplies(x: Tensor) -> bool:
-    """Whether a forward pass on `x` has other products than PyTorch's: on the CPU in a dtype of `OWN_PRODUCTS`, where
-    nothing watches what it calls or has asked for less than full float32."""
+    """Whether a forward pass on `x` uses the extension's matmuls: on the CPU, in a dtype of `OWN_PRODUCTS`, without
+    observers and with full float32 precision."""
     return (
         type(x) is Tensor
         and x.is_cpu
@@ -249,17 +251,17 @@ def _full_precision() -> bool:
     return torch.get_float32_matmul_precision() == "highest"
 
 
-# As `_transformed`. The compiler guards on the precision of products.
+# As `_transformed`. The compiler guards on the precision of matmuls.
 _full_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def most_rows() -> int:
-    """Rows that this thread takes in one pass over the weights, of several sequences."""
-    return MAX_ROWS if _serving.isa is None else SERVED_ROWS.get(_serving.isa, MAX_ROWS)
+    """The largest number of rows, of several sequences, that this thread runs in one pass over the weights."""
+    return MAX_ROWS if _batched.isa is None else MAX_BATCHED_ROWS.get(_batched.isa, MAX_ROWS)
 
 
 def _products(x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
-    """`x` times the transposes of `weights` in one pass; None where the operator does not take one of them."""
+    """`x` times the transposes of `weights` in one pass; None if the operator does not support one of them."""
     if not all(_is_dense(weight, x) for weight in weights):
         return None
     y: Tensor = decode_linear(x, weights)

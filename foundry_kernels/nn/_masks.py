@@ -1,4 +1,5 @@
-"""What queries see besides `causal` and a window: a mask, the lengths of padded rows, packed sequences."""
+"""What limits the keys that queries see besides `causal` and a window: a mask, the lengths of padded rows, packed
+sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def check_masks(
     in errors."""
     if cu_seqlens is not None:
         given = "lengths" if attn_mask is None else "attn_mask"
-        raise ValueError(f"{given} and cu_seqlens exclude each other: packed tokens have no common place; got both")
+        raise ValueError(f"{given} and cu_seqlens exclude each other: packed sequences do not support it; got both")
     if attn_mask is not None:
         check_mask(attn_mask, shape, x, name)
     if lengths is not None:
@@ -33,7 +34,7 @@ def check_masks(
 
 
 def add_bias(bias: Tensor, attn_mask: Tensor | AttentionMask | None) -> Tensor:
-    """A bias ``[1, H, T, S]`` with what `attn_mask` adds or hides."""
+    """Combines a bias ``[1, H, T, S]`` with `attn_mask`."""
     if attn_mask is None:
         return bias
     seen = attn_mask.dense(*bias.shape[2:]) if isinstance(attn_mask, AttentionMask) else attn_mask
@@ -41,7 +42,7 @@ def add_bias(bias: Tensor, attn_mask: Tensor | AttentionMask | None) -> Tensor:
 
 
 def hide_padding(attn_mask: Tensor | AttentionMask | None, lengths: Tensor, n_keys: int) -> Tensor | AttentionMask:
-    """A mask by which each sequence b sees, of what `attn_mask` lets it see, the keys ``j < lengths[b]``."""
+    """Combines `attn_mask` with the padding mask: sequence b sees only the keys ``j < lengths[b]``."""
     padding = AttentionMask.prefix(lengths)
     if attn_mask is None:
         return padding
@@ -54,7 +55,7 @@ def hide_padding(attn_mask: Tensor | AttentionMask | None, lengths: Tensor, n_ke
 
 
 def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
-    """The position of each packed token in its own sequence, without waiting for a GPU."""
+    """The position of each packed token in its sequence, computed without waiting for a GPU."""
     token = torch.arange(total, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     return token - cu_seqlens[sequence]

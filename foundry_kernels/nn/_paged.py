@@ -13,7 +13,7 @@ NO_GRADIENT = "cache is for inference: gradients do not flow through it; use tor
 
 
 class PagedStep(NamedTuple):
-    """Where the tokens of one forward pass are, the same in every layer; the tokens of all sequences are packed."""
+    """The positions of the packed tokens of one forward pass, which are the same in every layer."""
 
     positions: Tensor  # of the tokens: [B, T] or [1, total]
     page: Tensor  # [total] int64, that each token is stored in

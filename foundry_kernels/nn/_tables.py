@@ -1,4 +1,4 @@
-"""Tables that follow a module to another device and are never cast."""
+"""Tables that move to another device with their module and are never cast."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from foundry_kernels.nn._scripting import refuse_scripting
 
 
 class FixedTables(torch.nn.Module):
-    """Base of a module whose buffers are computed, and so lie outside of the state dict.
+    """Base class of a module whose buffers are computed and therefore not part of the state dict.
 
-    They follow the module to another device, but stay float32 under ``.to(torch.bfloat16)`` and the like. Built on the
-    meta device, they get their values with ``to_empty(device=...)``.
+    They move to another device with the module, but stay float32 under ``.to(torch.bfloat16)`` and the like. A module
+    that was built on the meta device gets the values of its tables with ``to_empty(device=...)``.
     """
 
     __prepare_scriptable__ = refuse_scripting
@@ -40,7 +40,7 @@ class FixedTables(torch.nn.Module):
         return [getattr(self, name) for name in self.names]
 
     def reset_parameters(self) -> None:
-        """Compute the tables anew on the device they are on."""
+        """Recomputes the tables on their device."""
         for name, table in zip(self.names, self._tables(self._current()[0].device), strict=True):
             setattr(self, name, table)
 
@@ -59,26 +59,25 @@ class FixedTables(torch.nn.Module):
 
 
 class PositionTables(FixedTables):
-    """Base of tables with a row for each position, which have no last one: they are made for `max_positions` and grow
-    when a position beyond their rows is asked for. The rows that were there keep their bits.
+    """Base class of tables with one row per position. They start with `max_positions` rows and grow when a call needs a
+    position beyond their rows. Existing rows keep their bits.
 
-    Called as usual, a module grows by replacing its buffers, at least doubling them. While torch.compile traces,
-    nothing may be replaced: the rows come from an operator, which computes them as the module does. A CUDA graph that
-    was captured keeps reading the tables that it was captured with, which are kept for it; no table grows in a capture.
+    In eager mode a module grows by replacing its buffers with buffers of at least twice the size. While torch.compile
+    traces, buffers cannot be replaced, so an operator computes the rows in the same way. A captured CUDA graph keeps
+    reading the tables that it was captured with, so old tables are kept alive; no table grows during a capture.
 
-    A table whose rows depend on the length of the sequence (`follows_length`: dynamic scaling) is that of
-    `max_positions` for what is no longer. Beyond, rows are computed for the length that is asked for and do not replace
-    the buffers.
+    With dynamic scaling (`follows_length`) the rows depend on the length of the sequence. Up to `max_positions` the
+    table is used. For longer sequences, rows are computed for each length and do not replace the buffers.
     """
 
     max_positions: int
-    #: What `builders` know the tables by.
+    #: The key of the tables in `builders`.
     kind: ClassVar[str]
-    #: What computes rows, by kind: (first, behind the last, length of the sequence, **recipe).
+    #: The functions that compute rows, by kind: (first, behind the last, length of the sequence, **recipe).
     builders: ClassVar[dict[str, Callable[..., tuple[Tensor, ...]]]] = {}
 
     def _recipe(self) -> dict[str, Any]:
-        """What the builder takes besides the rows: numbers, strings and None."""
+        """The builder's other arguments: numbers, strings and None."""
         raise NotImplementedError
 
     @property
@@ -86,12 +85,12 @@ class PositionTables(FixedTables):
         return False
 
     def _tables(self, device: Any) -> tuple[Tensor, ...]:
-        # As text, because that is what an operator takes.
+        # As text, because operators accept strings.
         self._text = json.dumps([self.kind, self._recipe()])
         return _compute(self._text, 0, self.max_positions, self.max_positions, device)
 
     def rows(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """The tables' rows of the positions from `start` to before `stop`, for a sequence that ends there.
+        """Returns the tables' rows for the positions `start` .. `stop` - 1 of a sequence that ends there.
 
         Raises:
             ValueError: `start` is below 0; tables on a GPU would have to grow while a CUDA graph is captured.
@@ -109,18 +108,17 @@ class PositionTables(FixedTables):
         return tuple(table[start:stop] for table in tables)
 
     def reserve(self, stop: int) -> tuple[Tensor, ...]:
-        """Returns whole tables for positions below `stop`: with at least so many rows, those of a sequence of that
-        length. Tables that do not depend on it grow to them now, which later calls, CUDA graphs and compiled ones need
-        not."""
+        """Returns whole tables with at least `stop` rows, for a sequence of that length. Tables that do not depend on
+        the length grow now, so that later calls, CUDA graphs and compiled code need not grow them."""
         tables = self._current()
         if all(stop <= table.shape[0] for table in tables):
             return tuple(tables)
         return self.rows(0, stop) if self.follows_length or torch.compiler.is_compiling() else self._grow(stop)
 
     def tables_for(self, positions: Tensor, end: int | None) -> tuple[Tensor, ...]:
-        """Returns whole tables for a tensor of positions. Where looking at them costs nothing (on the CPU) or the rows
-        depend on the last, that is found; elsewhere `end`, a number that they are below, says how many rows there must
-        be. None: as many as there are."""
+        """Returns whole tables for a tensor of positions. The last position is read if this is free (on the CPU) or if
+        the rows depend on it. Otherwise `end`, an upper bound of the positions, gives the number of rows; with None the
+        tables are used as they are."""
         looks = (positions.is_cpu or self.follows_length) and not (positions.is_meta or is_subclass(positions))
         if looks and not torch.compiler.is_compiling():
             end = int(positions.max()) + 1 if positions.numel() else None
@@ -134,7 +132,7 @@ class PositionTables(FixedTables):
                 return tuple(tables)
             device = _not_capturing(tables[0].device)
             stop = max(stop, 2 * rows)
-            # Outside of inference mode, or a later step of training could not save the tables.
+            # This leaves inference mode, because a later training step could not save inference tensors.
             with torch.inference_mode(False), torch.no_grad():
                 more = _compute(self._text, rows, stop, stop, device)
                 grown = tuple(torch.cat([old[:rows], new]) for old, new in zip(tables, more, strict=True))
@@ -147,7 +145,8 @@ class PositionTables(FixedTables):
 
 
 _LOCK = threading.Lock()
-#: Tables on a GPU that a captured CUDA graph may still read; together smaller than those that took their place.
+#: Tables on a GPU that a captured CUDA graph may still read. Together they are smaller than the tables that replaced
+#: them.
 _OUTGROWN: WeakKeyDictionary[PositionTables, list[list[Tensor]]] = WeakKeyDictionary()
 
 
@@ -184,7 +183,7 @@ _LIBRARY.define(
 
 
 def _rows_impl(tables: list[Tensor], recipe: str, start: int, stop: int, length: int) -> list[Tensor]:
-    """Rows computed for tables that are to stay as they are; `tables` say the device."""
+    """Computes rows without changing the tables; `tables` give the device."""
     return [table.clone() for table in _kept_for(tables, recipe, start, stop, length)]
 
 

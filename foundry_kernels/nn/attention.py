@@ -1,5 +1,4 @@
-"""Multi-head attention with its positions, shared key-value heads and an optional key-value cache, to the sequence
-itself or to a context."""
+"""Multi-head self- or cross-attention with positions, grouped key-value heads and an optional key-value cache."""
 
 from __future__ import annotations
 
@@ -24,18 +23,19 @@ from foundry_kernels.ops.rope import qk_norm_rope
 
 
 class KeyValueStore(Protocol):
-    """What :class:`Attention` asks of a cache: one layer's part of it."""
+    """The interface of one layer's part of a cache, as :class:`Attention` uses it."""
 
     @property
     def length(self) -> int:
         """Positions stored so far: the position of the next token."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v ``[B, Hk, T, D]`` of the next T positions; return those of all positions ``[B, Hk, S, D]``."""
+        """Stores k, v ``[B, Hk, T, D]`` of the next T positions and returns those of all positions ``[B, Hk, S,
+        D]``."""
 
 
 class Attend(Protocol):
-    """What may take the place of `flash_attention` in :class:`Attention`: `fk.distributed.context_parallel` sets it."""
+    """A replacement of `flash_attention` in :class:`Attention`, which `fk.distributed.context_parallel` sets."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **options: Any) -> Any:
         """As `flash_attention` or `flash_attention_varlen`; q, k, v ``[B, H, T, D]`` in both cases."""
@@ -49,15 +49,15 @@ class ContextKeyValues(NamedTuple):
     v: Tensor
 
 
-#: What `q_norm` and `k_norm` may be over.
+#: Valid values of `qk_norm_over`.
 NORMS = ("head", "projection")
 
 
 class Attention(torch.nn.Module):
     """``wo(flash_attention(rope(wq x), rope(wk x), wv x))``; the names are those of Meta's Llama.
 
-    Queries, keys and values are ``[B, H, T, D]`` views of the projections' ``[B, T, H, D]`` memory, and the result
-    has the same storage order: nothing is copied to transpose.
+    Queries, keys and values are ``[B, H, T, D]`` views of the projections' ``[B, T, H, D]`` memory, and the result has
+    the same storage order, so nothing is copied to transpose.
 
     Args:
         dim: width of the input and the output.
@@ -70,16 +70,16 @@ class Attention(torch.nn.Module):
         sliding_window: positions that a query sees, its own the last of them (without `causal` as many after it); None
             or -1 is unbounded.
         bias: whether the projections to queries, keys and values have one.
-        out_bias: whether the projection from attention has one; None is `bias`.
+        out_bias: whether the output projection has a bias; None is `bias`.
         scale: factor on the scores; None is ``head_dim ** -0.5``.
-        context_dim: width of the context that keys and values are made of; None is `dim`. With another width there is
-            no attention of x to itself.
+        context_dim: width of the context from which keys and values are computed; None is `dim`. With another width the
+            module does not support self-attention.
         qk_norm: an RMSNorm of queries and of keys, before the rotation: `q_norm` and `k_norm`.
         qk_norm_over: "head", of each head by itself, or "projection", of all heads together.
-        norm_eps, norm_round_before_weight: of these two, as of :class:`RMSNorm`.
-        dropout: of the weights of attention, in training: `dropout_p` of :func:`flash_attention`, with a seed from
-            torch's generator.
-        backend: a backend's name, or a mapping of operations to names. The rotary embedding has its own.
+        norm_eps, norm_round_before_weight: options of these two norms, as in :class:`RMSNorm`.
+        dropout: probability of dropping attention weights in training (`dropout_p` of :func:`flash_attention`), with a
+            seed from torch's generator.
+        backend: a backend's name, or a mapping of operations to names. The rotary embedding has its own backend.
 
     Raises:
         TypeError: a size is no int, `causal` no bool.
@@ -186,36 +186,36 @@ class Attention(torch.nn.Module):
         Args:
             positions: of the tokens, as :class:`RotaryEmbedding` takes them; None continues the cache or starts at 0,
                 in a packed batch at 0 in each sequence.
-            cache: this layer's stored keys and values, which the new ones are appended to. Query t then sees all that
-                was stored before, and the new keys up to its own. With pages there are no positions, mask or lengths.
+            cache: this layer's stored keys and values, to which the new ones are appended. A query then sees all stored
+                keys, and the new keys up to its own. A cache in pages does not support positions, a mask or lengths.
             cu_seqlens: ``[N + 1]`` int32 or int64 of a packed batch: x is ``[1, total, dim]`` and holds N sequences one
                 after the other, sequence n at the tokens ``cu_seqlens[n] .. cu_seqlens[n + 1] - 1``, which see no
                 other's. Not together with a cache.
-            max_seqlen: the longest of these sequences or any number above it; None is ``total``, which on a GPU
-                launches empty programs where there are many sequences.
-            attn_mask: what a query sees of what `causal` and the window let it see: bool, floating or an
+            max_seqlen: the longest of these sequences, or an upper bound. None is ``total``, which on a GPU launches
+                empty programs if there are many sequences.
+            attn_mask: a further restriction besides `causal` and the window: bool, floating or an
                 :class:`foundry_kernels.AttentionMask`, as of :func:`flash_attention`, for ``[B, H, T, S]``; S counts
                 the keys in the cache too. Not together with `cu_seqlens`.
-            lengths: ``[B]`` int32 or int64: no query of sequence b sees the keys at ``lengths[b]`` and behind it, of
-                those in the cache and x's: padding at the end. (They are computed all the same.) Not together with
-                `cu_seqlens`. With a bool mask or an AttentionMask both are combined tile by tile, which waits for a
-                GPU; a floating one is copied to ``[B, h, t, S]``, with the padding at -inf, and keeps its gradient.
-            context: ``[B, S, context_dim]``, what keys and values are made of in place of x, or what
-                :meth:`keys_values` has made of it, for many calls with one context. Every query sees all of it but
-                what `attn_mask` (of ``[B, H, T, S]``) and `context_lengths` hide. Not together with positions, a cache,
-                packed sequences or `lengths`, nor in a module with positions of its own or a window.
-            context_lengths: ``[B]`` int32 or int64: of context b the positions at ``context_lengths[b]`` and behind it
-                are padding, which no query sees; combined with a mask as `lengths` are.
+            lengths: ``[B]`` int32 or int64: no query of sequence b sees the keys from ``lengths[b]`` on, counting those
+                in the cache: they are padding at the end. (Outputs of padded queries are still computed.) Not together
+                with `cu_seqlens`. A bool mask or an AttentionMask is combined with it tile by tile, which waits for a
+                GPU; a floating mask is copied to ``[B, h, t, S]``, with -inf at the padding, and keeps its gradient.
+            context: ``[B, S, context_dim]``, from which keys and values are computed instead of x; or the result of
+                :meth:`keys_values` for it, for many calls with one context. Every query sees all of it but what
+                `attn_mask` (of ``[B, H, T, S]``) and `context_lengths` hide. A context does not support positions, a
+                cache, packed sequences, `lengths`, or a module with its own positions or a window.
+            context_lengths: ``[B]`` int32 or int64: the positions of context b from ``context_lengths[b]`` on are
+                padding, which no query sees. They are combined with a mask in the same way as `lengths`.
             return_lse, return_stats: also return what :func:`flash_attention` returns for them, ``[B, H, T]`` each.
 
         Returns:
             y, or ``(y, lse)``, ``(y, entropy, max_logit)``, ``(y, lse, entropy, max_logit)``.
 
         Raises:
-            TypeError: cu_seqlens or lengths is no integer tensor, attn_mask of another kind.
-            ValueError: x or a context has another rank, width or batch, a packed batch comes with more than one row, a
-                cache, a mask or lengths, a mask or lengths have another shape or device, a context with what is not
-                for it, or the rotary embedding's, the cache's or the operations' own conditions.
+            TypeError: cu_seqlens or lengths is not an integer tensor, or attn_mask has another type.
+            ValueError: x or a context has another rank, width or batch; a packed batch has more than one row, a cache,
+                a mask or lengths; a mask or lengths have another shape or device; a context is combined with an
+                unsupported argument; or an error of the rotary embedding, the cache or the operations.
         """
         self._check(x, cache, cu_seqlens, max_seqlen)
         if context is not None:
@@ -251,10 +251,10 @@ class Attention(torch.nn.Module):
         return self._merge_heads(layers, *cache.attend(q, k, v, options))
 
     def keys_values(self, context: Tensor) -> ContextKeyValues:
-        """Keys and values of a context ``[B, S, context_dim]``, for calls with ``context=``.
+        """Computes keys and values of a context ``[B, S, context_dim]``, for calls with ``context=``.
 
         Raises:
-            TypeError: context is no tensor.
+            TypeError: context is not a tensor.
             ValueError: it has another rank or width, or the module positions of its own or a window.
         """
         self._check_context({})
@@ -291,7 +291,7 @@ class Attention(torch.nn.Module):
         return self._merge_heads(layers, *self._attend(q, k, v, attn_mask, None, None, options))
 
     def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """A projection ``[B, T, H D]`` by heads ``[B, H, T, D]``, normalised."""
+        """Splits a projection ``[B, T, H D]`` into heads ``[B, H, T, D]`` and normalises it."""
         if norm is not None and self.qk_norm_over == "projection":
             x, norm = norm(x), None
         heads = x.unflatten(-1, (-1, self.head_dim))
@@ -303,7 +303,7 @@ class Attention(torch.nn.Module):
         return (y, *rows) if rows else y
 
     def _check_context(self, given: dict[str, Any]) -> None:
-        """Refuses what means nothing where keys are of another sequence."""
+        """Refuses arguments that are not supported with keys of another sequence."""
         for name, value in given.items():
             if value is not None:
                 raise ValueError(f"context and {name} exclude each other: its keys are of another sequence; got both")
@@ -335,7 +335,7 @@ class Attention(torch.nn.Module):
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of x, rotated, and the keys and values that they see: x's own behind those in the cache."""
+        """Returns the rotated queries of x, and the keys and values of the cache followed by those of x."""
         projections = (self.wq, self.wk, self.wv)
         packed = layers.together(x, *projections)
         over_heads = self.qk_norm_over == "head"
@@ -346,7 +346,8 @@ class Attention(torch.nn.Module):
                     return found
             parts = packed.split([heads * self.head_dim for heads in (self.n_heads, *[self.n_kv_heads] * 2)], -1)
         else:
-            # Heads are counted from what the projections give: under tensor parallelism a device has a part of them.
+            # The number of heads is taken from the projections' results: under tensor parallelism a device has a part
+            # of them.
             parts = layers.each(x, *projections)
         fused = self.rope is not None and over_heads  # the norms, with the rotation
         q, k = (
@@ -368,12 +369,12 @@ class Attention(torch.nn.Module):
         return q, k, v
 
     def _end(self, total: int, max_seqlen: int | None) -> int | None:
-        """A number above the positions of packed sequences; None where the total would say too much of them."""
+        """An upper bound of the positions of packed sequences; None if the total would be too loose a bound."""
         assert self.rope is not None
         return total if max_seqlen is None and not self.rope.follows_length else max_seqlen
 
     def _options(self, causal: bool, return_lse: bool, return_stats: bool) -> dict[str, Any]:
-        """What the operation is called with besides tensors."""
+        """The operation's keyword arguments."""
         window = None if self.sliding_window is None else (self.sliding_window - 1, self.sliding_window - 1)
         return {
             "causal": causal, "scale": self.scale, "window": window,
@@ -395,7 +396,7 @@ class Attention(torch.nn.Module):
         """The heads' results ``[B, H, T, D]``, and what is returned for each row ``[B, H, T]``."""
         if self.attend is not None:
             if attn_mask is not None:
-                raise ValueError("attn_mask must be None where a sequence is divided over processes; got a mask")
+                raise ValueError("attn_mask must be None if a sequence is sharded over processes; got a mask")
             result = self.attend(q, k, v, cu_seqlens, **options)
             return result if isinstance(result, tuple) else (result,)
         if cu_seqlens is None:

@@ -16,14 +16,13 @@ class LinearCrossEntropy(torch.nn.Linear):
     """``cross_entropy(linear(hidden), target)`` without the logits; see :func:`foundry_kernels.linear_cross_entropy`.
 
     A :class:`torch.nn.Linear` with its parameters, initialisation and state dict, whose call takes the targets too.
-    ``torch.nn.functional.linear(hidden, head.weight, head.bias)`` are the logits, where they are wanted after all.
+    ``torch.nn.functional.linear(hidden, head.weight, head.bias)`` are the logits, if they are needed.
 
     Args:
         in_features: width D of hidden.
         out_features: classes V.
-        bias: whether there is one.
-        ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, chunk_size, token_scaling: as of
-            the function.
+        bias: whether the layer has a bias. ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
+        chunk_size, token_scaling: as in the function.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:

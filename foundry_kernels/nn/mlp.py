@@ -21,7 +21,7 @@ from foundry_kernels.ops.swiglu import geglu, glu, reglu, swiglu
 
 RECOMPUTE = ("none", "product", "projections")
 
-#: By the name of a gated activation: the operation, and its function.
+#: Operation and function of each gated activation.
 GATES: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "swiglu": ("swiglu", swiglu),
     "geglu": ("geglu", geglu),
@@ -31,7 +31,7 @@ GATES: dict[str, tuple[str, Callable[..., Tensor]]] = {
 }
 
 
-#: By the name of an activation: the operation, and its function.
+#: Operation and function of each activation without a gate.
 ACTIVATIONS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "gelu": ("bias_gelu", bias_gelu),
     "gelu_tanh": ("bias_gelu", partial(bias_gelu, approximate="tanh")),
@@ -52,10 +52,10 @@ class GatedMLP(torch.nn.Module):
         recompute: what the backward pass recomputes instead of saving it in the forward pass. In elements per token,
             with all weights trained, "none" saves x, w1 x, w3 x and their gated product: ``D + 3N``. "product" saves
             ``D + 2N`` and recomputes the gated product, one pass over memory. "projections" saves ``D``, and repeats
-            the products with w1 and w3. The results are bitwise the same. Layers that were replaced or have hooks or
-            biases are called as they are, and save what they save.
-        dropout: of the gated product, in training, in the pass that makes it. No mask is saved: it is a function of a
-            seed, one for each call, from the default generator of x's device.
+            the matmuls with w1 and w3. The results are bitwise the same. Layers that were replaced or have hooks or
+            biases are called as they are, and save what they need.
+        dropout: dropout of the gated product in training, fused into its kernel. No mask is saved: it is a function of
+            a seed, which each call draws from the default generator of x's device.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:
@@ -101,7 +101,7 @@ class GatedMLP(torch.nn.Module):
         if again == "projections" and all(map(is_plain, (w1, w2, w3))):
             return _recomputed(partial(self._whole, layers.function), x, w1.weight, w2.weight, w3.weight, seed)
         gate, up = layers.each(x, w1, w3)
-        # A frozen w2 would not keep the product in any case.
+        # A frozen w2 does not save the product anyway.
         if again == "product" and is_plain(w2) and w2.weight.requires_grad:
             return _recomputed(partial(self._down, layers.function), gate, up, w2.weight, seed)
         (y,) = layers.each(self._product(gate, up, seed), w2)
@@ -134,7 +134,7 @@ class MLP(torch.nn.Module):
         bias: whether the two projections have one.
         recompute: what the backward pass recomputes instead of saving it in the forward pass: "none" saves ``D + 2N``
             elements per token, "product" ``D + N``, and recomputes the activation, one pass over memory.
-        dropout: of the activated product, in training, as in :class:`GatedMLP`.
+        dropout: dropout of the activated product in training, as in :class:`GatedMLP`.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:
@@ -216,7 +216,7 @@ def _dropped(dropout: float, seed: Tensor | None) -> dict[str, Any]:
 
 
 def _recomputed(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-    """function(*inputs), of which only the inputs are kept. The backward pass runs it again up to its last matrix
-    product, whose result nothing needs. The weights are inputs too: the layers may hold others by then, as they do
+    """Computes function(*inputs) and saves only the inputs. The backward pass recomputes it up to its last matmul,
+    whose result is not needed. The weights are inputs too, because the layers may hold others by then, for example
     after `torch.func.functional_call`."""
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none")

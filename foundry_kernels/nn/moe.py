@@ -1,4 +1,4 @@
-"""A mixture of experts: many feed-forward blocks, of which each token goes through a few."""
+"""A mixture of experts: many feed-forward blocks; each token goes through a few of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from foundry_kernels.ops.grouped_mm import grouped_mm
 
 
 class Dispatch(NamedTuple):
-    """The places of the M = T k choices of T tokens once they are sorted by expert.
+    """The positions of the M = T k choices of T tokens after sorting by expert.
 
     Attributes:
         order: ``[M]``, the choice (token t's j-th is t k + j) that each sorted row holds.
-        slots: ``[T, k]``, the sorted row of each choice, -1 where the expert is none of ours.
+        slots: ``[T, k]``, the sorted row of each choice, or -1 if the expert is on another process.
         offs: ``[E]`` int32, the end of each expert's rows.
     """
 
@@ -37,8 +37,8 @@ class Dispatch(NamedTuple):
 
 
 def dispatch(experts: Tensor, n_experts: int, *, partial: bool = False) -> Dispatch:
-    """Sort the choices ``[T, k]`` by expert, those of one expert by token: without atomics, and without waiting for a
-    GPU. `partial`: experts from `n_experts` on live elsewhere, and their rows come last."""
+    """Sorts the choices ``[T, k]`` by expert, and those of one expert by token, without atomics and without waiting for
+    a GPU. `partial`: experts from `n_experts` on are on other processes, and their rows come last."""
     ids, order = experts.flatten().sort(stable=True)
     numbers = torch.arange(n_experts, device=ids.device, dtype=ids.dtype)
     offs = torch.searchsorted(ids, numbers, right=True, out_int32=True)
@@ -48,8 +48,8 @@ def dispatch(experts: Tensor, n_experts: int, *, partial: bool = False) -> Dispa
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of x by expert. Its gradient is a combination with weights of 1: a gather too, summed in float32, where that
-    of indexing adds to memory."""
+    """Gathers the rows of x by expert. Its gradient is `combine_experts` with weights of 1: a gather with a float32
+    sum, whereas the gradient of indexing adds to memory."""
 
     @staticmethod
     def forward(x: Tensor, tokens: Tensor, slots: Tensor, backend: str) -> Tensor:
@@ -71,18 +71,18 @@ def gather_rows(x: Tensor, where: Dispatch, backend: str) -> Tensor:
     tokens = where.order // where.slots.shape[1]
     if _transformed():
         return x[tokens]
-    if not (torch.is_grad_enabled() and x.requires_grad):  # a trace that is to be saved has no autograd function
+    if not (torch.is_grad_enabled() and x.requires_grad):  # a saved trace cannot contain an autograd function
         return x.index_select(0, tokens)
     gathered: Tensor = _Gather.apply(x, tokens, where.slots, backend)
     return gathered
 
 
-#: Experts on rows ``[M, D]`` sorted by expert, of which offs ``[E]`` has the ends.
+#: Runs experts on rows ``[M, D]`` sorted by expert; offs ``[E]`` are the ends of the experts' rows.
 RunRows = Callable[[Tensor, Tensor], Tensor]
 
 
 class ExpertExchange(Protocol):
-    """What runs rows through experts of several processes: `fk.distributed.expert_parallel` sets it."""
+    """The interface that runs rows through experts of several processes; `fk.distributed.expert_parallel` sets it."""
 
     def own(self, parameter: Any) -> Tensor:
         """A parameter of this process's experts."""
@@ -140,7 +140,7 @@ def _one_hot(offs: Tensor, rows: Tensor) -> Tensor:
 def _biased(y: Tensor, of_expert: Tensor | None, bias: Tensor | None) -> Tensor:
     if bias is None or of_expert is None:
         return y
-    # By a product, whose gradient is one too, where that of indexing would add to memory in y's precision.
+    # By a matmul, whose gradient is a matmul too; the gradient of indexing would add to memory in y's precision.
     return y + of_expert.to(y.dtype) @ bias.to(y.dtype)
 
 
@@ -252,11 +252,11 @@ class MoE(nn.Module):
 
     .. math:: y = \sum_{e \in C(x)} w_e(x) \, D_e \bigl(a(G_e x) \odot U_e x\bigr) + \mathrm{shared}(x)
 
-    with the choice C and weights w of :class:`Router`. No expert has a capacity, so no token is dropped: the choices
+    with the choice C and weights w of :class:`Router`. No expert has a capacity, so no token is dropped. The choices
     are sorted by expert (a stable sort), go through :func:`foundry_kernels.grouped_mm`, the gated activation and
     `grouped_mm` again, and :func:`foundry_kernels.combine_experts` weighs and adds them in one pass. Gradients are
     exact: of x, of every expert (zeros for one that got no token), and of the router through the weights. Nothing waits
-    for a GPU but what the operations wait for by themselves: the reference of `grouped_mm`.
+    for a GPU except the reference of `grouped_mm`.
 
     Args:
         dim: width D of the input and the output.
@@ -269,11 +269,11 @@ class MoE(nn.Module):
         router_bias: whether its logits have a bias.
         bias: whether the experts' projections (and those of the shared one) have one.
         weight_inputs: multiply an expert's input by its weight in place of its output (Llama 4).
-        shared_width: width of one more block that every token goes through; None is none. Several shared experts are
-            one of their total width.
+        shared_width: width of one more block that every token goes through; None means no such block. Several shared
+            experts are one block of their total width.
         shared_gate: multiply its output by ``sigmoid(v x)``, a scalar a token (Qwen2-MoE).
-        dropout: of the gated products of the experts and of the shared block, in training, as in
-            :class:`foundry_kernels.nn.GatedMLP`; of each expert of a token by itself.
+        dropout: dropout of the gated products of the experts and of the shared block in training, as in
+            :class:`foundry_kernels.nn.GatedMLP`; each expert of a token has its own mask.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:
@@ -345,11 +345,11 @@ class MoE(nn.Module):
     @overload
     def forward(self, x: Tensor, return_stats: Literal[True]) -> tuple[Tensor, RouterStats]: ...
     def forward(self, x: Tensor, return_stats: bool = False) -> Tensor | tuple[Tensor, RouterStats]:
-        """x ``[..., dim]`` to ``[..., dim]``, and with `return_stats` what :func:`load_balancing_loss` and
-        :func:`router_z_loss` are made of.
+        """x ``[..., dim]`` to ``[..., dim]``, and with `return_stats` the input of :func:`load_balancing_loss` and
+        :func:`router_z_loss`.
 
-        They are returned and not kept: an attribute would hold the graph of a step until the next one, and activation
-        checkpointing, which runs the forward pass without a graph first, would leave it without a gradient.
+        The statistics are returned and not stored. An attribute would hold the graph of a step until the next one, and
+        would have no gradient under activation checkpointing, which first runs the forward pass without a graph.
         """
         tokens = x.reshape(-1, x.shape[-1])
         routing: Routing = self.router(tokens)

@@ -53,8 +53,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         ValueError: `embed_dim` is no multiple of `num_heads`, a width is below 1, a head is wider than kernels take,
             `dropout` is outside of [0, 1), the backend is unknown.
 
-    In inference torch.nn.TransformerEncoderLayer calls a kernel of its own in place of whatever attention it holds;
-    :func:`foundry_kernels.patch` of the layer mends that.
+    In inference torch.nn.TransformerEncoderLayer calls a kernel of its own instead of the attention module that it
+    holds; apply :func:`foundry_kernels.patch` to the layer to avoid this.
     """
 
     __prepare_scriptable__ = refuse_scripting
@@ -90,7 +90,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         self.backends = backends
 
     def reset_parameters(self) -> None:
-        """Draws the parameters of this module itself, as where it was made on the meta device."""
+        """Draws the parameters of this module itself, for a module that was made on the meta device."""
         self._reset_parameters()
 
     def forward(
@@ -113,25 +113,26 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             value: ``[S, B, vdim]``, likewise.
             key_padding_mask: ``[B, S]`` or ``[S]``, bool, True where a key is hidden from all queries; or floating,
                 added to the scores of the key.
-            need_weights: whether to return the weights too. They are made beside the output, from the log-sum-exp of
-                each row, in plain PyTorch: two float32 matrices ``[B, H, T, S]`` at a time (more with dropout), of
-                which one is kept for the backward pass.
+            need_weights: whether to return the weights too. Plain PyTorch computes them from the log-sum-exp of each
+                row, with two float32 matrices ``[B, H, T, S]`` at a time (more with dropout). One of these is kept for
+                the backward pass.
             attn_mask: ``[T, S]`` or ``[B * H, T, S]``, bool, True where a query does not see a key; or floating, added
                 to the scores. It gets a gradient if it requires one.
             average_attn_weights: whether the weights returned are the mean over the heads.
-            is_causal: a hint that `attn_mask`, which must be given, is the causal mask, for the kernel to skip what it
-                hides. It is believed, as PyTorch does, unless the mask requires a gradient or keys are added.
+            is_causal: a hint that `attn_mask`, which must be given, is the causal mask, so that the kernel skips what
+                it hides. With is_causal=True the mask is ignored, as in PyTorch, unless it requires a gradient or keys
+                are added.
 
         Returns:
             ``(output, weights)``. output has query's shape. weights is None without `need_weights`, else ``[B, T, S]``
             (``[B, H, T, S]`` without `average_attn_weights`, no B for ``[T, E]``; S counts added keys) in the dtype of
             the projected queries: what the values were multiplied by, after dropout. A query that sees no key has
-            weights 0 and an output of `out_proj`'s bias, where PyTorch has NaN in some of its ways.
+            weights 0 and an output of `out_proj`'s bias, where some of PyTorch's implementations return NaN.
 
         Raises:
-            TypeError: an argument is no tensor, or a mask neither bool nor floating.
-            ValueError: shapes, dtypes or devices do not fit, `is_causal` without `attn_mask`, a nested tensor with what
-                is not for one.
+            TypeError: an argument is not a tensor, or a mask is neither bool nor floating.
+            ValueError: shapes, dtypes or devices do not fit, `is_causal` is given without `attn_mask`, or an option
+                does not support nested tensors.
             BackendUnavailable: the named backend does not support this device or dtype.
         """
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -221,7 +222,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return products_for(x, self.backends["flash_attention"]).function
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values ``[..., E]``, in as few products as tensors are the same."""
+        """Queries, keys and values ``[..., E]``, with one matmul for each distinct input."""
         e, weight, bias = self.embed_dim, self.in_proj_weight, self.in_proj_bias
         linear = self._linear(query)
         if weight is None:
@@ -237,7 +238,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return tuple(linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
 
     def _with_added_keys(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The learned key and value, and those of zeros, behind the others."""
+        """Appends the learned key and value, and those of zeros."""
         along = 1 if self.batch_first and k.dim() == 3 else 0
         one = [1 if dim == along else n for dim, n in enumerate(k.shape)]
         if self.bias_k is not None and self.bias_v is not None:

@@ -64,7 +64,7 @@ class RMSNorm(torch.nn.RMSNorm):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weight so that ``weight + weight_offset`` is 1."""
+        """Sets the weight so that ``weight + weight_offset`` is 1."""
         if self.elementwise_affine:
             torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
@@ -137,7 +137,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return super().extra_repr() + extra
 
 
-# Its forward repeats that of RMSNorm: a shared one calls two more functions, 7 % of a small call's host time.
+# Its forward repeats that of RMSNorm: shared code would need two more function calls, 7 % of a small call's host time.
 class LayerNorm(torch.nn.LayerNorm):
     """:class:`torch.nn.LayerNorm` over this package's kernels: same arguments, attributes and state dict.
 

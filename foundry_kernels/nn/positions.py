@@ -14,9 +14,9 @@ from foundry_kernels.nn._tables import FixedTables, PositionTables
 def alibi_slopes(n_heads: int, *, device: Any = None) -> Tensor:
     """Slopes of ALiBi for `n_heads` heads, ``[H]`` float32, as :func:`foundry_kernels.flash_attention` takes them.
 
-    Of n heads, n a power of two, head i from 1 has the slope ``2^(-8 i / n)``. For another number the slopes of the
-    power of two below it come first, and then every second one, from the first on, of the power of two above it. So
-    does the authors' code, and BLOOM's.
+    Of n heads, n a power of two, head i from 1 has the slope ``2^(-8 i / n)``. For any other n, the slopes of the next
+    smaller power of two come first, followed by every second slope of the next larger one, as in the authors' code and
+    in BLOOM.
 
     Raises:
         TypeError, ValueError: `n_heads` is no int, or below 1.
@@ -91,8 +91,8 @@ class SinusoidalEmbedding(PositionTables):
 
     def forward(self, x: Tensor, start: int = 0, positions: Tensor | None = None, end: int | None = None) -> Tensor:
         """x ``[B, T, dim]`` of the positions from `start` on, with the rows of the table added; or of `positions`, a
-        tensor ``[T]`` of integers, all below `end`: that is needed on a GPU and under torch.compile if some are beyond
-        the table's rows (on a GPU, one beyond it is an assertion there).
+        tensor ``[T]`` of integers, all below `end`: `end` is required on a GPU and under torch.compile if some
+        positions are beyond the table's rows (on a GPU, a position beyond them is a device-side assertion).
 
         Raises:
             ValueError: positions below 0.

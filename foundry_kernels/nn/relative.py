@@ -1,4 +1,4 @@
-"""Relative positions: a learned number a head for each bucket of distances, added to the scores (T5)."""
+"""Relative positions: for each head and bucket of distances a learned number that is added to the scores (T5)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from foundry_kernels.nn._scripting import refuse_scripting
 def relative_buckets(distances: Tensor, buckets: int, max_distance: int, causal: bool) -> Tensor:
     """The bucket of each distance (key's position less query's), an int64 tensor of the same shape.
 
-    Without `causal` keys behind the query have the second half of the buckets. Of a direction's buckets the first half
-    is for one distance each, the others grow by a constant factor up to `max_distance`, from which on all are the last.
+    Without `causal`, keys after the query use the second half of the buckets. In each direction, the first half of the
+    buckets holds one distance each. The other buckets grow by a constant factor up to `max_distance`; larger distances
+    use the last bucket.
     """
     if causal:
         first, steps = torch.zeros_like(distances), (-distances).clamp_min(0)
@@ -76,7 +77,8 @@ class RelativeBias(torch.nn.Module):
     def forward(self, n_queries: int, n_keys: int) -> Tensor:
         """The bias ``[1, H, T, S]`` of the last T of S positions, as `attn_mask` of
         :func:`foundry_kernels.flash_attention` takes it."""
-        # One number for each distance, and then windows of these: the gradient is summed over diagonals first.
+        # First one number for each distance, then windows of these, so that the gradient is summed over diagonals
+        # first.
         distances = torch.arange(1 - n_keys, n_queries, device=self.weight.device)
         by_distance = self.weight[relative_buckets(distances, self.buckets, self.max_distance, self.causal)]
         windows = by_distance.t().unfold(1, n_keys, 1)  # [H, T, S], the last query first

@@ -17,15 +17,15 @@ from foundry_kernels.ops.rope.table import check_table, rope_rows
 class RotaryEmbedding(PositionTables):
     """Rotates queries and keys by their positions; see :func:`foundry_kernels.rope`.
 
-    The tables `cos` and `sin`, ``[P, dim / 2]``, are buffers outside the state dict. They follow the module to another
-    device, but stay float32 under ``.to(torch.bfloat16)`` and the like: bfloat16 has 8 bits of precision, too few to
-    tell the angles of neighbouring positions apart. Built on the meta device, they get their values with
-    ``to_empty(device=...)``.
+    The tables `cos` and `sin`, ``[P, dim / 2]``, are buffers outside the state dict. They move to another device with
+    the module, but stay float32 under ``.to(torch.bfloat16)`` and the like: bfloat16 has 8 bits of precision, too few
+    to tell the angles of neighbouring positions apart. A module that was built on the meta device gets their values
+    with ``to_empty(device=...)``.
 
-    They have `max_positions` rows at first and grow with the positions that are asked for; `reserve(n)` makes them grow
-    at once. With "dynamic" scaling the frequencies are those of `max_positions` for sequences up to that, and those of
-    the sequence's length beyond: of the last position of a call, so that keys in a cache keep what they were rotated
-    by (as in transformers).
+    They start with `max_positions` rows and grow when a call needs more; `reserve(n)` grows them at once. With
+    "dynamic" scaling, sequences up to `max_positions` use the frequencies of `max_positions`. Longer ones use the
+    frequencies of their length, which is the last position of the call, so that keys in a cache keep their rotation (as
+    in transformers).
 
     Args:
         dim: the rotary dimensions of a head, even; a head's other dimensions are copied.
@@ -87,8 +87,8 @@ class RotaryEmbedding(PositionTables):
         Args:
             positions: None for 0 .. T-1; an int for the position of the first token; or an integer tensor ``[B, T]``
                 or ``[T]``.
-            end: a number above all positions of a tensor. It is needed on a GPU and under torch.compile, where looking
-                would wait, if some are beyond the tables' rows, and ignored elsewhere.
+            end: a number above all positions of a tensor. It is required on a GPU and under torch.compile if some
+                positions are beyond the tables' rows, because reading them would wait. Elsewhere it is ignored.
 
         Raises:
             ValueError: positions below 0, or the operation's own conditions.

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with what weights; and the losses that keep a router healthy."""
+"""The router of a mixture of experts, and its auxiliary losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foundry_kernels.nn._scripting import refuse_scripting
 
 
 class Routing(NamedTuple):
-    """What a router decides about T tokens: `experts` ``[T, k]`` int64, the chosen ones, the highest score first;
+    """The choice of a router for T tokens: `experts` ``[T, k]`` int64, the chosen ones, the highest score first;
     `weights` ``[T, k]``, what their outputs are multiplied by; `logits` ``[T, E]``."""
 
     experts: Tensor
@@ -26,7 +26,7 @@ class Routing(NamedTuple):
 
 
 class RouterStats(NamedTuple):
-    """What the losses of a router are made of, summed over the tokens of one call.
+    """The statistics from which a router's losses are computed, over the tokens of one call.
 
     Attributes:
         shares: ``[E]``, the fraction of the tokens that chose each expert; they sum to k, and have no gradient.
@@ -43,12 +43,12 @@ class Router(nn.Module):
     r"""Chooses the experts of each token.
 
     With the logits :math:`l = W x + b` and scores :math:`s = \mathrm{softmax}(l)` or :math:`\sigma(l)`, the chosen set
-    :math:`C` is that of the `top_k` largest :math:`s_e + \beta_e` (of equal ones the lowest numbers), and the weights
-    are
+    :math:`C` is that of the `top_k` largest :math:`s_e + \beta_e` (of equal ones those with the lowest index), and the
+    weights are
 
     .. math:: w_e = c \, \frac{s_e}{\sum_{i \in C} s_i} \quad\text{renormalised, or}\quad w_e = c \, s_e, \qquad e \in C
 
-    :math:`\beta`, the selection bias, is no parameter: it decides who is chosen and is in no weight
+    :math:`\beta`, the selection bias, is not a parameter: it affects the choice of experts but not their weights
     (:meth:`update_selection_bias`). Logits, scores and weights are float32 (float64 for float64 inputs), under autocast
     too.
 
@@ -57,14 +57,14 @@ class Router(nn.Module):
         n_experts: E.
         top_k: experts of a token, at most E.
         scoring: "softmax" (Mixtral, Qwen3-MoE) or "sigmoid" (DeepSeek-V3, Llama 4).
-        renormalize: whether the weights of a token are divided by their sum. With top_k=1 they are then 1, and no
-            gradient reaches the router but that of its losses.
+        renormalize: whether the weights of a token are divided by their sum. With top_k=1 they are then 1, and the
+            router only gets the gradient of its losses.
         scale: the factor c of the weights (`routed_scaling_factor` of DeepSeek-V3).
         bias: whether the logits have one (GPT-OSS).
         selection_bias: whether there is a selection bias, a buffer of float32, 0 at first.
-        n_groups, top_groups: the experts lie in so many groups of equal size, one behind the other, and a token chooses
-            among those of its `top_groups` best groups: by the sum of the two highest scores in a group, selection
-            biases included (DeepSeek-V3). None is no groups.
+        n_groups, top_groups: the experts form `n_groups` consecutive groups of equal size, and a token chooses among
+            the experts of its `top_groups` best groups. A group is ranked by the sum of its two highest scores,
+            selection biases included (DeepSeek-V3). None means no groups.
 
     Raises:
         ValueError: a size below 1, top_k > n_experts, an unknown `scoring`, a `scale` that is not positive, groups that
@@ -114,7 +114,7 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(n_experts, device=device, dtype=dtype)) if bias else None
         per_expert = torch.zeros(n_experts, device=device, dtype=torch.float32) if selection_bias else None
         self.register_buffer("selection_bias", per_expert)
-        # Tokens that chose each expert since the last update. No part of a checkpoint, and never of a graph.
+        # The number of tokens that chose each expert since the last update. It is not part of a checkpoint or a graph.
         self.register_buffer("chosen", None if per_expert is None else per_expert.clone(), persistent=False)
         self.reset_parameters()
 
@@ -152,7 +152,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _choose(self, logits: Tensor) -> Tensor:
-        # By a stable sort: `topk` leaves open which of equal scores it takes.
+        # A stable sort is used because `topk` does not specify which of equal scores it returns.
         key = logits
         if self.selection_bias is not None or self.n_groups is not None:
             key = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
@@ -166,8 +166,8 @@ class Router(nn.Module):
         return key.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_k]
 
     def stats(self, logits: Tensor, counts: Tensor) -> RouterStats:
-        """The statistics of tokens with these logits ``[T, E]``, of whom counts ``[E]`` chose each expert. Of "sigmoid"
-        the probabilities are the scores divided by their sum."""
+        """The statistics of tokens with logits ``[T, E]``; counts ``[E]`` of them chose each expert. With "sigmoid" the
+        probabilities are the scores divided by their sum."""
         tokens = max(logits.shape[0], 1)
         if self.scoring == "softmax":
             probabilities = logits.softmax(-1)
@@ -179,17 +179,18 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def count(self, counts: Tensor) -> None:
-        """Add counts ``[E]`` to what the next :meth:`update_selection_bias` goes by."""
+        """Adds counts ``[E]`` to those that the next :meth:`update_selection_bias` uses."""
         if self.chosen is not None:
             self.chosen.add_(counts)
 
     @torch.no_grad()
     def update_selection_bias(self, rate: float = 1e-3) -> None:
-        """Raise the selection bias of experts that fewer tokens than the mean have chosen in training since the last
-        call by `rate`, and lower that of the others: ``bias += rate * sign(mean(counts) - counts)``.
+        """Updates the selection bias from the tokens since the last call in training: ``bias += rate *
+        sign(mean(counts) - counts)``. This raises the bias of experts with fewer tokens than the mean and lowers that
+        of the others.
 
-        Activation checkpointing counts a token twice, which changes no sign. With data on several devices, sum `chosen`
-        over them first.
+        Activation checkpointing counts each token twice, which does not change the sign. With data on several devices,
+        sum `chosen` over them first.
 
         Raises:
             RuntimeError: there is no selection bias.
@@ -200,7 +201,8 @@ class Router(nn.Module):
         self.chosen.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # Every move or cast goes through here. A cast would round the selection bias to steps larger than its own.
+        # Every move or cast goes through here. A cast is skipped: it would round the selection bias more coarsely than
+        # its updates.
         before = {name: self._buffers[name] for name in ("selection_bias", "chosen")}
         super()._apply(fn, recurse)
         for name, old in before.items():

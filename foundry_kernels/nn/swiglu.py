@@ -19,8 +19,8 @@ class SwiGLU(GatedMLP):
         recompute: what the backward pass recomputes instead of saving it in the forward pass. In elements per token,
             with all weights trained, "none" saves x, w1 x, w3 x and their gated product: ``D + 3N``. "product" saves
             ``D + 2N`` and recomputes the gated product, one pass over memory. "projections" saves ``D``, and repeats
-            the products with w1 and w3. The results are bitwise the same. Layers that were replaced or have hooks are
-            called as they are, and save what they save.
+            the matmuls with w1 and w3. The results are bitwise the same. Layers that were replaced or have hooks are
+            called as they are, and save what they need.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:

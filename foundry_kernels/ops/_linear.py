@@ -1,5 +1,6 @@
-"""Linear layers as groups of one: whose rows have the same bits in any batch, which `foundry_kernels.batch_invariant`
-puts in the place of `torch.nn.functional.linear`; or by the products of `_products.py`."""
+"""Linear layers on `grouped_mm` with one group. Their rows have the same bits in any batch:
+`foundry_kernels.batch_invariant` replaces `torch.nn.functional.linear` with them. Otherwise they use the matmuls of
+`_products.py`."""
 
 from __future__ import annotations
 
@@ -16,31 +17,31 @@ from foundry_kernels.ops.grouped_mm import grouped_mm
 
 Linear = Callable[..., Tensor]
 
-#: PyTorch's function, whatever is in its place later.
+#: PyTorch's own function, even if it is replaced later.
 TORCHS: Linear = F.linear
 
 
 def chosen() -> Linear:
-    """Returns `F.linear` or, while `batch_invariant` is on, what it stands for: for what a backward pass calls again,
-    when the switch may be off."""
+    """Returns `F.linear` or, while `batch_invariant` is on, its replacement. A backward pass that recomputes a layer
+    uses this, because the switch may be off by then."""
     return linear if invariance.on else TORCHS
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = True) -> Tensor:
     """``F.linear(x, weight, bias)`` by :func:`foundry_kernels.grouped_mm` with one group.
 
-    The bias is added to the product after that was rounded to x's dtype. The gradient of `weight` sums over the rows in
-    a fixed order, so it is the same for any number of threads. No second derivative. Subclasses of Tensor, other
-    devices than CPUs and CUDA's, integers and `torch.func` transforms are PyTorch's.
+    The product is rounded to x's dtype before the bias is added. The gradient of `weight` sums over the rows in a fixed
+    order, so it is the same for any number of threads. There is no second derivative. Subclasses of Tensor, devices
+    other than CPU and CUDA, integers and `torch.func` transforms run on PyTorch's function.
 
     Args:
         x: ``[..., K]`` float32, bfloat16 or float16.
         weight: ``[N, K]`` or ``[K]``, of x's dtype and device. bias: ``[N]`` or ``[]``, or None.
-        batch_invariant: that of `grouped_mm`.
+        batch_invariant: as in `grouped_mm`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.
-        BackendUnavailable: there is no such product of this dtype, or on this device.
+        BackendUnavailable: there is no such matmul for this dtype or device.
     """
     if any(x is not None and _is_torchs(x) for x in (x, weight, bias)) or _transformed():
         return TORCHS(x, weight, bias)
@@ -56,6 +57,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, batch_invar
 
 
 def _is_torchs(x: Tensor) -> bool:
-    """Whether PyTorch's function is called for `x`: what it refuses, it refuses in its own words."""
+    """Whether PyTorch's function is called for `x`, which then raises its own errors."""
     plain = isinstance(x, Tensor) and not is_subclass(x) and not x.is_nested
     return not plain or not x.is_floating_point() or x.device.type not in ("cpu", "cuda")

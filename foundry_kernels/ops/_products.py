@@ -1,5 +1,6 @@
-"""Matrix products on a CPU: PyTorch's or, where those in float32 leave half of the processor unused or those of
-bfloat16 are slower than they (`csrc/torch/products.h`), the extension's. And products of 16 bits with a float32 sum."""
+"""Matmuls on a CPU. They are PyTorch's, or the extension's (`csrc/torch/products.h`) where PyTorch's float32 matmuls
+leave half of the processor unused or its bfloat16 matmuls are slower than float32. Also 16-bit matmuls with a float32
+sum."""
 
 from __future__ import annotations
 
@@ -17,23 +18,23 @@ matmul = extension.operator("matmul_")
 
 @functools.cache
 def fast_products(dtype: torch.dtype) -> bool:
-    """Whether PyTorch's products of `dtype` take all that the processor has for them."""
+    """Whether PyTorch's matmuls of `dtype` use the full rate of the processor."""
     return short_dtype(dtype) in extension.build_info().get("fast_products", ())
 
 
 @functools.cache
 def has_own_products(dtype: torch.dtype) -> bool:
-    """Whether the extension's products of `dtype` are faster than PyTorch's here."""
+    """Whether the extension's matmuls of `dtype` are faster than PyTorch's here."""
     return matmul is not None and short_dtype(dtype) in extension.build_info().get("own_products", ())
 
 
 def own_products(x: Tensor) -> bool:
-    """Whether products of `x` are the extension's."""
+    """Whether matmuls of `x` run on the extension."""
     return not torch.compiler.is_compiling() and x.is_cpu and has_own_products(x.dtype)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-    """Returns a b, in `out` where that is given; with `add`, out += a b. Without a gradient."""
+    """Returns a b, in `out` if that is given; with `add`, out += a b. There is no gradient."""
     if own_products(a):
         assert matmul is not None
         out = a.new_empty((a.shape[0], b.shape[1])) if out is None else out
@@ -46,13 +47,13 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = Fal
 
 
 def sums_in_float32(x: Tensor) -> bool:
-    """Whether PyTorch has products of 16 bits with a float32 sum on x's device: on CUDA's alone."""
+    """Whether PyTorch has 16-bit matmuls with a float32 result on x's device, which only CUDA has."""
     return x.is_cuda
 
 
 def accumulate(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0, *, new: bool = False) -> None:
-    """total = scale a b, with what `total` held added unless it is `new`. A float32 total of 16-bit a and b takes their
-    product unrounded: on a GPU by the product itself, which reads and writes it and makes nothing beside it."""
+    """total += scale a b, or total = scale a b if it is `new`. A float32 total of 16-bit a and b adds their unrounded
+    product. On a GPU the matmul itself accumulates into `total`, without a temporary."""
     beta = 0 if new else 1
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=beta, alpha=scale)

@@ -10,8 +10,9 @@ from foundry_kernels import _triton
 from foundry_kernels.core import extension
 from foundry_kernels.core.registry import AUTO_ORDER, Impl, OpSpec, register
 
-#: The order of "auto" on a GPU for operations whose native kernels took at most 3 % longer than Triton's, forward and
-#: backward together, on an H100 (benchmarks/results/h100-81e711d.json): a native call costs the host less.
+#: The order of "auto" on a GPU for operations whose native kernels take at most 3 % longer than Triton's, forward and
+#: backward together, on an H100 (benchmarks/results/h100-81e711d.json). They go first because a native call takes less
+#: host time.
 NATIVE_FIRST = ("native", "triton", "reference")
 
 
@@ -24,8 +25,8 @@ def register_op(
     """Register the operation whose public function is `public`.
 
     Its Triton and native kernels are the functions of the same name in the folder's modules `triton` and `native`; an
-    operation whose folder lacks one of them has no such backend yet. `native_devices` are those that csrc has kernels
-    of the operation for; `cuda_order` is the order in which "auto" tries the backends on a GPU.
+    operation whose folder lacks one of them does not have this backend. `native_devices` are the devices for which csrc
+    has kernels of the operation; `cuda_order` is the order in which "auto" tries the backends on a GPU.
     """
     name, package = public.__name__, public.__module__
     impls = [Impl("reference", reference)]

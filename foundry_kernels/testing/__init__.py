@@ -1,4 +1,4 @@
-"""What tests of kernels share: calls to try, and the parity check of an operation against its reference."""
+"""Shared code of kernel tests: calls to try, and the parity check of an operation against its reference."""
 
 from foundry_kernels.core.case import Arg, Case, Values, alike, lay_out, normal, uniform
 from foundry_kernels.testing.policy import (

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from foundry_kernels.testing import Arg, Values, normal
 
-#: Where kernels take another path: 0, 1, primes, and powers of two with their neighbours.
+#: Sizes at which kernels take other paths: 0, 1, primes, and powers of two with their neighbours.
 _EDGES = (0, 1, 2, 3, 5, 7, 8, 13, *(2**k + d for k in range(4, 13) for d in (-1, 0, 1)))
 
-#: Dtypes of a tensor beside those of the case's own (None); float64 goes with float64 only.
+#: Dtypes of a tensor that may be combined with the case's own (None); float64 is only combined with float64.
 LOW_OR_FP32 = (None, torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -6,8 +6,8 @@ implementation, and `r` that of the reference in the same low precision,
     max|a - oracle| <= 2   * max|r - oracle| + tiny
     rms(a - oracle) <= 1.1 * rms(r - oracle) + tiny
 
-so that a kernel is as accurate as plain PyTorch. `tiny` keeps chance from deciding where a result is small or cancels;
-see `tiny`. There is no per-test tolerance.
+so that a kernel is as accurate as plain PyTorch. `tiny` makes the check robust where a result is small or cancels; see
+`tiny`. There is no per-test tolerance.
 
 The one exception: gradients that a kernel makes from its 16-bit output (`FROM_OUTPUT` of an operation's `cases`) carry
 that output's rounding. Where a test asks for it (`of_its_output`), their oracle may be the gradient in float64 that
@@ -29,15 +29,15 @@ from foundry_kernels.core.case import Case, generator_of, lay_out, storage
 from foundry_kernels.core.registry import OpSpec, short_dtype
 
 MAX_FACTOR, RMS_FACTOR = 2.0, 1.1
-#: Error of the arithmetic (float32, or float64 for float64 inputs) relative to the terms that were summed.
+#: The error of the arithmetic (float32, or float64 for float64 inputs), relative to the summed terms.
 ARITHMETIC = {torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6, torch.float64: 1e-12}
 
 
 def tiny(dtype: torch.dtype, scale: float, numel: int) -> float:
-    """The absolute error that is allowed at `scale`, the size of the terms that were summed.
+    """The allowed absolute error at `scale`, the size of the summed terms.
 
-    Besides the error of the arithmetic, a result of few elements is allowed a few roundings to its dtype: how a
-    handful of values rounds is chance, which averages out as 1/sqrt(numel), where `numel` counts those that are not 0.
+    Besides the error of the arithmetic, a result with few elements is allowed a few roundings to its dtype, because the
+    rounding of few values is random; it averages out as 1/sqrt(numel), where `numel` counts the nonzero elements.
     """
     rounding = 0.0 if dtype == torch.float64 else torch.finfo(dtype).eps / math.sqrt(max(numel, 1))
     return scale * (ARITHMETIC[dtype] + rounding) + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
@@ -56,7 +56,7 @@ class Result:
 
 
 def options_on(device: torch.device | str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a case, with what is in memory (an `AttentionMask`) on the device."""
+    """The options of a case, with those that hold tensors (an `AttentionMask`) on the device."""
     return {name: x.to(device) if hasattr(x, "to") else x for name, x in options.items()}
 
 
@@ -127,7 +127,7 @@ def compare(
     roundings: tuple[torch.dtype, int] | None = None,
     of_its_output: Tensor | None = None,
 ) -> None:
-    """Assert the policy for one tensor; the error says by how much it fails. Infinities must agree exactly.
+    """Asserts the policy for one tensor; the error says by how much it fails. Infinities must agree exactly.
 
     roundings: the dtype and number of those that decide how exact the tensor is, if not its own.
     of_its_output: a second oracle; the nearer one is that of `actual`.
@@ -151,7 +151,7 @@ def compare(
     assert a.isfinite().all(), f"{name}: {int((~a.isfinite()).sum())} values are not finite"
     if o.numel() == 0:
         return
-    # What is 0 by construction (the gradient of a query that sees no key) is no sample over which chance averages out.
+    # Elements that are 0 by construction (the gradient of a query that sees no key) do not count as samples.
     low, count = roundings or (actual.dtype, actual.numel())
     allowed = tiny(low, max(scale, _largest(o)), min(count, int((o != 0).sum())))
     error, base = a - o, r - o
@@ -175,7 +175,7 @@ def _largest(x: Tensor) -> float:
 
 @contextmanager
 def untouched(tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """Assert that the block modifies neither `tensors` nor the memory between their elements."""
+    """Asserts that the block modifies neither `tensors` nor the memory between their elements."""
     before = {k: (t, t._version, storage(t).clone()) for k, t in tensors.items() if t is not None}
     yield
     for name, (tensor, version, kept) in before.items():
@@ -186,8 +186,8 @@ def untouched(tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
 
 @dataclass
 class Expected:
-    """The arguments of a case, and what the reference makes of them in their dtype and in float64: once, for any number
-    of kernels that are compared with it."""
+    """The arguments of a case, and the reference's results for them in their dtype and in float64, computed once for
+    all kernels that are compared with it."""
 
     op: OpSpec
     case: Case

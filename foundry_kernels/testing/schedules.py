@@ -34,8 +34,8 @@ class Task(NamedTuple):
 
 
 def of_tasks(tasks: Sequence[Task], threads: int) -> float:
-    """Returns how many times longer `threads` take than if work were split evenly and nobody waited: each takes the
-    next task that is ready, and of several that with the longest line of others behind it, as TaskQueue does."""
+    """Returns the time that `threads` take, relative to perfectly balanced work without waiting. Each thread takes the
+    next ready task, and of several the one with the longest chain of dependent tasks, as TaskQueue does."""
     waits = Counter(n for t in tasks for n in t.next)
     behind = [0] * len(tasks)
     for i in reversed(range(len(tasks))):

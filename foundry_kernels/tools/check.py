@@ -236,7 +236,7 @@ def device_is_lost(device: str) -> bool:
 
 
 def main(argv: list[str], environment: list[str]) -> int:
-    """Hold every kernel that can run here against the reference; 1 if one is wrong, 2 if there is nothing to check."""
+    """Compares every kernel that can run here with the reference; 1 if one is wrong, 2 if there is nothing to check."""
     dtypes = {short_dtype(d): d for d in FLOATS}
     parser = argparse.ArgumentParser(prog=COMMAND, description=main.__doc__)
     parser.add_argument("op", nargs="*", help=f"operations (default: all of {', '.join(OPS)})")

@@ -246,7 +246,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
             },
         ),
         fk.BackendUnavailable,
-        r"backend 'native' cannot serve float64",
+        r"backend 'native' does not support float64",
     ),
     "wide": (
         kv(q=torch.ones(2, 3, 4, 600), k_cache=torch.ones(2, 16, 2, 600), k=torch.ones(2, 3, 2, 600)),

@@ -317,7 +317,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "pages and qv": (
         lambda: cached(page_table=one[None], qv=x),
         ValueError,
-        r"qv goes neither with page_table nor with",
+        r"qv does not support page_table or",
     ),
     "ragged queries": (lambda: cached(cu_seqlens_q=one), ValueError, r"q must be \[total, heads, head_dim\]"),
     "ragged new keys": (lambda: cached(cu_seqlens_k_new=one), ValueError, r"cu_seqlens_k_new needs cu_seqlens_q"),

@@ -406,7 +406,7 @@ def test_what_is_timed_is_the_launch_of_the_row(gpu: Recorder, runs: list[str]) 
     (job, *_) = tune.find_jobs([op], [torch.bfloat16], "cpu")
     forward, _ = tune.calls(job.op, job.case, job.dtype, "cpu")
     gpu.take()
-    for row in job.choice.rows[:2]:
+    for row in job.choice.configs[:2]:
         with tuning.forced(job.choice.kernel, job.choice.key, row):
             repeat = measuring.recorded(forward, job.choice.kernel)
         (made,) = gpu.take()
@@ -432,5 +432,5 @@ def test_rows_that_do_not_fit_are_dropped_ahead_of_time(
     assert shown.count("  built in  ") == shown.count("_kernel, ") == 4
     assert shown.count("dropped: 8 bytes of stack") == 4
     assert "num_warps=8: dropped" in shown
-    assert "20 rows fit, 4 do not" in shown
-    assert "as another row" not in shown
+    assert "20 configs fit, 4 do not" in shown
+    assert "as another config" not in shown

@@ -79,7 +79,7 @@ def test_options_that_a_backend_does_not_support_are_refused() -> None:
     OPTIONS.refuse_others(Example._fields, "example", "native")
     known = tuple(name for name in Example._fields if name != "window")
     OPTIONS._replace(window=None).refuse_others(known, "example", "native")
-    with pytest.raises(BackendUnavailable, match=r"example: backend 'native' does not serve window; got 3"):
+    with pytest.raises(BackendUnavailable, match=r"example: backend 'native' does not support window; got 3"):
         OPTIONS.refuse_others(known, "example", "native")
 
 

@@ -45,7 +45,7 @@ def test_a_named_backend_is_used_or_raises_with_every_reason() -> None:
     with pytest.raises(fk.BackendUnavailable) as error:
         resolve(op, "native", torch.ones(1))
     message = str(error.value)
-    assert "backend 'native' cannot serve float32 on cpu" in message
+    assert "backend 'native' does not support float32 on cpu" in message
     assert "reference: usable" in message
     assert "native: not built" in message
     assert "triton: runs on cuda, not on cpu" in message

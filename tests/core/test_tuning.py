@@ -116,8 +116,8 @@ def test_kernels_are_launched_with_it_and_plans_follow_a_change(tmp_path: Path) 
         fk.rms_norm(x, backend="triton")
     (found,) = seen.values()
     assert found.origin == "built in"
-    assert found.row == found.rows[0]
-    row = {"row": found.rows[1], "speedup": 1.5, "case": "8x64"}
+    assert found.config == found.configs[0]
+    row = {"row": found.configs[1], "speedup": 1.5, "case": "8x64"}
     measured = entry(tuning.INTERPRETER, rows={found.kernel: {found.key: row}})
     tuning.use(written(tmp_path / "a.json", measured))
     asked: list[dict[str, int]] = []
@@ -125,8 +125,8 @@ def test_kernels_are_launched_with_it_and_plans_follow_a_change(tmp_path: Path) 
     assert own is not None
     with tuning.watched() as seen:
         torch.testing.assert_close(fk.rms_norm(x, backend="triton"), fk.rms_norm(x, backend="reference"))
-        asked += [choice.row for choice in seen.values()]
-    assert asked == [found.rows[1]]
+        asked += [choice.config for choice in seen.values()]
+    assert asked == [found.configs[1]]
 
 
 def test_files_are_read_once(tmp_path: Path, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ def test_a_loss_over_sharded_classes_gathers_no_logits(results):
     """Two all-reduces forward, one more for predictions, and one of the gradient of hidden; where the tokens are
     sharded too, hidden is gathered and its gradient scattered."""
     for found in outcome(results, "vocabulary"):
-        assert found.pop("refused") == "hidden must be a DTensor where weight's classes are divided; got a plain tensor"
+        assert found.pop("refused") == "hidden must be a DTensor if weight is vocab-sharded; got a plain tensor"
         assert len(found) == 16
         for id, ((forward, backward), placed, actual, expected) in found.items():
             sharded = "S(1)" in id
@@ -281,16 +281,16 @@ def mesh_of_three():
     [
         ({"dim": 16, "n_heads": 4}, "n_heads must be a multiple of the 3 devices that share the heads; got 4"),
         ({"dim": 24, "n_heads": 6, "n_kv_heads": 2}, "n_kv_heads must be a multiple of the 3 devices .* got 2"),
-        ({"dim": 24, "n_heads": 6, "tie_embeddings": True}, "tie_embeddings=True is not divided .* both ways"),
-        ({"dim": 24, "n_heads": 6, "positions": "alibi"}, "positions='alibi' is not divided by this plan: each device"),
-        ({"dim": 24, "n_heads": 6, "positions": "sinusoidal"}, "positions='sinusoidal' is not divided"),
+        ({"dim": 24, "n_heads": 6, "tie_embeddings": True}, "tie_embeddings=True is not sharded .* both ways"),
+        ({"dim": 24, "n_heads": 6, "positions": "alibi"}, "positions='alibi' is not sharded by this plan: each device"),
+        ({"dim": 24, "n_heads": 6, "positions": "sinusoidal"}, "positions='sinusoidal' is not sharded"),
         (
             {"dim": 24, "n_heads": 6, "qk_norm": True, "qk_norm_over": "projection"},
-            "qk_norm_over='projection' is not divided .* the norm is over the whole",
+            "qk_norm_over='projection' is not sharded .* the norm is over the whole",
         ),
-        ({"dim": 24, "n_heads": 6, "residual_dropout": 0.1}, "residual_dropout=0.1 is not divided"),
-        ({"dim": 24, "n_heads": 6, "attention_dropout": 0.1}, "attention_dropout=0.1 is not divided .* heads by their"),
-        ({"dim": 24, "n_heads": 6, "n_experts": 4}, "n_experts=4 is not divided by this plan: experts"),
+        ({"dim": 24, "n_heads": 6, "residual_dropout": 0.1}, "residual_dropout=0.1 is not sharded"),
+        ({"dim": 24, "n_heads": 6, "attention_dropout": 0.1}, "attention_dropout=0.1 is not sharded .* heads by their"),
+        ({"dim": 24, "n_heads": 6, "n_experts": 4}, "n_experts=4 is not sharded by this plan: experts"),
     ],
     ids=[
         "heads",

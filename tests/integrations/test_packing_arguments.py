@@ -95,7 +95,7 @@ def test_a_cache_of_several_documents_is_not_continued() -> None:
     model = tiny_model("llama")
     fk.patch(model)
     out = model(IDS, position_ids=POSITIONS, use_cache=True)
-    with pytest.raises(ValueError, match="holds several documents a row"):
+    with pytest.raises(ValueError, match="holds several documents per row"):
         model(IDS[:, :1], past_key_values=out.past_key_values)
     one = model(IDS, use_cache=True)
     for given in (

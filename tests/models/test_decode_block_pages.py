@@ -54,7 +54,7 @@ def step(
 
 
 def assert_same_bits(model: Transformer, lengths: Sequence[int], patch: pytest.MonkeyPatch) -> None:
-    many = _linear_layers.serving_products() if len(lengths) > MAX_ROWS else nullcontext()
+    many = _linear_layers.batched_decode() if len(lengths) > MAX_ROWS else nullcontext()
     with many:
         for packed in (False, True):
             expected, never = step(model, lengths, patch, allowed=False, packed=packed)
@@ -118,7 +118,7 @@ def test_where_no_block_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not taken(model=make(qk_norm=True))
     with fk.batch_invariant():
         assert not taken()
-    with _linear_layers.serving_products():
+    with _linear_layers.batched_decode():
         assert not taken((2,) * 33)
 
 

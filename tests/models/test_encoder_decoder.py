@@ -298,7 +298,7 @@ ENCODER = dataclasses.replace(TINY, causal=False, head=False)
         ),
         (
             lambda: make(CONFIGS["relative"])(draw(1, 7), cu_seqlens=torch.tensor([0, 7])),
-            "cu_seqlens needs positions without a bias",
+            "cu_seqlens does not support relative positions",
         ),
     ],
 )

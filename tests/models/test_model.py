@@ -333,7 +333,7 @@ def test_rotation_gate_and_norm_are_one_launch_each_in_a_block(backend):
 
 def test_named_backend_that_cannot_serve_raises():
     model = make(TINY, "native").double()
-    with pytest.raises(BackendUnavailable, match="backend 'native' cannot serve float64"):
+    with pytest.raises(BackendUnavailable, match="backend 'native' does not support float64"):
         model(draw())
 
 

@@ -169,4 +169,4 @@ def test_experts_with_kernels_of_somebodys_choice_are_left():
         if hasattr(module, "config"):
             module.config._experts_implementation = "sonicmoe"
     reasons = {e.reason for e in fk.patch(model).report().left}
-    assert reasons == {"experts_implementation='sonicmoe' is somebody's choice of other kernels"}
+    assert reasons == {"experts_implementation='sonicmoe' explicitly chooses other kernels"}

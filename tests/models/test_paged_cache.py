@@ -258,7 +258,7 @@ def test_bad_input() -> None:
         r"cache's batch has 2 sequences; got tokens of 3": lambda: model(draw(3, 1), cache=cache),
         r"cache must have the dtype of the keys": lambda: model_of().double()(draw(2, 1), cache=cache),
         r"max_seq_len is 64": lambda: model_of("learned")(draw(2, 65), cache=PagedKVCache(CONFIGS["learned"], 40, 4)),
-        r"goes with no attn_mask": lambda: model(draw(2, 3), cache=cache, lengths=torch.tensor([1, 2])),
+        r"does not support attn_mask": lambda: model(draw(2, 3), cache=cache, lengths=torch.tensor([1, 2])),
         r"compile must be False": lambda: model.generate([[1]], 2, cache=cache, compile=True),
         r"cu_seqlens and cache exclude each other unless": lambda: model(
             draw(1, 2), cache=KVCache(model.config, 1), cu_seqlens=torch.tensor([0, 2])

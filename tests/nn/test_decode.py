@@ -263,14 +263,14 @@ def test_where_few_rows_are_not_decoded(model: Transformer) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("isa", _linear_layers.SERVED_ROWS)
+@pytest.mark.parametrize("isa", _linear_layers.MAX_BATCHED_ROWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_batch_that_is_served_takes_more_rows(dtype: torch.dtype, isa: str) -> None:
     if isa not in build_info()["usable_instruction_sets"]:
         pytest.skip(f"this processor has no {isa}")
     layer, x = copy.deepcopy(Transformer(CONFIG).layers[0].feed_forward).to(dtype), draw(1, 33, 32, dtype=dtype)
     with cpu_setting(isa, torch.get_num_threads()):
-        with _linear_layers.serving_products():
+        with _linear_layers.batched_decode():
             assert "decode_linear" in called(lambda: layer(x[:, :32]))
             assert "decode_linear" not in called(lambda: layer(x))
             assert torch.equal(layer(x[:, :32])[:, 24:], layer(x[:, 24:32]))

@@ -20,7 +20,7 @@ from foundry_kernels.core.registry import OPS, OpSpec, no_direct_call
 from foundry_kernels.diagnostics import QKClip
 from foundry_kernels.models import ModelConfig, Transformer
 from foundry_kernels.models.config import CHOICES
-from foundry_kernels.models.contradictions import EXPERT_FIELDS
+from foundry_kernels.models.validate import EXPERT_FIELDS
 from foundry_kernels.nn._layers import is_plain
 from foundry_kernels.ops.flash_attention.options import SUPPORTED_BY_ALL, AttentionOptions
 from foundry_kernels.testing import Case
@@ -157,7 +157,7 @@ def test_an_option_of_attention_that_is_not_declared_is_refused(attend: Callable
         lengths = torch.tensor([0, 4], dtype=torch.int32)
         options = options._replace(cu_seqlens_q=lengths, cu_seqlens_k=lengths)
     for value in (True, 2.0, torch.ones(2)):
-        with pytest.raises(fk.BackendUnavailable, match=r"backend '\w+' does not serve made_up; got "):
+        with pytest.raises(fk.BackendUnavailable, match=r"backend '\w+' does not support made_up; got "):
             attend(q, q, q, Extended(*options, value))
 
 
@@ -405,7 +405,7 @@ def refused(check: Callable[[Transformer], Any], model: Transformer) -> bool:
     try:
         check(model)
     except ValueError as error:
-        return " is not divided by this plan" in str(error) or " has no logits to be clipped" in str(error)
+        return " is not sharded by this plan" in str(error) or " has no logits to be clipped" in str(error)
     return False
 
 
@@ -442,7 +442,7 @@ def test_a_choice_that_is_not_declared_is_refused(
 def test_a_parameter_that_is_not_declared_is_not_sharded() -> None:
     model = model_of({})
     model.layers[1].attention.scale = torch.nn.Parameter(torch.ones(4))
-    with pytest.raises(ValueError, match=r"layers\.1\.attention\.scale is not divided by this plan"):
+    with pytest.raises(ValueError, match=r"layers\.1\.attention\.scale is not sharded by this plan"):
         divide(model)
 
 

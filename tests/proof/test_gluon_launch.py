@@ -95,7 +95,7 @@ def asked(width: int = 64) -> tuple[tuning.Choice, tuning.Choice]:
 
 def test_the_default_kernel_is_taken_where_it_was_measured_to_be_faster(launches: Launches, tmp_path: Path) -> None:
     _, choice = asked()
-    faster = {"row": choice.rows[1], "speedup": 1.5}
+    faster = {"row": choice.configs[1], "speedup": 1.5}
     entry = tuning_file.Entry(
         GPU, tuning.triton_version(), 90, rows={"flash_attention_fwd_kernel": {choice.key: faster}}
     )
@@ -117,11 +117,11 @@ def test_the_default_kernel_is_taken_where_it_was_measured_to_be_faster(launches
 def test_the_configs_of_both_can_be_measured(launches: Launches) -> None:
     """Both support the same calls: what is measured of them is for others too."""
     default, choice = asked()
-    assert [tuning.ANOTHER in row for row in choice.rows] == [True, False]
-    assert choice.rows[1] == default.rows[0]
+    assert [tuning.ANOTHER in row for row in choice.configs] == [True, False]
+    assert choice.configs[1] == default.configs[0]
     expected = (
-        [(default, row, "flash_attention_fwd_kernel") for row in default.rows],
-        [(choice, choice.rows[0], "gluon"), (choice, choice.rows[1], "flash_attention_fwd_kernel")],
+        [(default, row, "flash_attention_fwd_kernel") for row in default.configs],
+        [(choice, choice.configs[0], "gluon"), (choice, choice.configs[1], "flash_attention_fwd_kernel")],
     )
     for chosen, row, name in (*expected[0], *expected[1]):
         launches.made.clear()

@@ -103,10 +103,10 @@ def test_every_operation_is_measured(op: registry.OpSpec, timed: Any) -> None:
         if (kind := (job.choice.kernel, job.backward)) in kinds:
             continue
         kinds.add(kind)
-        job.choice = dataclasses.replace(job.choice, rows=job.choice.rows[:3])
+        job.choice = dataclasses.replace(job.choice, configs=job.choice.configs[:3])
         tuner.run(job)
         assert not job.dropped
-        assert len(job.speedups) == len(job.choice.rows) >= 2
+        assert len(job.speedups) == len(job.choice.configs) >= 2
         assert job.winner is None
     assert kinds
 
@@ -122,10 +122,10 @@ def test_the_kernels_of_few_queries_are_measured() -> None:
     jobs = {job.choice.kernel: job for job in tune._asked(op, case, torch.float32, "cpu") if not job.backward}
     assert jobs.keys() == {"flash_attention_decode_kernel", "flash_attention_combine_kernel"}
     for job in jobs.values():
-        job.choice = dataclasses.replace(job.choice, rows=job.choice.rows[:3])
+        job.choice = dataclasses.replace(job.choice, configs=job.choice.configs[:3])
         tuner.run(job)
         assert not job.dropped
-        assert len(job.speedups) == len(job.choice.rows) >= 2
+        assert len(job.speedups) == len(job.choice.configs) >= 2
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
@@ -134,13 +134,13 @@ def test_rows_of_few_queries_on_gpus(arch: int) -> None:
     from foundry_kernels.ops.flash_attention.triton import config
 
     for width in (64, 128, 256):
-        own, *others = config.rows("decode", arch, width, torch.bfloat16, False)
+        own, *others = config.configs("decode", arch, width, torch.bfloat16, False)
         assert own == config.config("decode", arch, width, torch.bfloat16, False)
         assert len(others) >= 4
         for row in others:
             assert row["BLOCK_M"] == own["BLOCK_M"]
             assert 128 % row["BLOCK_N"] == 0, "the fewest keys of a split"
-        own, *others = config.combine_rows(width, 64)
+        own, *others = config.combine_configs(width, 64)
         assert own == {"BLOCK_SPLITS": min(64, 4096 // width), "num_warps": 4}
         assert len(others) >= 3
 
@@ -152,19 +152,19 @@ def one_job() -> tune.Job:
 def test_a_row_with_wrong_results_is_dropped(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     job, check = one_job(), Expected.check
     forced: list[dict[str, int]] = []
-    wrong = job.choice.rows[1]
+    wrong = job.choice.configs[1]
 
     def checks(self: Expected, backend: str) -> Any:
         with tuning.watched() as seen:
             result = check(self, backend)
-        row = seen[job.choice.kernel, job.choice.key].row
+        row = seen[job.choice.kernel, job.choice.key].config
         forced.append(row)
         assert row != wrong, "output 0 differs"
         return result
 
     monkeypatch.setattr(Expected, "check", checks)
     tune.Tuner("cpu", MadeUp(lambda name: 0.1 if name == describe(wrong) else 1.0)).run(job)
-    assert forced == list(job.choice.rows), "each row is launched for its check"
+    assert forced == list(job.choice.configs), "each row is launched for its check"
     assert set(job.dropped) == {describe(wrong)}
     assert job.dropped[describe(wrong)].startswith("WRONG: output 0 differs")
     assert describe(wrong) not in job.speedups
@@ -175,13 +175,13 @@ def test_a_row_with_wrong_results_is_dropped(monkeypatch: pytest.MonkeyPatch, ca
 
 def test_a_row_that_does_not_fit_is_dropped() -> None:
     job = one_job()
-    unfit = describe(job.choice.rows[1])
+    unfit = describe(job.choice.configs[1])
 
     class Full(MadeUp):
         def prepare(self, step: Repeat, kernel: str) -> Repeat:
             with tuning.watched() as seen:
                 repeat = recorded(step, kernel)
-            if describe(seen[job.choice.kernel, job.choice.key].row) == unfit:
+            if describe(seen[job.choice.kernel, job.choice.key].config) == unfit:
                 raise RuntimeError("out of resource: shared memory")
             return repeat
 
@@ -201,7 +201,7 @@ def test_a_row_that_does_not_fit_is_dropped() -> None:
 )
 def test_noise_does_not_win(times: dict[str, list[float]], wins: bool) -> None:
     job = one_job()
-    best = describe(job.choice.rows[-1])
+    best = describe(job.choice.configs[-1])
 
     class Timer(MadeUp):
         def times(self, repeats: Mapping[str, Repeat]) -> dict[str, list[float]]:
@@ -216,7 +216,7 @@ def test_noise_does_not_win(times: dict[str, list[float]], wins: bool) -> None:
 def test_a_repeat_is_of_the_row_it_was_made_with() -> None:
     """Whatever is forced later; and it writes what the step wrote."""
     job = one_job()
-    own, other = job.choice.rows[:2]
+    own, other = job.choice.configs[:2]
     forward, _ = tune.calls(job.op, job.case, job.dtype, "cpu")
     results: list[torch.Tensor] = []
     with tuning.forced(job.choice.kernel, job.choice.key, other):

@@ -47,7 +47,7 @@ def bias_gelu(
         bias: ``[N]``, any of these dtypes (float64 only with a float64 x), or None for ``gelu(x)``.
         approximate: "none" for ``gelu(z) = z * Phi(z)`` with the error function (BERT, Falcon), "tanh" for the tanh
             approximation (GPT-2, BLOOM).
-        dropout_p, dropout_seed: of the result, as for :func:`foundry_kernels.swiglu`.
+        dropout_p, dropout_seed: dropout of the result, as in :func:`foundry_kernels.swiglu`.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
@@ -56,8 +56,8 @@ def bias_gelu(
     Raises:
         TypeError: an argument is not a tensor or does not have a floating-point dtype; `dropout_p` or `dropout_seed`
             has another type.
-        ValueError: `x` is a scalar; `bias` does not match `x`; `approximate` is neither of the two; `dropout_p` or
-            `dropout_seed` is out of range or the seed on another device; the backend is unknown.
+        ValueError: `x` is a scalar; `bias` does not match `x`; `approximate` is unknown; `dropout_p` or `dropout_seed`
+            is out of range or the seed on another device; the backend is unknown.
         BackendUnavailable: the named backend does not support this device or dtype.
 
     Autocast has no effect: arithmetic is in float32 anyway. Only the inputs are saved for backward. Kernels have no
@@ -129,7 +129,7 @@ def bias_relu(
 def _call(
     op: OpSpec, x: Tensor, bias: Tensor | None, dropout_p: float, dropout_seed: Tensor | int | None, backend: str
 ) -> Tensor:
-    """What the direct path does not do, of an activation without options."""
+    """The part of an activation without options that the direct path does not support."""
     _check(x, bias)
     return resolve(op, backend, x)(x, bias, *dropout.arguments(x, dropout_p, dropout_seed))
 

@@ -98,10 +98,10 @@ def bias_act_bwd_kernel(
         tl.store(partial_ptr + program * n_cols + cols, tl.sum(b_dbias, 0)[None, :], mask=m_cols)
 
 
-def rows(n_rows: int, n_cols: int, *, backward: bool, regular: bool = False) -> list[dict[str, int]]:
-    """Blocks and warps: the first, then what `python -m foundry_kernels tune` tries beside it. A thread has 8 elements.
-    Backward a block of many rows is narrow, so that many programs share the rows, and where rows are `regular` (one
-    after the other, aligned) the loads of two blocks are prefetched."""
+def configs(n_rows: int, n_cols: int, *, backward: bool, regular: bool = False) -> list[dict[str, int]]:
+    """Returns launch configs: the default, then those that `python -m foundry_kernels tune` tries. A thread has 8
+    elements. Backward a block of many rows is narrow, so that many programs share the rows, and where rows are
+    `regular` (one after the other, aligned) the loads of two blocks are prefetched."""
     found: list[dict[str, int]] = []
     if backward:
         shapes: tuple[tuple[int, int, int], ...] = ((256, 2048, 8), (128, 2048, 8), (512, 2048, 8), (256, 1024, 4))
@@ -143,7 +143,7 @@ def _plan_fwd(
         return None
     rank, n1, n2, (x_rows,) = layout
     n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
-    found = rows(n_rows, n_cols, backward=False)
+    found = configs(n_rows, n_cols, backward=False)
     block = _choose("bias_act_fwd_kernel", dtype, activation, found, device, dropout_p is not None)
     n_tiles = triton.cdiv(n_cols, block["BLOCK_COLS"])
     constants = {"RANK": rank, "ACTIVATION": activation, "HAS_BIAS": has_bias, "DROPOUT": dropout_p is not None}
@@ -195,7 +195,7 @@ def _plan_bwd(
     rank, n1, n2, (dy_rows, x_rows) = layout
     n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
     regular = rank == 1 and all(stride % 16 == 0 for *_, stride in (dy_rows, x_rows))
-    found = rows(n_rows, n_cols, backward=True, regular=regular)
+    found = configs(n_rows, n_cols, backward=True, regular=regular)
     block = _choose("bias_act_bwd_kernel", dtype, activation, found, device, dropout_p is not None)
     n_tiles = triton.cdiv(n_cols, block["BLOCK_COLS"])
     sharing = min(triton.cdiv(n_rows, block["BLOCK_ROWS"]), max(1, 2 * programs(device) // n_tiles))

@@ -29,15 +29,15 @@ def combine_experts(x: Tensor, weights: Tensor | None, slots: Tensor, *, backend
     Args:
         x: ``[M, D]`` float32, bfloat16, float16 or float64, any strides; M and D may be 0.
         weights: ``[T, k]``, float32 or of x's dtype, on x's device; None for a plain sum.
-        slots: ``[T, k]`` int32 or int64 on x's device, k at least 1: a row of x, 0 .. M - 1, or -1, which adds
-            nothing. This is checked on the CPU; on a GPU, where the check would have to wait for the numbers, nothing
-            outside x is read, and a token with such a slot becomes NaN. A row belongs to one slot at most: in one that
-            belongs to several the gradient of x is undefined, which is not checked.
+        slots: ``[T, k]`` int32 or int64 on x's device, k at least 1: a row of x, 0 .. M - 1, or -1, which adds nothing.
+            Slots are checked on the CPU. On a GPU a check would have to wait for the numbers: nothing outside x is read
+            there, and a token with an invalid slot becomes NaN. A row may belong to one slot only; if it belongs to
+            several, its gradient is undefined. This is not checked.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
-        ``[T, D]``, contiguous, of x's dtype. Rows of x that no slot names have a gradient of zero, and so have the
-        weights of slots that are -1.
+        ``[T, D]``, contiguous, of x's dtype. The gradient is zero for rows of x that no slot names and for the weights
+        of slots that are -1.
 
     Raises:
         TypeError: an argument is not a tensor or has the wrong kind of dtype.

@@ -109,8 +109,9 @@ def combine_experts_rest_kernel(
 
 
 def tiles(n_cols: int) -> list[dict[str, int]]:
-    """Blocks and warps: the first, then what `python -m foundry_kernels tune` tries beside it. A thread has 8 elements
-    of a row, or 16. Not by how many rows there are, so that a row is summed in one order in any batch."""
+    """Returns launch configs: the default, then those that `python -m foundry_kernels tune` tries. A thread has 8
+    elements of a row, or 16. They do not depend on the number of rows, so that a row is summed in the same order in any
+    batch."""
     found: list[dict[str, int]] = []
     for widest, elements, warps in ((1024, 1024, 4), (512, 512, 2), (2048, 2048, 8), (2048, 2048, 4)):
         cols = min(widest, triton.next_power_of_2(n_cols))

@@ -11,8 +11,8 @@ and the mean divides the sum over the tokens that count by the sum of their :mat
 :math:`\ell'` times :math:`a \, p_j - (1 - \epsilon) w_t [j = t] - \frac{\epsilon}{V} w_j` with :math:`p_j = e^{y_j -
 \mathrm{lse}}` and :math:`a = (1 - \epsilon) w_t + \frac{\epsilon}{V} \sum_j w_j + 2 z w_t \mathrm{lse}`, so the
 backward pass needs the logits and one number a token in place of a copy of the softmax. That number is kept as the sum
-of two floats and the target's own terms are formed by log1p and expm1: a confident token's loss and gradient keep their
-digits, and so do those of logits in the thousands. Arithmetic is in float32 (float64 for float64 logits).
+of two floats, and the target's own terms use log1p and expm1, so that the loss and gradient of confident tokens and of
+logits in the thousands stay accurate. Arithmetic is in float32 (float64 for float64 logits).
 
 Szegedy et al., "Rethinking the Inception Architecture", 2015, arXiv:1512.00567 (label smoothing); Chowdhery et al.,
 "PaLM", 2022, arXiv:2204.02311 (z-loss); Gemma Team, "Gemma 2", 2024, arXiv:2408.00118 (soft cap).
@@ -45,7 +45,7 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments without those that decide what is returned."""
+    """The keyword arguments except those that select the results."""
 
     weight: Tensor | None
     ignore_index: int
@@ -103,37 +103,38 @@ def cross_entropy(
             dimension whatever the rank (torch's function has them second).
         target: ``[...]`` int32 or int64, in 0 .. V - 1 or `ignore_index`. Probabilities are refused.
         weight: ``[V]``, a floating-point weight of each class, or None. It takes no gradient.
-        ignore_index: tokens of this target count nothing: their loss and gradient are 0 whatever their logits are.
-        reduction: "none", "mean" (over what counts, by weight; 0 where nothing counts, where torch gives NaN), "sum".
-        label_smoothing: 0 .. 1, the fraction of the target that all classes get alike.
-        z_loss: this many times ``lse ** 2`` is added to each token's loss, and reduced with it.
+        ignore_index: tokens with this target are ignored. Their loss and gradient are 0, whatever their logits are.
+        reduction: "none", "sum" or "mean" (the weighted mean over the tokens that are not ignored; 0 if all are
+            ignored, where torch returns NaN).
+        label_smoothing: 0 .. 1, the fraction of the target that is spread evenly over all classes.
+        z_loss: a factor; ``z_loss * lse ** 2`` is added to each token's loss before the reduction.
         softcap: None, or c > 0 for logits ``c * tanh(logits / c)``.
-        token_scaling: multiply each token's loss, z-loss and all, by the probability of its target, which gets no
-            gradient of its own: less weight for what the model finds unlikely. The mean's divisor stays.
-        return_lse: return the log-sum-exp of each token's (capped) logits too.
-        return_z_loss: return the part of the loss that is the z-loss too.
-        return_token_accuracy: return the share of the tokens that count whose largest logit is the target's too, or 1
-            and 0 for each token where reduction is "none".
-        return_predicted_tokens: return the class of each token's largest logit too.
+        token_scaling: multiply each token's loss, including its z-loss, by the probability of its target. No gradient
+            flows through this factor. The divisor of the mean does not change.
+        return_lse: also return the log-sum-exp of each token's (capped) logits.
+        return_z_loss: also return the z-loss part of the loss.
+        return_token_accuracy: also return the fraction of tokens that are not ignored and whose largest logit is the
+            target's. With reduction "none", 1 or 0 for each token.
+        return_predicted_tokens: also return the class of each token's largest logit.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
-        The loss, float32 (float64 for float64 logits): a scalar, or ``[...]`` where reduction is "none". With
-        `return_lse` and its like a tuple ``(loss, [lse], [z_loss], [token_accuracy], [predicted_tokens])``: lse
-        ``[...]``, 0 for ignored tokens; z_loss of the loss's shape; token_accuracy float32 of that shape, 0 for ignored
-        tokens; predicted_tokens ``[...]`` int64, -1 for ignored tokens. Only the loss is differentiable.
+        The loss, float32 (float64 for float64 logits): a scalar, or ``[...]`` where reduction is "none". With any of
+        the `return_` options, a tuple ``(loss, [lse], [z_loss], [token_accuracy], [predicted_tokens])``: lse ``[...]``,
+        0 for ignored tokens; z_loss of the loss's shape; token_accuracy float32 of that shape, 0 for ignored tokens;
+        predicted_tokens ``[...]`` int64, -1 for ignored tokens. Only the loss is differentiable.
 
     Raises:
-        TypeError: an argument is no tensor, or has a dtype that it cannot have.
+        TypeError: an argument is not a tensor or has an unsupported dtype.
         ValueError: shapes or devices do not match, V is 0, an option is out of its range, `weight` requires a gradient,
             or the backend's name is unknown.
-        IndexError: a target is out of range, on the CPU. On a GPU, where looking would wait for the device, the token's
-            loss and gradient are NaN.
+        IndexError: on the CPU, a target is out of range. On a GPU the check would wait for the device; there the
+            token's loss and gradient are NaN.
         BackendUnavailable: the named backend does not support this device or dtype.
 
-    Autocast does not change the computation. A backward pass keeps the logits and two floats a token, writes the
-    gradient once, and leaves all inputs as they are. There is no second derivative. Accuracy and predictions cost one
-    more pass over the logits, by PyTorch's argmax; scaling costs one logit a token.
+    Autocast does not change the computation. The backward pass needs the logits and two floats per token, and writes
+    the gradient once. Inputs are not modified. There is no second derivative. Accuracy and predictions cost one more
+    pass over the logits, by PyTorch's argmax; scaling reads one logit per token.
     """
     if (
         return_lse is return_z_loss is return_token_accuracy is return_predicted_tokens is token_scaling is False
@@ -175,7 +176,8 @@ def reduced(
     losses: Tensor, lse: Tensor | None, zs: Tensor | None,
     target: Tensor, weight: Tensor | None, options: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Losses and z-losses of the tokens reduced by torch's own operations: over devices, two or three numbers."""
+    """Reduces the losses and z-losses of the tokens with torch's own operations. Across devices these are two or three
+    numbers."""
     loss, z = losses.sum(), None if zs is None else zs.sum()
     if options.reduction == "sum":
         return loss, lse, z
@@ -188,7 +190,7 @@ def reduced(
 
 
 def _whole(x: Any) -> Tensor:
-    """A partial sum of a DTensor summed over the devices, once: each operation on it would do that anew."""
+    """Sums a partial DTensor over the devices once, because each later operation on it would repeat the reduction."""
     if not hasattr(x, "device_mesh"):
         return x
     from torch.distributed.tensor import Replicate
@@ -199,8 +201,8 @@ def _whole(x: Any) -> Tensor:
 def check(
     name: str, x: Tensor, n_classes: int, target: Tensor, weight_name: str, weight: Tensor | None, options: Any
 ) -> None:
-    """All but what `x` is: the logits, or what they are made of, with the tokens in all dimensions but the last. The
-    options are those of this operation or of linear_cross_entropy."""
+    """Checks all arguments except `x`, which is the logits or the hidden states, with the tokens in all dimensions but
+    the last. The options are those of this operation or of linear_cross_entropy."""
     if isinstance(target, Tensor) and target.is_floating_point():
         raise TypeError(
             f"target must be class indices, int32 or int64; got {target.dtype}: probabilities of classes as targets "
@@ -228,7 +230,7 @@ def check_classes(
     reduction: str,
     label_smoothing: float,
 ) -> None:
-    """What does not depend on whether the targets are classes or their probabilities."""
+    """Checks that are the same for class indices and probabilities."""
     if weight is not None:
         check_float(weight_name, weight)
         check_shape(weight_name, weight, (n_classes,), "a value for each class")

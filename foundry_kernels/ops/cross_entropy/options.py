@@ -19,7 +19,7 @@ class LossOptions(Options, not_in_schema=("return_lse", "return_z_loss"), schema
     return_z_loss: bool = False
 
     def select(self: Any, loss: Tensor, lse: Tensor | None, z_loss: Tensor | None) -> Tensor | tuple[Any, ...]:
-        """What the caller asked for. `self` may be the options of linear_cross_entropy, too."""
+        """The requested results. `self` may also be the options of linear_cross_entropy."""
         if not (self.return_lse or self.return_z_loss):
             return loss
         return loss, *([lse] if self.return_lse else []), *([z_loss] if self.return_z_loss else [])

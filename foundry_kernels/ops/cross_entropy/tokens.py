@@ -1,4 +1,4 @@
-"""What is known of a token beside its loss: the class that its logits favour, and the probability of its target."""
+"""Other results for each token: the predicted class, and the probability of its target."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: The prediction of a token that counts nothing.
+#: The prediction of an ignored token.
 NO_CLASS = -1
 
 
 def known_targets(target: Tensor, n_classes: int, ignore_index: int) -> Tensor:
-    """Which targets count and are a class."""
+    """Whether each target is a class that is not ignored."""
     return (target != ignore_index) & (target >= 0) & (target < n_classes)
 
 
 def predictions(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """The class of each token's largest logit, the first of equal ones, int64; `NO_CLASS` for what counts nothing.
+    """The class of each token's largest logit, the first of equal ones, int64; `NO_CLASS` for ignored tokens.
 
     One more pass over logits ``[..., V]``, which makes nothing of their size."""
     known = known_targets(target, logits.shape[-1], ignore_index)
@@ -52,7 +52,7 @@ def with_predictions(
     found: Tensor | tuple[Any, ...], predicted: Tensor, target: Tensor, ignore_index: int, reduction: str,
     return_token_accuracy: bool, return_predicted_tokens: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """What a call returns, with what is wanted of the predictions behind it."""
+    """The results of a call, followed by the requested predictions."""
     results = found if isinstance(found, tuple) else (found,)
     if return_token_accuracy:
         results = (*results, accuracy(predicted, target, ignore_index, reduction))

@@ -1,11 +1,12 @@
-r"""Few rows times the transposes of several weights, in one pass over these: the projections of a decoding step.
+r"""Multiplies few rows by the transposes of several weights in one pass over the weights: the projections of a decoding
+step.
 
 With the weights :math:`W_1, \dots, W_m` of linear layers that read the same x
 
 .. math:: y = x \, [W_1; \dots; W_m]^T
 
-so y holds the layers' results one behind the other in the last dimension. Sums are in float32 and are rounded once.
-Each weight is read where it lies: nothing is packed, copied or kept between calls. There is no gradient.
+so y is the concatenation of the layers' results along the last dimension. Sums are in float32 and are rounded once.
+Each weight is read in place: nothing is packed, copied or cached between calls. There is no gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.decode_linear import reference
 
-#: Rows up to which a pass over the weights is faster than torch's products; the operator takes no more.
+#: The largest number of rows for which one pass over the weights is faster than torch's matmuls; the operator supports
+#: no more.
 MAX_ROWS = 8
 
 
@@ -48,10 +50,10 @@ def decode_linear(
     Raises:
         TypeError: an argument is not a tensor or not floating-point.
         ValueError: shapes, dtypes or devices do not match, x has more than 8 rows, or the backend is unknown.
-        RuntimeError: a backward pass goes through the result: there is no gradient.
+        RuntimeError: a backward pass reaches the result, which has no gradient.
         BackendUnavailable: the named backend does not support this device or dtype.
 
-    Under autocast x and the weights are rounded to its dtype first, as a linear layer's are.
+    Under autocast x and the weights are first cast to its dtype, as in a linear layer.
     """
     check_float("x", x)
     if x.dim() == 0:

@@ -50,9 +50,9 @@ from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.checks import check_dense, check_paged, check_varlen, make_options
 
 
-# Both functions spell out their arguments, which editors and documentation show; all else they share.
+# Both functions list all arguments for editors and documentation; the rest is shared.
 class Options(TypedDict, total=False):
-    """The keyword arguments of both functions, without those that decide what they return."""
+    """The keyword arguments of both functions, except those that select the results."""
 
     causal: bool
     scale: float | None
@@ -131,10 +131,10 @@ def flash_attention(
         k: ``[B, Hk, S, D]``, of q's dtype and device; H must be a multiple of Hk.
         v: ``[B, Hk, S, Dv]``, likewise; Dv need not be D, 1 <= Dv <= 512.
         attn_mask: a bool tensor, True where a query sees a key, or a floating one, a bias that is added to the scores:
-            of any shape that broadcasts to ``[B, H, T, S]``, with any strides, read where it lies. A bias may have
+            of any shape that broadcasts to ``[B, H, T, S]``, with any strides. It is not copied. A bias may have
             another dtype than q (float64 only where q has) and, if it requires one, gets a gradient: the sum over what
-            was broadcast, in float32 or wider, rounded once. A bool mask that many calls share is better an
-            :class:`AttentionMask`, whose empty tiles are skipped on all backends.
+            was broadcast, in float32 or wider, rounded once. For a bool mask that many calls share, use an
+            :class:`AttentionMask`: all backends skip its empty tiles.
         causal: a query sees no key after its own position, also if `window` would allow it.
         scale: factor on the scores, finite and > 0; ``1 / sqrt(D)`` if None.
         window: ``(left, right)``: query i sees keys ``i - left <= j <= i + right`` after alignment; each is >= 0,
@@ -143,28 +143,27 @@ def flash_attention(
         alibi_slopes: ``[H]`` or ``[B, H]`` float32; subtracts ``slope * |i - j|`` (after alignment). Takes no gradient.
         sinks: ``[H]``, floating-point: one logit per head that counts in the softmax's denominator and in `lse`, but
             has no value.
-        dropout_p: in [0, 1): each weight is 0 with this probability, rounded to a multiple of 2^-16, and else divided
-            by what remains, so that the mean is exact. It is meant for training: in evaluation pass 0.
-        dropout_seed: what decides which, an int in [0, 2^63) or an int64 tensor of one number on q's device. Equal
-            seeds drop the weights of equal places (sequence, head, query and key) on every backend and device, dense
-            or packed. None draws one from the default generator of q's device: `torch.manual_seed` repeats it,
-            activation checkpointing makes it again, and each replay of a CUDA graph draws another.
+        dropout_p: in [0, 1). Each weight is set to 0 with this probability, rounded to a multiple of 2^-16, and is
+            otherwise divided by the probability of being kept, so that the mean is exact. Pass 0 in evaluation.
+        dropout_seed: an int in [0, 2^63), or an int64 tensor of one number on q's device. It determines which weights
+            are dropped. Equal seeds drop the weights of equal places (sequence, head, query and key) on every backend
+            and device, dense or packed. None draws a seed from the default generator of q's device: `torch.manual_seed`
+            and activation checkpointing reproduce it, and each replay of a CUDA graph draws a new one.
         align: which query sees which key where T != S. "bottom_right" aligns the last query with the last key (as with
             a key-value cache), "top_left" the first with the first (as ``is_causal`` of torch's
             scaled_dot_product_attention does).
-        deterministic: the same bits in every run. False allows q's gradient to be added up in an order that differs
-            from run to run, where that is faster: on compute capability 9.0, in the extension's kernels for it, at a
-            head_dim of up to 128 (sketches of these were 3 to 13 % faster on an H100). All else is deterministic in
-            any case.
-        batch_invariant: what a sequence gets, and the gradients of its q, k and v, have the same bits whatever else is
-            in the batch and wherever it stands; and a query's output has the same bits in decoding, in a chunk of a
-            prompt and in the whole prompt. Keys are then not split over programs, nor a group's heads backward, and few
-            queries have no kernel of their own, so decoding takes longer. It counts as `deterministic`. The reference
-            computes each sequence by itself, with PyTorch's products, whose bits may differ between decoding and a
-            prompt. Always on within :func:`foundry_kernels.batch_invariant`.
+        deterministic: whether results have the same bits in every run. False allows a faster, non-deterministic order
+            of the sums in q's gradient. Only the extension's kernels for compute capability 9.0 use it, up to a
+            head_dim of 128 (prototypes were 3 to 13 % faster on an H100). Everything else is always deterministic.
+        batch_invariant: whether the results of a sequence, and the gradients of its q, k and v, have the same bits
+            whatever else is in the batch. The output of a query then also has the same bits in decoding, in a chunk of
+            a prompt and in the whole prompt. Keys are not split over programs, nor are a group's heads in the backward
+            pass, and few queries have no kernel of their own, so decoding is slower. It implies `deterministic`. The
+            reference computes each sequence separately with PyTorch's matmuls, whose bits may differ between decoding
+            and a prompt. Always on within :func:`foundry_kernels.batch_invariant`.
         return_lse: also return the log-sum-exp of each row.
-        return_stats: also return, last, the entropy and the largest logit of each row. This costs a kernel one
-            multiply-add per score, next to ``2 (D + Dv)`` floating-point operations, and 8 bytes per row.
+        return_stats: also return the entropy and the largest logit of each row, as the last results. This costs one
+            multiply-add per score, compared with ``2 (D + Dv)`` floating-point operations, and 8 bytes per row.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
@@ -180,7 +179,7 @@ def flash_attention(
         entropy 0 and max_logit -inf. Statistics and lse are those of the weights before dropout.
 
     Raises:
-        TypeError: an argument is not a tensor or number of the kind listed above.
+        TypeError: an argument does not have one of the types listed above.
         ValueError: shapes, dtypes or devices do not match, an option is out of range, `alibi_slopes` requires a
             gradient, q is a DTensor and `dropout_seed` is not given, or the backend's name is unknown.
         BackendUnavailable: the named backend does not support this device or dtype.
@@ -278,9 +277,9 @@ def flash_attention_varlen(
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention within each of B sequences, packed one after the other without padding.
 
-    Sequence n has the queries ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1] - 1`` and the keys and values
-    ``cu_seqlens_k[n] .. cu_seqlens_k[n + 1] - 1``; for it, this is :func:`flash_attention`. With `block_table`, keys
-    and values are pages of a cache instead, which is read where it lies, by one launch for sequences of all lengths.
+    Sequence n has the queries ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1] - 1`` and the keys and values ``cu_seqlens_k[n]
+    .. cu_seqlens_k[n + 1] - 1``; for it, this is :func:`flash_attention`. With `block_table`, keys and values are pages
+    of a cache, which is read in place by one launch for sequences of all lengths.
 
     Args:
         q: ``[total_q, H, D]`` float32, bfloat16, float16 or float64, any strides.
@@ -292,17 +291,17 @@ def flash_attention_varlen(
         max_seqlen_q: the longest length in `cu_seqlens_q`, or any number above it.
         max_seqlen_k: the same for keys.
         block_table: ``[B, max_blocks]`` int32 or int64: k is ``[num_blocks, page_block_size, Hk, D]`` and v
-            ``[num_blocks, page_block_size, Hk, Dv]``, with unit last strides, and position p of sequence n is row
-            ``p % page_block_size`` of page ``block_table[n, p // page_block_size]``. Pages have any size, lie in any
-            order, and may belong to several sequences. `cu_seqlens_k` has no more than the lengths then. Without
-            dropout, and without a backward pass, which raises RuntimeError.
+            ``[num_blocks, page_block_size, Hk, Dv]``, with unit last strides, and position p of sequence n is row ``p %
+            page_block_size`` of page ``block_table[n, p // page_block_size]``. Pages have any size, lie in any order,
+            and may belong to several sequences. `cu_seqlens_k` then only gives the lengths. Pages do not support
+            dropout or a backward pass, which raises RuntimeError.
         seqused_k: ``[B]`` int32 or int64, with `block_table` and in place of `cu_seqlens_k`, which is None: how many
             positions each sequence has. The last query is aligned with the last of these.
-        leftpad_k: ``[B]`` int32 or int64, with `block_table`: nobody sees the positions before this one; None is 0.
+        leftpad_k: ``[B]`` int32 or int64, with `block_table`: positions before this one are not attended to; None is 0.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32.
-        attn_mask: must be None: packed tokens have no common place in a mask.
-        causal, scale, window, softcap, sinks, dropout_p, dropout_seed: as for :func:`flash_attention`; dropout drops of
-            sequence n what it would drop of row n of a padded batch.
+        attn_mask: must be None: packed sequences do not support a mask. causal, scale, window, softcap, sinks,
+        dropout_p, dropout_seed: as for :func:`flash_attention`; dropout drops the same weights of sequence n as of row
+            n of a padded batch.
         align, deterministic, batch_invariant, return_lse, return_stats, backend: likewise; `align` applies within each
             sequence.
 
@@ -312,13 +311,13 @@ def flash_attention_varlen(
 
     Raises:
         ValueError: and all others as :func:`flash_attention`. The values of cumulative lengths, of `block_table` and of
-            the lengths beside it are checked where reading them does not wait for a GPU: on the CPU, outside of
-            ``torch.compile``. Elsewhere they are the caller's responsibility; nothing outside of the tensors is read or
+            the lengths beside it are checked on the CPU, outside of ``torch.compile``. Elsewhere a check would wait for
+            the GPU, so correct values are the caller's responsibility; nothing outside of the tensors is read or
             written.
 
-    The reference reads the lengths back to loop over sequences; under ``torch.compile``, where it cannot, it
-    materializes the whole ``total_q x total_k`` matrix of scores instead. Of pages it makes copies. CUDA's native
-    kernels read no pages: "auto" is Triton there.
+    The reference reads the lengths to loop over sequences. It cannot do so under ``torch.compile``, where it
+    materializes the whole ``total_q x total_k`` matrix of scores. It copies pages. The native CUDA kernels do not
+    support pages, so "auto" runs on Triton there.
     """
     check_tensor("q", q)
     pages = None
@@ -352,14 +351,14 @@ _PAGES = "pages are for inference: no gradient flows with block_table; use torch
 
 
 def _for_pages(backend: str, q: Tensor) -> str:
-    """What "auto" is for keys in pages: CUDA's native kernels do not read them."""
+    """The backend that "auto" means for keys in pages, which the native CUDA kernels do not support."""
     if backend != "auto" or not q.is_cuda:
         return backend
     return "reference" if FLASH_ATTENTION_VARLEN.why_not("triton", "cuda", q.dtype) else "triton"
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v in the dtype of an enabled ``torch.autocast``; float64 is left alone, as autocast itself does."""
+    """q, k, v in the dtype of an enabled ``torch.autocast``; float64 is not cast, as in autocast itself."""
     dtype = autocast_dtype(q)
     return (q, k, v) if dtype is None else (_cast(q, dtype), _cast(k, dtype), _cast(v, dtype))
 

@@ -1,10 +1,9 @@
-"""A mask of attention that is no dense tensor: which tiles of queries and keys are empty or full, and the bits of the
-others.
+"""A block-sparse attention mask: which tiles of queries and keys are empty or full, and the bits of all other tiles.
 
-Two tensors: `tiles`, an int32 ``[b, h, I, J]`` for every 64 queries and 64 keys, and `bits`, an int64 ``[n, 64]``, of
-which bit j of word i says whether query i of a tile sees its key j. A tile is an index into the bits, where 0 has none
-set and 1 all of them; so kernels skip a tile by its index alone, and need no case for the others. Dimensions along
-which a mask is the same have size 1.
+A mask has two tensors: `tiles`, an int32 ``[b, h, I, J]`` with one index for every 64 queries and 64 keys, and `bits`,
+an int64 ``[n, 64]``, in which bit j of word i says whether query i of a tile sees its key j. A tile is an index into
+`bits`. Index 0 has no bit set and index 1 has all bits set, so kernels skip a tile by its index and treat all others
+alike. A dimension along which a mask does not vary has size 1.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from foundry_kernels.core.checks import check_int, check_integer, check_rank, ch
 
 TILE = 64
 EMPTY, FULL = 0, 1
-#: Elements of a mask that are looked at together, when it is made by a function or read: what bounds the memory.
+#: The number of mask elements that are processed at a time when a mask is built. It bounds the memory.
 _AT_ONCE = 1 << 24
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -33,23 +32,23 @@ class Tiles(NamedTuple):
 
 
 class AttentionMask:
-    """Which keys each query sees, for `attn_mask` of :func:`flash_attention`: tiles of 64 queries and 64 keys of which
-    no query sees any key are skipped, and those of which every query sees every key are not masked.
+    """Which keys each query sees, for `attn_mask` of :func:`flash_attention`: tiles of 64 queries and 64 keys in which
+    no query sees any key are skipped. Tiles in which every query sees every key are not masked.
 
-    It is made once and used in all layers and steps. It takes one bit for each pair of a tile that is neither empty nor
-    full, and four bytes for each tile. ``a & b`` is what both let be seen, ``a | b`` what either does.
+    Build it once and use it in all layers and steps. It takes four bytes per tile, and one bit per pair in tiles that
+    are neither empty nor full. ``a & b`` allows the pairs that both masks allow, ``a | b`` those that either allows.
 
     Args:
-        mask: a bool tensor that broadcasts to ``[B, H, T, S]``, True where a query sees a key. It is read once, and
-            not kept.
+        mask: a bool tensor that broadcasts to ``[B, H, T, S]``, True where a query sees a key. It is read once and not
+            stored.
 
     Attributes:
-        shape: ``(b, h, T, S)``; b and h are 1 where the mask is that of all sequences or heads, T and S None where it
-            fits any number of queries or keys.
-        device: of its tensors, which must be that of the queries.
+        shape: ``(b, h, T, S)``; b and h are 1 if the mask is the same for all sequences or heads; T and S are None if
+            it fits any number of queries or keys.
+        device: the device of its tensors, which must be the queries' device.
 
     Raises:
-        TypeError: mask is no bool tensor. ValueError: it has more than four dimensions.
+        TypeError: mask is not a bool tensor. ValueError: it has more than four dimensions.
     """
 
     def __init__(self, mask: Tensor) -> None:
@@ -88,7 +87,7 @@ class AttentionMask:
     def from_function(
         cls, fn: MaskFunction, B: int | None, H: int | None, T: int, S: int, device: Any = None
     ) -> AttentionMask:
-        """The mask that `fn` describes, as a `mask_mod` of FlexAttention does.
+        """Builds the mask that `fn` describes, like a `mask_mod` of FlexAttention.
 
         Args:
             fn: of (batch, head, query, key), int64 tensors that broadcast, to a bool tensor of their shape.
@@ -96,7 +95,7 @@ class AttentionMask:
             T, S: queries and keys.
             device: of the indices that fn gets, and of the mask; None is torch's default device.
 
-        `fn` is called with the rows of a few tiles at a time, and what it returns is not kept.
+        `fn` is called with the rows of a few tiles at a time, and its results are not stored.
         """
         for name, n in (("B", B), ("H", H)):
             if n is not None:
@@ -120,7 +119,7 @@ class AttentionMask:
 
     @classmethod
     def documents(cls, cu_seqlens: Tensor) -> AttentionMask:
-        """The mask of documents that lie one after the other in each row, of which none sees another.
+        """The mask of documents that are packed in each row and do not see each other.
 
         Args:
             cu_seqlens: ``[N + 1]`` int32 or int64: where each document begins, from 0 to the number of tokens T.
@@ -146,16 +145,16 @@ class AttentionMask:
 
     @classmethod
     def prefix(cls, lengths: Tensor) -> AttentionMask:
-        """The mask of keys ``j < lengths[b]``, which all queries of sequence b see.
+        """The mask that lets all queries of sequence b see the keys ``j < lengths[b]``.
 
-        With `causal` or another mask behind ``&`` it hides padding at the end of each sequence; ``prefix(lengths) |
-        causal`` is the mask of a prefix language model.
+        Combined with `causal`, or by ``&`` with another mask, it hides padding at the end of each sequence;
+        ``prefix(lengths) | causal`` is the mask of a prefix language model.
 
         Args:
             lengths: ``[B]`` int32 or int64, at least 0.
 
         Returns:
-            a mask of any number of queries and keys. No value is read, so that it can be made while a GPU works.
+            a mask of any number of queries and keys. No value is read, so this does not wait for a GPU.
         """
         check_integer("lengths", lengths)
         check_rank("lengths", lengths, 1, "[B]")
@@ -163,7 +162,7 @@ class AttentionMask:
         return cls._of(shape, lengths.device, None, partial(_prefix_tiles, lengths.long()))
 
     def at(self, n_queries: int, n_keys: int) -> Tiles:
-        """The tensors for so many queries and keys, kept for the next call."""
+        """The tensors for this number of queries and keys, cached for the next call."""
         for name, own, asked in (("T", self.shape[2], n_queries), ("S", self.shape[3], n_keys)):
             if own is not None and own != asked:
                 raise ValueError(f"attn_mask must be that of {name}={asked} tokens; got a mask of {own}")
@@ -286,7 +285,7 @@ def _by_tile(seen: Tensor, beyond: bool) -> Tensor:
 
 
 def _prefix_tiles(lengths: Tensor, n_queries: int, n_keys: int) -> Tiles:
-    """Each sequence has one tile that is neither empty nor full, at most: its bits are there in any case."""
+    """Each sequence has at most one tile that is neither empty nor full; its bits are always stored."""
     start = torch.arange(0, n_keys, TILE, device=lengths.device)
     seen = lengths[:, None] - start
     mixed_tile = 2 + torch.arange(lengths.shape[0], device=lengths.device)[:, None]
@@ -298,7 +297,7 @@ def _prefix_tiles(lengths: Tensor, n_queries: int, n_keys: int) -> Tiles:
 def _combine(
     a: AttentionMask, b: AttentionMask, op: Callable[[Tensor, Tensor], Tensor], n_queries: int, n_keys: int
 ) -> Tiles:
-    """Both masks' tiles, pair by pair: the bits of each pair that occurs are made once."""
+    """Combines the tiles of both masks pair by pair. The bits of each distinct pair are computed once."""
     of_a, of_b = a.at(n_queries, n_keys), b.at(n_queries, n_keys)
     n_b = of_b.bits.shape[0]
     pairs, tiles = torch.unique(of_a.tiles.long() * n_b + of_b.tiles, return_inverse=True)

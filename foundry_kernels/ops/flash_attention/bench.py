@@ -154,7 +154,7 @@ def workspace_bytes(case: Case) -> int:
     return _COPIES * b * h * (t if chosen is None else len(chosen.rows)) * k.shape[2]
 
 
-#: Bytes that are held at a time for a score in float64.
+#: Bytes that one float64 score needs at a time.
 _COPIES = 88
 #: Peers that materialize all scores.
 _MATERIALIZE = ("eager", "torch.compile", "torch.compile, max-autotune", "SDPA math")
@@ -182,8 +182,8 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
 
 
 def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
-    """Counts the matrix products over the pairs of query and key that see each other, two per multiply-add. Forward:
-    q k and p v. Backward: q k again, dout v, and those of dq, dk and dv; what a kernel computes twice counts once."""
+    """Counts the matmuls over the pairs of a query and a key that it sees, two per multiply-add. Forward: q k and p v.
+    Backward: q k again, dout v, and those of dq, dk and dv; what a kernel computes twice counts once."""
     q, k, v = (x for name in "qkv" if (x := args[name]) is not None)
     d, dv = q.shape[-1], v.shape[-1]
     if _packed(q) and options["max_seqlen_q"] == 1:

@@ -184,7 +184,7 @@ def _paired() -> Iterator[Case]:
 
 
 def field_cases() -> Iterator[Case]:
-    """The whole product, for a GPU."""
+    """All combinations, for a GPU."""
     return (_field(*one) for one in product(_TOKENS, _HEADS, _MASKS, _CAPS, (*_HEAD_DIMS, 320, 512)))
 
 

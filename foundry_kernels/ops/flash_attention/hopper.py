@@ -1,7 +1,7 @@
-"""Which calls "auto" gives to the kernels of `csrc/cuda/hopper`, on compute capability 9.0 and where the extension has
-them: those that they take forward. `takes` of `csrc/cuda/hopper/attention.h` decides what they compute; this is the
-same list as torch.compile can trace it, and `tests/ops/flash_attention/test_hopper_kernels.py` holds one against the
-other."""
+"""Which calls "auto" runs on the kernels of `csrc/cuda/hopper`, on compute capability 9.0 if the extension has them:
+the calls whose forward pass they support. `takes` of `csrc/cuda/hopper/attention.h` is the authoritative list. This is
+the same list in a form that torch.compile can trace, and `tests/ops/flash_attention/test_hopper_kernels.py` compares
+the two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foundry_kernels._triton.devices import capability, too_old
 from foundry_kernels.core import extension
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
-#: Of fewer queries other kernels divide the keys, unless the call must be batch-invariant.
+#: With fewer queries than this, kernels that split the keys are used, unless the call must be batch-invariant.
 FEWEST_QUERIES = 128
 MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16)
@@ -21,19 +21,19 @@ STEP = 8
 
 
 def first_backend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str | None:
-    """The backend that "auto" tries first, or None where it has no reason to leave its usual order."""
+    """The backend that "auto" tries first, or None to keep its usual order."""
     if not (extension.HAS_HOPPER and q.is_cuda and _is_hopper(q.device)):
         return None
     return "native" if takes(q, k, v, options) else None
 
 
-def serves(device: str, dtype: torch.dtype) -> bool:
-    """Whether these kernels are for tensors of this kind, of which they take most calls."""
+def supports(device: str, dtype: torch.dtype) -> bool:
+    """Whether these kernels support most calls with tensors of this kind."""
     return extension.HAS_HOPPER and device == "cuda" and dtype in DTYPES and _is_hopper(torch.device("cuda"))
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
-    """Whether the kernels for compute capability 9.0 take the forward pass of a call whose arguments are checked."""
+    """Whether the kernels for compute capability 9.0 support the forward pass of a call whose arguments are checked."""
     tokens = 0 if options.packed else 2
     if q.dtype not in DTYPES or q.numel() == 0 or k.shape[tokens] == 0:
         return False
@@ -50,7 +50,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
 
 
 def _has_map(x: Tensor) -> bool:
-    """Whether rows begin at multiples of 16 bytes, none in another's place; x is copied where they are not dense."""
+    """Whether rows begin at multiples of 16 bytes and do not overlap; x is copied if rows are not dense."""
     if x.stride(-1) != 1:
         return True
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):

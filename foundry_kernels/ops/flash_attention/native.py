@@ -22,7 +22,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
         raise BackendUnavailable(
             "flash_attention_varlen: backend 'native': its CUDA kernels read no pages (block_table). Use 'triton'"
         )
-    # The operator takes all options in the order of the fields, and returns an empty tensor for what is not wanted.
+    # The operator takes all options in the order of the fields, and returns an empty tensor for each result that is not
+    # requested.
     return options.select(*_ATTEND(q, k, v, *options))
 
 

@@ -1,7 +1,7 @@
 """The options of one call of attention: made and checked in the public functions, read by every backend.
 
-A new option is a field here, its check in `checks.py` and what the kernels do with it. Backends refuse calls that set
-it until it is among the options that they support.
+A new option needs a field here, a check in `checks.py` and support in the kernels. Backends refuse calls that set an
+option which they do not support.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
         return self.cu_seqlens_q is not None
 
     def select(self, out: Tensor, lse: Tensor, entropy: Tensor, max_logit: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """What the caller asked for of all that attention can return."""
+        """The requested results."""
         if self.return_lse:
             return (out, lse, entropy, max_logit) if self.return_stats else (out, lse)
         return (out, entropy, max_logit) if self.return_stats else out
 
 
-#: The options that all backends support. One that supports an option more passes ``(*SUPPORTED_BY_ALL, "its name")`` to
+#: The options that all backends support. A backend that supports one more passes ``(*SUPPORTED_BY_ALL, "its name")`` to
 #: `refuse_others`.
 SUPPORTED_BY_ALL = (
     "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "block_table", "seqused_k", "leftpad_k",

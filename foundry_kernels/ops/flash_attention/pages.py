@@ -1,4 +1,4 @@
-"""Keys and values in pages: ``[num_blocks, page_block_size, Hk, D]``, of which each sequence has some, in any order.
+"""Keys and values in pages ``[num_blocks, page_block_size, Hk, D]``. Each sequence has some of the pages, in any order.
 
 The key at position p of sequence n is row ``p % page_block_size`` of page ``block_table[n, p // page_block_size]``.
 Sequence n attends to the positions ``leftpad_k[n] .. seqused_k[n] - 1``. Entries of the table beyond these are not
@@ -20,7 +20,7 @@ from foundry_kernels.core.checks import check_device, check_integer, check_rank,
 
 
 class Pages(NamedTuple):
-    """The options that say where the keys of each sequence are; all None where they are not in pages."""
+    """The options that locate the keys of each sequence; all are None if there are no pages."""
 
     block_table: Tensor | None  # [B, max_blocks]
     seqused_k: Tensor | None  # [B], one past the last position that is attended to
@@ -33,7 +33,7 @@ NO_PAGES = Pages(None, None, None)
 def check_pages(
     block_table: Tensor, seqused_k: Tensor, leftpad_k: Tensor | None, batch: int, k: Tensor, names: tuple[str, str, str]
 ) -> Pages:
-    """Checks the tables of keys ``[num_blocks, page_block_size, Hk, D]``; their values too, where reading them does not
+    """Checks the tables of keys ``[num_blocks, page_block_size, Hk, D]``; and their values, if reading them does not
     wait for a GPU. `names`: what the caller calls `seqused_k`, `leftpad_k` and k."""
     check_integer("block_table", block_table)
     check_rank("block_table", block_table, 2, "[B, max_blocks]")
@@ -53,7 +53,8 @@ def check_pages(
 def check_page_values(
     block_table: Tensor, seqused_k: Tensor, leftpad_k: Tensor | None, k: Tensor, names: tuple[str, str, str]
 ) -> None:
-    """Lengths that fit into the table, and pages that there are; call this where reading them waits for no GPU."""
+    """Checks that lengths fit into the table and that pages exist. Call it only if reading them does not wait for a
+    GPU."""
     n_pages, size = k.shape[:2]
     most = block_table.shape[1] * size
     if bool(((seqused_k < 0) | (seqused_k > most)).any()):
@@ -88,8 +89,8 @@ def rows_of_sequence(x: Tensor, block_table: Tensor, begin: int, end: int) -> Te
 
 
 def rows_of_all(x: Tensor, block_table: Tensor) -> Tensor:
-    """A copy ``[B, max_blocks * page_block_size, Hk, D]`` of all that the table names, without reading it on the host;
-    entries that are out of range count as the nearest page."""
+    """A copy ``[B, max_blocks * page_block_size, Hk, D]`` of all pages in the table, without reading the table on the
+    host; entries that are out of range count as the nearest page."""
     if x.shape[0] == 0:
         x = x.new_zeros(1, *x.shape[1:])
     return x[block_table.to(torch.int64).clamp(0, x.shape[0] - 1)].flatten(1, 2)

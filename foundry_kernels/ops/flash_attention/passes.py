@@ -1,8 +1,8 @@
-"""The two passes of attention without autograd: for those who keep what the backward pass needs themselves, or who
-compute attention in parts (`foundry_kernels.distributed.ring`).
+"""The forward and the backward pass of attention without autograd, for callers that store the inputs of the backward
+pass themselves or compute attention in parts (`foundry_kernels.distributed.ring`).
 
-Between their passes kernels have lse in float64 for float32 inputs. Who keeps it in float32 has gradients of float32
-that are less exact, as exact as PyTorch's.
+Between the passes kernels store lse in float64 for float32 inputs. If it is stored in float32, float32 gradients are
+less accurate: as accurate as PyTorch's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def serving(backend: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
-    """The backend that computes both passes of such a call where a caller asks for `backend`.
+    """The backend that computes both passes of such a call if the caller requests `backend`.
 
     Raises:
         BackendUnavailable, ValueError: as the public functions.
@@ -43,14 +43,14 @@ def backend_of(q: Tensor) -> str | None:
 
 
 def _first(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[str, ...]:
-    """What "auto" tries before its usual order, as the public functions."""
+    """The backend that "auto" tries before its usual order, as in the public functions."""
     first = hopper.first_backend(q, k, v, options)
     return () if first is None or FLASH_ATTENTION.is_measured(q.device.type, q.dtype) else (first,)
 
 
 def forward(backend: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """(out, lse float32) of the arguments of the operators: dense with heads first, or packed. With this lse any
-    backend's `backward` goes, so `backend` may be "auto" in both."""
+    """(out, lse float32) of the arguments of the operators: dense with heads first, or packed. Any backend's `backward`
+    accepts this lse, so `backend` may be "auto" in both passes."""
     if backend == "auto":
         backend = serving(backend, q, k, v, options)
     out, lse = forward_wide(backend, q, k, v, options)
@@ -82,7 +82,8 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """(dq, dk, dv), from the results of `forward` or `forward_wide` with the same options.
 
-    `out` and `lse` may be those of more keys than k holds: the gradients are then its part of the whole's.
+    `out` and `lse` may belong to more keys than k holds; the result is then the part of the gradients that belongs to
+    k.
     """
     if backend == "auto":
         backend = serving(backend, q, k, v, options)

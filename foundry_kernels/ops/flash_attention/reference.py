@@ -1,8 +1,7 @@
 """Plain PyTorch, differentiated by autograd: what every kernel of the op must equal.
 
-In bfloat16 and float16 both matrix products take and return that dtype, and everything between them is in float32,
-which is what a model without a fused kernel computes. `q` is folded to ``[B, Hk, G*T, D]`` so that no key or value is
-repeated.
+In bfloat16 and float16 both matmuls take and return that dtype, and everything between them is in float32, as in a
+model without a fused kernel. `q` is folded to ``[B, Hk, G*T, D]`` so that no key or value is repeated.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv) from an output and lse, which may be those of more keys than k holds: what autograd cannot do."""
+    """(dq, dk, dv) from an output and lse, which may be those of more keys than k holds: which autograd cannot
+    compute."""
     if options.packed:
         dout, q, k, v, out = (x.transpose(0, 1).unsqueeze(0) for x in (dout, q, k, v, out))
         lse, dlse = lse.unsqueeze(0), None if dlse is None else dlse.unsqueeze(0)
@@ -88,7 +88,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[
 
 
 def _each_by_itself(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
-    """Does what `_dense` does, of one sequence after the other: products of the same shapes in any batch."""
+    """Does the same as `_dense`, one sequence after the other, so that matmuls have the same shapes in any batch."""
 
     def of(x: Tensor | None, n: int) -> Tensor | None:
         return x if x is None or x.shape[0] == 1 else x[n : n + 1]
@@ -213,7 +213,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tens
 
 
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
-    """One sequence after the other: the least work, but the lengths must be read."""
+    """Computes one sequence after the other. This is the least work, but it reads the lengths."""
     assert options.cu_seqlens_q is not None
     cu_seqlens_q, alibi_slopes = options.cu_seqlens_q.tolist(), options.alibi_slopes
     keys = list(_keys_of_sequences(k, v, options))

@@ -54,7 +54,7 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor, *, rounded: bool = Fals
         if not rounded:
             q, k = q.to(wide), k.to(wide)
         made = make_options(q, None, None, q.shape[2], k.shape[2], **options)
-        # In place: nobody else has the scores, and no backward pass asks for them.
+        # In place: there is no other reference to the scores, and no backward pass needs them.
         weights = reference.scores(q, k, made).sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
         if made.dropout_p is not None and made.dropout_seed is not None:
             kept = keep_mask((*q.shape[:3], k.shape[2]), made.dropout_p, made.dropout_seed, made.dropout_heads)

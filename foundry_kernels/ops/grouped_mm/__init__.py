@@ -1,12 +1,12 @@
-r"""Matrix products of groups of rows, each group with a matrix of its own: the layers of a mixture of experts.
+r"""Grouped matmul: each group of rows is multiplied by its own matrix, as in the layers of a mixture of experts.
 
-The rows of x lie sorted by group. With :math:`o_e` the end of group e and :math:`o_{-1} = 0`
+The rows of x are sorted by group. With :math:`o_e` the end of group e and :math:`o_{-1} = 0`
 
 .. math:: y_i = x_i W_e, \quad dx_i = dy_i W_e^T \quad (o_{e-1} \le i < o_e), \qquad
           dW_e = \sum_{i=o_{e-1}}^{o_e-1} x_i^T dy_i
 
 and rows from :math:`o_{E-1}` on are zero. Sums are in float32 (float64 for float64 inputs) and are rounded once;
-float32 inputs are multiplied in full precision, 16-bit ones by matrix instructions where there are some.
+float32 inputs are multiplied in full precision, 16-bit ones by matrix instructions if the device has them.
 
 Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", 2022, arXiv:2211.15841.
 """
@@ -38,24 +38,25 @@ def grouped_mm(
 ) -> Tensor:
     """Rows ``offs[e-1] .. offs[e] - 1`` of `x` times ``weight[e]``.
 
-    What ``torch.nn.functional.grouped_mm`` does of a 2-D and a 3-D tensor, for any sizes and strides.
+    Like ``torch.nn.functional.grouped_mm`` of a 2-D and a 3-D tensor, for any sizes and strides.
 
     Args:
-        x: ``[M, K]`` float32, bfloat16, float16 or float64, any strides, the rows of a group side by side.
+        x: ``[M, K]`` float32, bfloat16, float16 or float64, any strides, with the rows of a group next to each other.
         weight: ``[E, K, N]``, of x's dtype and device, E at least 1. Any strides: a transposed view of ``[E, N, K]``
             costs nothing. M, K and N may be 0.
         offs: ``[E]`` int32 on x's device, where the groups end: never decreasing, from 0 to M. A group may be empty.
-            This is checked on the CPU. On a GPU, where the check would have to wait for the numbers, nothing outside
-            the tensors is read or written, and what y holds is undefined where they are wrong.
-        batch_invariant: a row of y, and of x's gradient, has the same bits whatever other rows there are, and the
-            gradient of `weight` the same for any number of threads. On a GPU Triton then takes one tile for groups of
-            all sizes; on a CPU the products are those of :func:`decode_linear`'s kernel, with any number of rows, which
-            take float32, bfloat16 and float16. Always on within :func:`foundry_kernels.batch_invariant`.
-        backend: "auto", "reference", "triton" or "native". On a GPU "auto" takes "triton" first, whose gradients are
-            PyTorch's where an H100 has shown these to be faster: large ones in bfloat16, on compute capability 9.0. On
-            a CPU the native one has that kernel for groups of few rows too, whose matrices lie as ``[E, N, K]``; other
-            products are PyTorch's, but the extension's in float32 where those leave half of the processor unused (MKL
-            on AMD's from Zen 5 on), and in float32 where oneDNN has no instructions for 16 bits.
+            This is checked on the CPU. On a GPU a check would wait for the numbers: nothing outside the tensors is read
+            or written there, and y is undefined if they are wrong.
+        batch_invariant: whether a row of y, and of x's gradient, has the same bits whatever other rows there are, and
+            the gradient of `weight` has the same bits for any number of threads. On a GPU Triton then uses one tile for
+            groups of all sizes. On a CPU matmuls run on :func:`decode_linear`'s kernel with any number of rows, which
+            supports float32, bfloat16 and float16. Always on within :func:`foundry_kernels.batch_invariant`.
+        backend: "auto", "reference", "triton" or "native". On a GPU "auto" tries "triton" first. Its large bfloat16
+            gradients on compute capability 9.0 are PyTorch's, which an H100 measured to be faster. On a CPU the native
+            backend also uses `decode_linear`'s kernel for groups of few rows if the matrices are stored as ``[E, N,
+            K]``. Other matmuls are PyTorch's, with two exceptions: in float32 they are the extension's where PyTorch's
+            leave half of the processor unused (MKL on AMD from Zen 5 on), and 16-bit matmuls run in float32 where
+            oneDNN has no instructions for them.
 
     Returns:
         ``[M, N]``, contiguous, of x's dtype. Rows from ``offs[-1]`` on are zero, and so is the gradient of these rows
@@ -67,8 +68,9 @@ def grouped_mm(
             is unknown.
         BackendUnavailable: the named backend does not support this device or dtype.
 
-    Under autocast x and weight are rounded to its dtype first, as a linear layer's are. What is not a number in one
-    group stays there. The kernels wait for nothing on the host and have no second derivative; the reference does both.
+    Under autocast x and weight are first cast to its dtype, as in a linear layer. NaN in one group does not spread to
+    others. The kernels do not synchronize with the host and have no second derivative; the reference synchronizes and
+    has one.
     """
     if not is_dynamo_compiling():
         batch_invariant = True if batch_invariant is False and invariance.on else batch_invariant

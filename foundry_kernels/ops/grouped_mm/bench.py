@@ -81,7 +81,7 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
 
 
 def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
-    """Counts one product forward and two backward."""
+    """Counts one matmul forward and two backward."""
     x, weight = args["x"], args["weight"]
     assert x is not None
     assert weight is not None
@@ -89,7 +89,7 @@ def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], directi
 
 
 def _eager(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """A product for each expert, as models in Hugging Face's transformers have it; it waits for the sizes."""
+    """One matmul per expert, as in Hugging Face's transformers; it waits for the sizes."""
     ends = offs.tolist()
     return torch.cat([x[a:b] @ w for a, b, w in zip([0, *ends], ends, weight.unbind(0), strict=False)])
 

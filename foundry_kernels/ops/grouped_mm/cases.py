@@ -1,4 +1,4 @@
-"""Sample inputs, and the size of what a product sums; the parity suite enumerates this."""
+"""Sample inputs, and the size of the terms that a matmul sums; the parity suite enumerates this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts: the products of experts, as those of linear layers."""
+"""Registers grouped matmuls with `torch.utils.flop_counter.FlopCounterMode`, which then counts them like linear
+layers."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def _backward(
 
 
 def register() -> None:
-    """Tells torch once somebody imports its counter, which imports Triton."""
+    """Registers the formula once torch's counter is imported, because importing it imports Triton."""
     when_imported("torch.utils.flop_counter", _register)
 
 

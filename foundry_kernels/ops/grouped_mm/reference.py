@@ -1,8 +1,8 @@
-"""Plain PyTorch, a loop of products: what every kernel of the operation must equal.
+"""Plain PyTorch, a loop of matmuls: what every kernel of the operation must equal.
 
-The loop is one operator, `foundry_kernels::reference_grouped_mm_fwd`, and that of the gradients another: how many rows
-a group has is in a tensor, which a graph that is traced cannot look into; and products write a gradient to where it
-shall be, which autograd's of a loop would be copied to. Transforms and second derivatives get the loop itself.
+The loop is one operator, `foundry_kernels::reference_grouped_mm_fwd`, and that of the gradients another: the number of
+rows of a group is in a tensor, which a traced graph cannot read; and matmuls write a gradient directly to its place,
+where autograd of a loop would copy it. Transforms and second derivatives use the loop itself.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from foundry_kernels.ops.grouped_mm.layout import empty_dweight, transposed
 
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool = False) -> Tensor:
     if batch_invariant and (missing := _why_variant(x)) is not None:
-        raise BackendUnavailable(f"grouped_mm: backend 'reference' has no batch-invariant products: {missing}")
+        raise BackendUnavailable(f"grouped_mm: backend 'reference' has no batch-invariant matmuls: {missing}")
     if values_known(offs) and _transformed():
         return _differentiable(x, weight, offs)
     found: Tensor = torch.ops.foundry_kernels.reference_grouped_mm_fwd(x, weight, offs, batch_invariant)
     return found
 
 
-#: Products whose rows have the same bits in any batch, with the transposes of matrices.
+#: A matmul with transposed matrices whose rows have the same bits in any batch.
 _decode_linear = extension.operator("decode_linear")
 
 
@@ -53,14 +53,15 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, batch_invariant: bool) -> None:
 def _differentiable(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     parts = x.split(_sizes(offs, x.shape[0]))
     rest = x.new_zeros(parts[-1].shape[0], weight.shape[2])
-    # Of a transposed view the matrices as they lie in memory: their gradients are then stacked as they lie there too.
+    # For a transposed view, use the matrices as they are stored, so that their gradients are stacked in the same
+    # layout.
     flipped = weight.stride(1) == 1 and weight.stride(2) != 1
     matrices = [m.t() for m in weight.transpose(1, 2).unbind(0)] if flipped else weight.unbind(0)
     return torch.cat([*(part @ matrix for part, matrix in zip(parts, matrices, strict=False)), rest])
 
 
 def values_known(offs: Tensor) -> bool:
-    """Whether the numbers can be looked at: not while a graph is traced, nor without memory."""
+    """Whether the values can be read: not while a graph is traced, nor on the meta device."""
     return not (torch.compiler.is_compiling() or offs.is_meta or is_subclass(offs))
 
 
@@ -77,7 +78,8 @@ def check_ends(ends: list[int], rows: int) -> None:
 
 
 def _sizes(offs: Tensor, rows: int) -> list[int]:
-    """The rows of each group, and of what follows them. Checked in backward passes too: memory may have changed."""
+    """The numbers of rows of each group, and of the rows after them. Backward passes check them too, because the memory
+    may have changed."""
     ends = offs.tolist()
     check_ends(ends, rows)
     return [end - start for start, end in zip([0, *ends], [*ends, rows], strict=True)]

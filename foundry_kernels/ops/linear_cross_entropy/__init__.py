@@ -1,24 +1,24 @@
-r"""The cross-entropy of a linear layer's output, without that output: cross_entropy(hidden @ weight.T + bias, target).
+r"""cross_entropy(hidden @ weight.T + bias, target) without storing the logits.
 
-The logits are by far the largest tensor of a training step: ``[tokens, V]``. Here they are never kept for the backward
-pass. There are two strategies.
+The logits are by far the largest tensor of a training step: ``[tokens, V]``. Here they are never stored for the
+backward pass. There are two strategies.
 
-*Rows*: logits are made for a chunk of tokens at a time, for all classes, go through the kernel of
-:func:`foundry_kernels.cross_entropy`, and are gone before the next chunk. Where the loss is reduced, each chunk's
-gradients are made right behind its logits, for a loss whose own gradient is 1, and a backward pass multiplies them by
-what that turns out to be: so nothing is computed twice, and a loss that is scaled, added to others or differentiated
-twice through one graph (``retain_graph=True``) is right. With ``reduction="none"`` each token's loss has a gradient of
-its own, and a backward pass makes the logits anew from the lse that was kept (one matrix product more). The gradient of
-the logits is written over them. With several chunks the gradients of weight and bias are summed over them in float32
-or, of a bfloat16 weight on a CPU, in 24 bits; a single chunk's are products that are rounded once.
+*Rows*: the logits of all classes are computed for a chunk of tokens at a time, go through the kernel of
+:func:`foundry_kernels.cross_entropy`, and are freed before the next chunk. If the loss is reduced, each chunk's
+gradients are computed right after its logits, for an incoming gradient of 1, and the backward pass multiplies them by
+the actual incoming gradient. So nothing is computed twice, and a loss that is scaled, added to others or differentiated
+twice through one graph (``retain_graph=True``) has the correct gradients. With ``reduction="none"`` each token's loss
+has its own incoming gradient, and the backward pass recomputes the logits from the saved lse (one more matmul). The
+gradient of the logits overwrites them. With several chunks the gradients of weight and bias are summed in float32 or,
+for a bfloat16 weight on a CPU, in 24 bits; those of a single chunk are matmuls that are rounded once.
 
-*Tiles*: blocks of the classes, for all tokens. Forward, the logits of a block go into each token's running log-sum-exp.
-The backward pass makes them anew, so that each row of the weight's gradient is complete at once: there is no float32
-copy of it (see `vocabulary_blocks.py`). On the CPU tiles have the forward pass of chunks.
+*Tiles*: blocks of the classes, for all tokens. The forward pass adds the logits of a block to each token's running
+log-sum-exp. The backward pass recomputes them, and each row of the weight's gradient is complete at once, so there is
+no float32 copy of it (see `vocabulary_blocks.py`). On the CPU tiles use the forward pass of chunks.
 
-The matrix products are PyTorch's own, of sizes at which these are fast: a kernel that multiplied tiles of logits and
-never wrote them took 20.5 ms on an H100 where PyTorch's products and a pass over their results took 13.9 (8192 tokens,
-4096 x 128256, forward).
+The matmuls are PyTorch's own, at sizes for which they are fast. A kernel that multiplied tiles of logits without
+writing them took 20.5 ms on an H100; PyTorch's matmuls and a pass over their results took 13.9 ms (8192 tokens, 4096 x
+128256, forward).
 
 Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv:2411.09009; Hsu et al., "Liger
 Kernel", 2024, arXiv:2410.10989.
@@ -52,7 +52,7 @@ from foundry_kernels.ops.linear_cross_entropy.options import TILES, LinearLossOp
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments without those that decide what is returned."""
+    """The keyword arguments except those that select the results."""
 
     bias: Tensor | None
     class_weight: Tensor | None
@@ -114,84 +114,85 @@ def linear_cross_entropy(
     return_predicted_tokens: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
-    """``cross_entropy(logit_scale * (hidden @ weight.T + bias), target)``, whose logits are not kept.
+    """``cross_entropy(logit_scale * (hidden @ weight.T + bias), target)``, without storing the logits.
 
     Args:
         hidden: ``[..., D]`` float32, bfloat16, float16 or float64, any strides, D at least 1.
-        weight: ``[V, D]``, of hidden's dtype and device; V at least 1. It may be the embedding's, too.
+        weight: ``[V, D]``, of hidden's dtype and device; V at least 1. It may be tied to the embedding.
         target: ``[...]`` int32 or int64, in 0 .. V - 1 or `ignore_index`.
         bias: ``[V]``, of hidden's dtype and device, or None.
         class_weight: ``[V]``, the `weight` of :func:`foundry_kernels.cross_entropy`, or None. It takes no gradient.
         ignore_index, reduction, label_smoothing, z_loss, softcap: as there. On the CPU ignored tokens are dropped
-            before the product; on a GPU, where their number is not known without waiting for it, they are computed and
-            count nothing.
-        token_scaling: as there, in each chunk; of tiles the targets' logits are made once more, 2048 tokens at a time.
-        return_lse, return_z_loss, return_token_accuracy, return_predicted_tokens: as there. Predictions are taken from
+            before the matmul. On a GPU reading their number would wait, so they are computed and ignored.
+        token_scaling: as there, in each chunk. With tiles the targets' logits are computed once more, 2048 tokens at a
+        time. return_lse, return_z_loss, return_token_accuracy, return_predicted_tokens: as there. Predictions are taken
+        from
             the logits while they exist.
         logit_scale: the logits are multiplied by this, before the soft cap.
-        chunk_size: tokens whose logits exist at a time, all at once if it is their number or more; "tiles": blocks of
-            classes, less memory for a fourth product (the reference takes it as None); None chooses (see `Memory`).
-        batch_invariant: a token's loss, and its hidden's gradient where the reduction is no mean, has the same bits
-            whatever other tokens there are; the gradients of weight and bias the same for any number of threads. It
-            takes rows, all at once or in chunks, and the products of a batch-invariant
+        chunk_size: the number of tokens whose logits exist at a time. "tiles" uses blocks of classes: less memory, but
+            a fourth matmul (the reference treats it as None). None chooses (see `Memory`).
+        batch_invariant: whether a token's loss, and the gradient of its hidden state unless the reduction is a mean,
+            has the same bits whatever other tokens there are, and the gradients of weight and bias have the same bits
+            for any number of threads. It uses rows, all at once or in chunks, and the matmuls of a batch-invariant
             :func:`foundry_kernels.grouped_mm`, in float32 on a CPU. Always on within
             :func:`foundry_kernels.batch_invariant`.
-        backend: "auto", "reference" (which does make all logits), "triton" or "native": those whose cross-entropy
-            kernel computes the chunks.
+        backend: "auto", "reference" (which computes all logits at once), "triton" or "native": those whose
+            cross-entropy kernel computes the chunks.
 
     Returns:
         As :func:`foundry_kernels.cross_entropy`.
 
     Raises:
-        As :func:`foundry_kernels.cross_entropy`; ValueError where weight or bias does not fit hidden, `logit_scale` is
-            not finite, or `chunk_size` below 1.
+        As :func:`foundry_kernels.cross_entropy`; ValueError if weight or bias does not fit hidden, `logit_scale` is not
+            finite, or `chunk_size` below 1.
 
-    Under autocast hidden, weight and bias are rounded to its dtype first, as a linear layer's are. There is no second
+    Under autocast hidden, weight and bias are first cast to its dtype, as in a linear layer. There is no second
     derivative.
 
-    Memory, beyond inputs and the gradients that are returned. Nothing is made for an input that needs no gradient.
+    Memory, beyond inputs and the returned gradients. Nothing is allocated for an input that needs no gradient.
 
-    In Triton hidden once more (0 for ignored tokens), and:
+    Triton needs a copy of hidden (0 for ignored tokens), and:
 
     - all rows at once: the logits, ``tokens * V`` numbers of hidden's dtype, which become their own gradient. Three
-      matrix products, or four with reduction "none". The default where these logits take at most a 32nd of the device's
-      memory: its total and the shape decide, never what is free. float16: the weight's gradient in float32 besides,
-      which counts as they do.
+      matmuls, or four with reduction "none". The default if these logits take at most a 32nd of the device's total
+      memory; free memory does not matter. With float16 the weight's gradient in float32 is added, and counts in the
+      same way.
     - tiles: the logits of a block of classes, 256 MiB (2048 classes at least), and hidden's gradient in float32. Four
-      products, or one without gradients. The default where all logits would take more; without gradients, more than a
-      block.
-    - chunks: the logits of one chunk, and the weight's gradient in float32, to which a product of each chunk adds; with
-      a reduced loss that is kept until the backward pass. Three products, or four with "none".
+      matmuls, or one without gradients. The default if all logits would take more than that; without gradients, if they
+      would take more than a block.
+    - chunks: the logits of one chunk, and the weight's gradient in float32, to which a matmul of each chunk adds. With
+      a reduced loss it is stored until the backward pass. Three matmuls, or four with "none".
 
     Of 8192 tokens over Llama 3's head, 4096 x 128256 in bfloat16, that is 2.0 GiB, 0.4 GiB, and 2.5 GiB in chunks of
-    2048 tokens; PyTorch's operations, which keep logits and make their gradient beside them, took 4.8 on an H100.
+    2048 tokens; PyTorch's operations, which store the logits and their gradient, took 4.8 GiB on an H100.
 
     On a CPU chunks take the logits of one chunk, by default of a 16th of the tokens (an 8th in 16 bits) but of 512 at
     least; with gradients and a reduced loss the gradients in float32, which for float32 inputs and a loss that is the
     root of a graph that is not retained are the ones returned. With reduction "none": lse and what its rounding took.
-    bfloat16: chunks of 256 tokens by default, and the weight's gradient is summed in 24 bits, of which the first 16 lie
-    in the gradient that is returned: a byte an element beside it. Where oneDNN has no instructions for such products,
-    logits are float32, and few classes at a time have float32 weights. Tiles: forward the logits of one chunk; backward
-    at a time two million logits, or those of 256 classes, and hidden's gradient in float32.
+    With bfloat16, chunks have 256 tokens by default, and the weight's gradient is summed in 24 bits. The returned
+    gradient holds the first 16 of these, so the sum takes one additional byte per element. If oneDNN has no
+    instructions for such matmuls, logits are float32, and the weights of a few classes at a time are copied to float32.
+    Tiles take the logits of one chunk forward; backward two million logits at a time, or those of 256 classes, and
+    hidden's gradient in float32.
 
     Gradients that are rounded when they are made (of 16 bits: on a GPU hidden's, and with all rows at once the
     weight's; on a CPU in bfloat16 those of more than 4 million multiplications) are multiplied by the loss's own
     gradient and rounded again, where that is not 1.
 
-    By default the CPU takes chunks; but of a bfloat16 weight that gets a gradient, where oneDNN has instructions for
-    such products and the loss is reduced, a single chunk if all logits fit into 32 MiB, and with matrix instructions
-    (AMX) tiles if they do not. Where it is not reduced it takes tiles.
+    By default the CPU takes chunks; but of a bfloat16 weight that gets a gradient, if oneDNN has instructions for such
+    matmuls and the loss is reduced, a single chunk if all logits fit into 32 MiB, and with matrix instructions (AMX)
+    tiles if they do not. Where it is not reduced it takes tiles.
 
-    Results have the same bits in each run. Products are PyTorch's own, so bits may differ with another number of
-    threads or another form; the gradient of weight is summed over the chunks, of bfloat16 on a CPU by oneDNN's kernel.
-    In float32 on a CPU they are the extension's where PyTorch's leave half of the processor unused (MKL on AMD's from
-    Zen 5 on). Products are of the inputs' dtype; on a CPU small products, and all where oneDNN has no instructions for
-    bfloat16 or float16, get float32 copies of hidden and weight, whose logits are exact to float32.
+    Results have the same bits in each run. Matmuls are PyTorch's own, so bits may differ with another number of threads
+    or another strategy. The gradient of weight is summed over the chunks; for bfloat16 on a CPU by oneDNN's kernel. In
+    float32 on a CPU matmuls are the extension's where PyTorch's leave half of the processor unused (MKL on AMD from Zen
+    5 on). Matmuls have the inputs' dtype. On a CPU, small matmuls, and all of them if oneDNN has no instructions for
+    bfloat16 or float16, use float32 copies of hidden and weight, with logits of float32 accuracy.
 
-    DTensors: tokens may be sharded over devices, and so may the classes (`weight` and `bias` as ``Shard(0)``). Then
-    every backend does the same, on PyTorch's operations: each device makes the logits of its own classes, and two small
-    all-reduces give the loss, in chunks of tokens (`vocab_parallel.py`). `target` may be a plain tensor there, the same
-    on all devices.
+    DTensors: tokens may be sharded over devices, and so may the classes (`weight` and `bias` as ``Shard(0)``). With
+    sharded classes every backend runs on the same code of PyTorch operations: each device computes the logits of its
+    own classes, and two small all-reduces give the loss, in chunks of tokens (`vocab_parallel.py`). `target` may be a
+    plain tensor then, the same on all devices.
     """
     if (
         return_lse is return_z_loss is return_token_accuracy is return_predicted_tokens is token_scaling is False
@@ -228,11 +229,9 @@ def linear_cross_entropy(
     if vocab_parallel is not None:
         for name, x in (("hidden", hidden), ("bias", bias), ("class_weight", class_weight)):
             if x is not None and not is_dtensor(x):
-                raise ValueError(f"{name} must be a DTensor where weight's classes are divided; got a plain tensor")
+                raise ValueError(f"{name} must be a DTensor if weight is vocab-sharded; got a plain tensor")
         if options.tiles:
-            raise ValueError(
-                "chunk_size must be a number of tokens or None where weight's classes are divided; got 'tiles'"
-            )
+            raise ValueError("chunk_size must be a number of tokens or None if weight is vocab-sharded; got 'tiles'")
         args = (hidden, weight, target, bias, class_weight, options)
         each, lse, zs, predicted, target = vocab_parallel.linear_cross_entropy(*args)
     else:
@@ -250,7 +249,7 @@ def linear_cross_entropy(
 
 
 def _vocab_parallel(weight: Any) -> Any:
-    """The module for a weight that is sharded over devices along its classes; None where it is not."""
+    """The module for a vocab-sharded weight; None if the weight is not sharded."""
     from foundry_kernels.ops.linear_cross_entropy import vocab_parallel
 
     return vocab_parallel if vocab_parallel.vocabulary_dim(weight) is not None else None

@@ -75,7 +75,7 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
 
 
 def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
-    """Counts one product forward and two backward."""
+    """Counts one matmul forward and two backward."""
     hidden, weight = args["hidden"], args["weight"]
     assert hidden is not None
     assert weight is not None

@@ -1,5 +1,5 @@
-"""The chunked strategy over any cross-entropy kernel: a chunk's logits are made by one product; its gradients, where
-they are wanted, by two more."""
+"""The chunked strategy over any cross-entropy kernel: one matmul computes a chunk's logits, and two more its gradients
+if they are needed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from foundry_kernels.ops.linear_cross_entropy.calls import (
 from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 
 #: Tokens of a chunk, if not given: at least so many, and at most this fraction of all where logits are of 4 bytes. On a
-#: CPU each chunk reads and writes the whole sum of the weight's gradient, and a product takes longer for fewer tokens:
-#: but a sum in 24 bits takes little, and has chunks of its own size.
+#: CPU each chunk reads and writes the whole sum of the weight's gradient, and a matmul is slower for fewer tokens. A
+#: sum in 24 bits is cheap and has its own chunk size.
 _LEAST, _LEAST_CPU, _SHARE = 64, 512, 16
 _SUMMED = 256
 #: Classes whose 16-bit weights or gradients are widened at a time on a CPU: the copy stays in the cache.
@@ -62,9 +62,9 @@ def rounds(hidden: Tensor, weight: Tensor, options: LinearLossOptions) -> bool:
 def gradient_dtypes(
     hidden: Tensor, weight: Tensor, options: LinearLossOptions, cpu: bool
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Of hidden's, weight's and bias's gradients as the chunks of a reduced loss leave them. On a GPU a product rounds
-    hidden's, and weight's too where a single chunk makes it whole; but in float16 that would be out of range before it
-    is divided by the number of tokens."""
+    """Of hidden's, weight's and bias's gradients as the chunks of a reduced loss leave them. On a GPU a matmul rounds
+    hidden's, and weight's too if there is a single chunk. In float16 that would overflow before the division by the
+    number of tokens."""
     low, wide = hidden.dtype, wide_dtype(hidden.dtype)
     if cpu:
         return (low, low, low) if rounds(hidden, weight, options) else (wide, wide, wide)
@@ -72,8 +72,8 @@ def gradient_dtypes(
 
 
 def dtype_of_products(x: Tensor, n_classes: int) -> torch.dtype:
-    """Returns the dtype of the logits' products on a CPU. A small product takes no time in either dtype, and float32
-    does not round its logits."""
+    """Returns the dtype of the logits' matmuls on a CPU. A small matmul is fast in either dtype, and float32 does not
+    round its logits."""
     small = x.numel() * n_classes <= _SMALL
     return wide_dtype(x.dtype) if small or not fast_products(x.dtype) else x.dtype
 
@@ -93,7 +93,7 @@ def make_logits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, ou
 
 class Tokens:
     """The tokens of a call as rows of matrices. On the CPU those that are ignored are left out, and 16-bit values
-    become float32 where products are not faster without; on a GPU nothing depends on what the targets are."""
+    become float32 unless 16-bit matmuls are faster; on a GPU nothing depends on the values of the targets."""
 
     def __init__(self, inputs: Inputs, options: LinearLossOptions, cpu: bool) -> None:
         hidden, weight, target, bias, _ = inputs
@@ -115,15 +115,15 @@ class Tokens:
         within = hidden.dtype
         if cpu:  # by the number of tokens, if it may
             within = self.dtype if self.batch_invariant else dtype_of_products(x, weight.shape[0])
-        #: Whether the weight's gradient is summed in 24 bits; and whether, products being in float32, few classes at a
-        #: time have a copy of their weights.
+        #: Whether the weight's gradient is summed in 24 bits; and whether float32 matmuls copy the weights of a few
+        #: classes at a time.
         self.sums24 = cpu and not torch.compiler.is_compiling() and rounds(hidden, weight, options)
         self.widens = within != weight.dtype and (self.sums24 or options.tiles)
         self.x, self.weight = x.to(within), weight if self.widens else weight.to(within)
         self.bias = None if bias is None else bias.to(within)
         self.cpu, self.chunk_size, self.one_chunk = cpu, options.chunk_size or None, options.one_chunk
         self.gradient_dtypes = gradient_dtypes(hidden, weight, options, cpu)
-        #: What logits are multiplied by, and their gradient: by its products meanwhile, for nothing, if by `alpha`.
+        #: The factor of logits and their gradient. As `alpha` it is part of the matmuls and costs nothing.
         self.logit_scale = options.logit_scale
         self.alpha = 1.0 if cpu or self.batch_invariant else options.logit_scale
         self.memory: Tensor | None = None
@@ -136,7 +136,8 @@ class Tokens:
         return [slice(i, min(n, i + size)) for i in range(0, n, size)]
 
     def weights(self) -> Iterator[tuple[int, Tensor]]:
-        """The first class and the weights of some, in the dtype of the products: of all, or of few at a time."""
+        """The first class and the weights of some classes, in the dtype of the matmuls: all classes, or a few at a
+        time."""
         if not self.widens:
             yield 0, self.weight
             return
@@ -158,7 +159,7 @@ class Tokens:
         return y
 
     def scale_gradients(self, dlogits: Tensor) -> None:
-        """By `logit_scale`, unless their products do."""
+        """Multiplies by `logit_scale`, unless the matmuls do."""
         if self.alpha != self.logit_scale:
             dlogits.mul_(self.logit_scale)
 
@@ -233,7 +234,7 @@ class Gradients:
         elif dlogits.dtype == self.dweight.dtype:
             multiply(dlogits.t(), x, self.dweight, add=True)
         else:
-            # A product of 16 bits would round the part of each chunk. Some classes at a time, for the copy's sake.
+            # A 16-bit matmul would round the part of each chunk. A few classes at a time keep the copy small.
             x = x.to(tokens.dtype)
             for total, d in zip(self.dweight.split(_CLASSES), dlogits.split(_CLASSES, 1), strict=True):
                 multiply(d.to(tokens.dtype).t(), x, total, add=True)

@@ -30,8 +30,8 @@ def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any])
 
 # Looked up here, where no compiler traces it.
 _FAST_PRODUCTS = fast_products(torch.bfloat16)
-#: Whether a fourth product takes less time than the sum of the weight's gradient: with matrix instructions it took less
-#: than one in float32; the sum in 24 bits was not measured there.
+#: Whether a fourth matmul takes less time than the sum of the weight's gradient. With matrix instructions it was faster
+#: than a float32 sum; the sum in 24 bits was not measured there.
 _TILES_ARE_FASTER = _FAST_PRODUCTS and extension.build_info().get("instruction_set") == "amx_bf16"
 
 
@@ -39,13 +39,13 @@ _TILES_ARE_FASTER = _FAST_PRODUCTS and extension.build_info().get("instruction_s
 _ONE_CHUNK = 1 << 25
 
 
-#: Logits that tiles have at a time, if these are of so many classes at least: enough for products to be fast.
+#: The number of logits that tiles hold at a time, and the least number of classes: enough for fast matmuls.
 _LOGITS, _LEAST = 1 << 21, 256
 
 
 def _chunk_size(hidden: Tensor, weight: Tensor, options: LinearLossOptions, needs: Needs) -> int | None:
-    """Of few tokens a single chunk, of many chunks in three products, or tiles in four (docs/dev/performance.md): none
-    of these takes a float32 sum of a bfloat16 weight's gradient."""
+    """Returns a single chunk for few tokens; for many tokens chunks with three matmuls, or tiles with four
+    (docs/dev/performance.md). None of these needs a float32 sum of a bfloat16 weight's gradient."""
     if options.chunk_size is not None or options.batch_invariant:
         return options.chunk_size
     if not needs.weight or hidden.dtype != torch.bfloat16 or not _FAST_PRODUCTS:

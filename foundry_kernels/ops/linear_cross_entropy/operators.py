@@ -158,8 +158,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, scale_: Any) -> Tensor:
-    """gradient * factor, rounded once; without the product where it changes nothing and looking costs nothing, as it
-    does not on a CPU, nor in a kernel of the device's.
+    """gradient * factor, rounded once; skipping the multiplication by 1 if reading the factor does not wait: on a CPU,
+    or in a kernel on the device.
 
     Of a graph that is retained the next backward pass needs `gradient`, so it is not handed out."""
     plain = type(factor) is Tensor and not torch.compiler.is_compiling()

@@ -1,11 +1,11 @@
 r"""The loss over a vocabulary that is sharded over devices, each of which has some rows of the weight.
 
-A device makes the logits of its own classes, in chunks of the tokens, and nobody those of all. Of each token it finds
-the maximum M and the sum S of exponentials below it, the target's own left out, and the target's logit y where the
-class is its own. Two all-reduces, of one number a token and of two (three with label smoothing), give all devices
-:math:`\ell = \mathrm{softplus}(M + \log S - y)`, which is exact for a confident token, and lse as :math:`y + \ell`.
-Predictions take a third, of the class whose logit M is. The backward pass makes the logits once more and needs no
-collective: the gradient of a device's rows is its own, and that of hidden a partial sum, as DTensor has it.
+A device computes the logits of its own classes, in chunks of the tokens. No device has the logits of all classes. Of
+each token it finds the maximum M and the sum S of exponentials below it, the target's own left out, and the target's
+logit y where the class is its own. Two all-reduces, of one number a token and of two (three with label smoothing), give
+all devices :math:`\ell = \mathrm{softplus}(M + \log S - y)`, which is exact for a confident token, and lse as :math:`y
++ \ell`. Predictions take a third, of the class whose logit M is. The backward pass makes the logits once more and needs
+no collective: the gradient of a device's rows is its own, and that of hidden a partial sum, as DTensor has it.
 
 Tokens may be sharded besides, along other dimensions of the mesh.
 """

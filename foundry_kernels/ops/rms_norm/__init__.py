@@ -16,8 +16,8 @@ LayerNorm subtracts the row's mean :math:`m` first and adds a bias :math:`b`: wi
           \partial L / \partial w_i = \sum_{rows} dy_i \, n_i, \quad \partial L / \partial b_i = \sum_{rows} dy_i .
 
 The backward pass needs the input and :math:`r` (`rstd`) of each row, LayerNorm :math:`m` (`mean`) too; they are saved
-only where a gradient is needed. The variance is summed around the mean, never as a difference of squares. Arithmetic is
-in float32 (float64 for float64 inputs); results are rounded once.
+only if a gradient is needed. The variance is summed around the mean, never as a difference of squares. Arithmetic is in
+float32 (float64 for float64 inputs); results are rounded once.
 
 Dropout of a residual sum, :math:`h = residual + x \odot k / (1 - p)` with a mask :math:`k` of zeros and ones, is in the
 same pass. The mask is a function of a seed (`foundry_kernels.core.dropout`), and the backward pass makes it again:
@@ -73,8 +73,8 @@ def rms_norm(
             float64's for a float64 x, else float32's.
         normalized_shape: the last dimensions of x that the mean is over, as in PyTorch, and the shape of the weight;
             None: the weight's shape, or without one the last dimension.
-        weight_offset: added to the weight: 1.0 for Gemma, whose weights are stored around 0. Without a weight there is
-            nothing that it is added to, and it has no effect.
+        weight_offset: added to the weight: 1.0 for Gemma, whose weights are stored around 0. Without a weight it has no
+            effect.
         round_before_weight: False rounds once, after the weight (as ``F.rms_norm``, OLMo2, Gemma). True rounds
             ``x / rms`` to ``x.dtype`` before it is multiplied (as Llama, Mistral, Qwen); the result then has the dtype
             that ``x`` and ``weight`` promote to.
@@ -128,12 +128,12 @@ def add_rms_norm(
         residual: ``[..., N]``, of x's shape and device. If its dtype differs, the sum is formed in the dtype that both
             promote to and then rounded to ``x.dtype``.
         weight, eps, normalized_shape, weight_offset, round_before_weight, backend: as for :func:`rms_norm`.
-        dropout_p: each element of x is 0 with this probability and else divided by ``1 - dropout_p``; in [0, 1). It is
-            meant for training: in evaluation pass 0.
-        dropout_seed: what decides which, an int in [0, 2^63) or an int64 tensor of one number on x's device: equal
-            seeds drop equal elements of tensors of one width, on every backend and device. None draws one from the
-            default generator of x's device, as `F.dropout` would: `torch.manual_seed` repeats it, activation
-            checkpointing makes it again, and each replay of a CUDA graph draws another.
+        dropout_p: in [0, 1). Each element of x is set to 0 with this probability and is otherwise divided by ``1 -
+            dropout_p``. Pass 0 in evaluation.
+        dropout_seed: an int in [0, 2^63), or an int64 tensor of one number on x's device. It determines which elements
+            are dropped: equal seeds drop the same elements of tensors with the same width on every backend and device.
+            None draws a seed from the default generator of x's device, like `F.dropout`: `torch.manual_seed` and
+            activation checkpointing reproduce it, and each replay of a CUDA graph draws a new one.
 
     Returns:
         ``(y, h)``, both ``[..., N]`` and contiguous. ``h`` is the sum rounded to ``x.dtype``, the next residual; ``y``
@@ -245,8 +245,8 @@ def add_layer_norm(
 
 
 def _sum_in_wider(x: Tensor, residual: Tensor, backend: str, drop: tuple[()] | tuple[float, Tensor]) -> Tensor:
-    """The sum of what has different dtypes, rounded to x's. The mask is made by a kernel, whose norm is not used: plain
-    PyTorch takes a hundred passes for it."""
+    """The sum of tensors with different dtypes, rounded to x's dtype. A kernel computes the mask and its norm is not
+    used, because plain PyTorch would need a hundred passes."""
     if not drop:
         return (x + residual).to(x.dtype)
     wide = torch.promote_types(x.dtype, residual.dtype)
@@ -265,7 +265,7 @@ def _check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, r
 
 
 def _several_dims(weight: Tensor | None, normalized_shape: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The dimensions that are normalised together, where they are more than the last or named by the caller."""
+    """The dimensions that are normalised together, if there are several or the caller names them."""
     if normalized_shape is not None:
         return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     return tuple(weight.shape) if isinstance(weight, Tensor) and weight.dim() > 1 else None

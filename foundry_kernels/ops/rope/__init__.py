@@ -65,9 +65,9 @@ def rope(
         interleaved: False rotates the pairs ``(i, i + R/2)`` ("rotate half": GPT-NeoX, Llama in Hugging Face's layout),
             True the pairs ``(2i, 2i + 1)`` (the complex form: GPT-J, Meta's Llama).
         positions: ``[T]`` or ``[B, T]`` int32 or int64 on q's device, the row of a ``[P, R/2]`` table for each token.
-            Every entry must lie in 0 .. P - 1: this is checked on the CPU; on a GPU, where the check would have to
-            synchronize, nothing outside the table is read and the rotated dimensions become NaN. None means rows
-            0 .. T - 1 and needs P >= T. A leading dimension of 1 is broadcast over the sequences.
+            Every entry must be in 0 .. P - 1. This is checked on the CPU. On a GPU a check would synchronize: nothing
+            outside the table is read there, and the rotated dimensions become NaN. None means rows 0 .. T - 1 and needs
+            P >= T. A leading dimension of 1 is broadcast over the sequences.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:

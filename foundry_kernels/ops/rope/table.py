@@ -42,7 +42,7 @@ _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How a rotary table is extended; the names are those of Hugging Face's ``rope_scaling``.
+    """How a rotary table is extended, with the field names of Hugging Face's ``rope_scaling``.
 
     Args:
         rope_type: "linear", "dynamic", "yarn" or "llama3"; see the formulas of this module.

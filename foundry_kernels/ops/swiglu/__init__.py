@@ -67,13 +67,14 @@ def swiglu(
         up: ``[..., N]``, of gate's shape, dtype and device, or None.
         alpha: the activation is ``gate * sigmoid(alpha * gate)`` (GPT-OSS: 1.702).
         limit: both are clamped first, gate to at most `limit`, up to ``-limit .. limit`` (GPT-OSS: 7); None for no
-            clamp. A value beyond a bound gets no gradient, one at it does; NaN stays NaN, and gets none.
+            clamp. A value beyond a bound gets no gradient, a value at the bound does; NaN stays NaN and gets none.
         up_offset: added to up after the clamp (GPT-OSS: 1).
         interleaved: whether a packed argument has the gate in its even columns and up in the odd ones.
-        dropout_p: each element of the result is 0 with this probability and else divided by ``1 - dropout_p``; in
-            [0, 1). It is meant for training: in evaluation pass 0.
-        dropout_seed: what decides which, as for :func:`foundry_kernels.add_rms_norm`: equal seeds drop equal elements
-            of results of one width, on every backend and device; None draws one from the default generator.
+        dropout_p: in [0, 1). Each element of the result is set to 0 with this probability and is otherwise divided by
+            ``1 - dropout_p``. Pass 0 in evaluation.
+        dropout_seed: determines which elements are dropped, as in :func:`foundry_kernels.add_rms_norm`: equal seeds
+            drop the same elements of results with the same width on every backend and device. None draws a seed from
+            the default generator.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
@@ -87,8 +88,8 @@ def swiglu(
             `dropout_seed` is out of range or the seed on another device; the backend is unknown.
         BackendUnavailable: the named backend does not support this device or dtype.
 
-    Autocast has no effect: arithmetic is in float32 anyway. Only the inputs are saved for backward, which computes
-    nothing for an input that needs no gradient and writes a packed gradient directly. Kernels have no second
+    Autocast has no effect: arithmetic is in float32 anyway. Only the inputs are saved for the backward pass, which
+    computes nothing for an input that needs no gradient and writes a packed gradient directly. Kernels have no second
     derivative.
     """
     if dropout_p == 0.0 and dropout_seed is None and not is_dynamo_compiling():
@@ -196,7 +197,7 @@ def reglu(
 def _call(
     op: OpSpec, gate: Tensor, up: Tensor | None, dropout_p: float, dropout_seed: Tensor | int | None, backend: str
 ) -> Tensor:
-    """What the direct path does not do, of a gate without options."""
+    """The part of a gate without options that the direct path does not support."""
     _check(gate, up)
     return resolve(op, backend, gate)(gate, up, *dropout.arguments(gate, dropout_p, dropout_seed, "gate"))
 

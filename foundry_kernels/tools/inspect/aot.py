@@ -84,7 +84,7 @@ class Cost:
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
     idle: int = 0  # of the warps, those that do no arithmetic: they copy for the others
-    loaded_ahead: int = 0  # bytes that a thread loads before it uses any; 0 where there are matrix products
+    loaded_ahead: int = 0  # bytes that a thread loads before it uses any; 0 if there are matmuls
 
     def resident(self, gpu: Device) -> int:
         """Programs that fit on a multiprocessor at once."""
@@ -174,9 +174,9 @@ def record(op: OpSpec, capability: int, everything: bool = True, timed_alone: bo
         asked = undo.enter_context(tuning.watched())
         for forced in (False, True):
             if forced:
-                chosen = [choice for choice in asked.values() if tuning.ANOTHER in choice.row]
+                chosen = [choice for choice in asked.values() if tuning.ANOTHER in choice.config]
                 for choice in chosen:
-                    row = next(row for row in choice.rows if tuning.ANOTHER not in row)
+                    row = next(row for row in choice.configs if tuning.ANOTHER not in row)
                     undo.enter_context(tuning.forced(choice.kernel, choice.key, row))
                 if not chosen:
                     break

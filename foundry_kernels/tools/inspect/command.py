@@ -90,9 +90,9 @@ def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
         print(f"peers, of torch {torch.__version__}: {len(theirs)} launches")
         _show(theirs, arch, compiler, gpu, options, beside)
         print("\n".join([*(f"  missing: {why}" for why in missing), *(beside.lines() if arch == 90 else ())]))
-    print("rows, of those that can be tuned, and where they come from:")
+    print("configs that can be tuned, and where they come from:")
     for choice in chosen.values():
-        if options.kernel in choice.kernel and len(choice.rows) > 1:
+        if options.kernel in choice.kernel and len(choice.configs) > 1:
             print(f"  {choice.kernel}, {choice.key}: {choice.origin}")
     return bad
 

@@ -1,11 +1,11 @@
-"""How fast a loop of asynchronous products would run on an H100, by its machine code: an estimate.
+"""Estimates the speed of a loop of asynchronous matmuls on an H100 from its machine code.
 
-A multiprocessor at 1.65 GHz, of 132: products as `sass` counts their cycles, one instruction a cycle from each of four
-schedulers, 16 exponentials a cycle. What is not a product takes `REST` of the cycles of both together. Products that
-exponentials follow before the wait for them overlap the part of the rest that those exponentials are a part of; of the
-shorter of both `GAINED` is gained. Of all that `REACHED` is reached: programs begin, end and wait for memory, and are
-unequal. The three factors were fitted to what an H100 measured of attention, 14 points: they are off by 13 % at most,
-by 9 % in the median (tests/tools/test_aot.py). Of other kernels, and where additions to memory come in, expect more.
+A multiprocessor at 1.65 GHz, of 132: matmuls as `sass` counts their cycles, one instruction a cycle from each of four
+schedulers, 16 exponentials a cycle. Instructions other than matmuls take `REST` of the cycles of both together. A
+matmul overlaps with exponentials that are issued before the wait for it, which saves `GAINED` of the shorter of the
+two. `REACHED` of the resulting speed is achieved: programs begin, end and wait for memory, and are unequal. The three
+factors were fitted to what an H100 measured of attention, 14 points: they are off by 13 % at most, by 9 % in the median
+(tests/tools/test_aot.py). Of other kernels, and where additions to memory come in, expect more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REST, GAINED, REACHED = 0.44, 0.68, 0.64
 
 @dataclass(frozen=True)
 class Estimate:
-    """Cycles of one round of the loop, and the TFLOP/s of its products, all of them."""
+    """Cycles of one iteration of the loop, and the TFLOP/s of all its matmuls."""
 
     products: float
     issue: float
@@ -32,13 +32,13 @@ class Estimate:
 
     def __str__(self) -> str:
         return (
-            f"estimate for an H100: {self.products:.0f} cycles of products, {self.issue:.0f} of issue, "
+            f"estimate for an H100: {self.products:.0f} cycles of matmuls, {self.issue:.0f} of issue, "
             f"{self.exponentials:.0f} of exponentials; {self.together:.0f} together, {self.tflops:.0f} TFLOP/s"
         )
 
 
 def estimate(loop: Loop, warps: int) -> Estimate | None:
-    """Estimates a loop of one program of so many warps; None for a loop without asynchronous products."""
+    """Estimates a loop of one program of so many warps; None for a loop without asynchronous matmuls."""
     if not loop.multiply_adds:
         return None
     groups = warps / 4

@@ -185,7 +185,7 @@ def _function(source: str, name: str) -> Any:
         return getattr(module, name)
 
 
-#: How many products a score our kernels make.
+#: The number of matmuls per score in our kernels.
 _PRODUCTS = {"flash_attention_fwd_kernel": 2, "flash_attention_dq_kernel": 3, "flash_attention_dkdv_kernel": 4}
 
 
@@ -214,8 +214,8 @@ class Table:
                 self._spilled.add(key)
 
     def cell(self, whose: str, width: int, kinds: tuple[int, ...]) -> str:
-        """Returns the TFLOP/s of a forward pass, or of a backward pass, which has two kinds of loops and makes 4 and 3
-        products a score in them, of which 5 count."""
+        """Returns the TFLOP/s of a forward pass, or of a backward pass, which has two kinds of loops with 4 and 3
+        matmuls per score, of which 5 count."""
         keys = [(whose, products, width) for products in kinds]
         if any(key not in self._found for key in keys):
             return "-"
@@ -235,8 +235,8 @@ class Table:
 
 
 def products_a_score(loop: Loop, width: int) -> int:
-    """How many products of `width` multiply-adds a loop makes for each score: forward 2, of dQ 3, of dK and dV 4. A
-    score is an exponential in one of the 128 threads of a warpgroup, where each is computed once; forward each row has
-    one more."""
+    """The number of matmuls, of `width` multiply-adds each, that a loop computes per score: forward 2, of dQ 3, of dK
+    and dV 4. A score is an exponential in one of the 128 threads of a warpgroup, where each is computed once; forward
+    each row has one more."""
     exponentials = loop.counts.get("exponential", 0)
     return round(loop.multiply_adds / (max(exponentials, 1) * 128 * width))

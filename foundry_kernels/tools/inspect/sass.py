@@ -1,5 +1,5 @@
-"""Machine code of compiled kernels: the inner loops that multiply matrices and what their products hide, and how much
-is loaded before any of it is used."""
+"""Machine code of compiled kernels: the inner loops of matmuls, what overlaps with them, and how much is loaded before
+any of it is used."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _BRANCH = re.compile(r"(@\S+ )?BRA\S*(.*)`\((\.L_\w+)\)")
 
 @dataclass(frozen=True)
 class Loop:
-    """`counts` of instructions by class, "other" for the rest. Of asynchronous products (HGMMA) `overlapped` have
+    """`counts` of instructions by class, "other" for the rest. Of asynchronous matmuls (HGMMA) `overlapped` have
     exponentials between them and the wait for them, and `hidden` exponentials are issued while one is under way.
 
-    A branch within the loop passes over `skipped` instructions, as tiles without a mask do. Of the products in 16 bits
-    of one warpgroup: the multiply-adds, the cycles that an H100 takes for them, and for the overlapped ones among them.
+    A branch within the loop passes over `skipped` instructions, as tiles without a mask do. Of the 16-bit matmuls of
+    one warpgroup: the multiply-adds, the cycles that an H100 takes for them, and for the overlapped ones among them.
     """
 
     instructions: int
@@ -47,7 +47,7 @@ class Loop:
     def __str__(self) -> str:
         several = ", ".join(f"{n} {name}" for name, n in self.counts.items())
         return (
-            f"loop of {self.instructions} instructions: {several}; {self.overlapped} products overlap exponentials, "
+            f"loop of {self.instructions} instructions: {several}; {self.overlapped} matmuls overlap exponentials, "
             f"{self.hidden} exponentials are hidden"
         )
 
@@ -151,14 +151,14 @@ def _loop(body: list[str], jumps: list[tuple[int, int]]) -> Loop:
 
 
 def _product(text: str) -> tuple[int, float]:
-    """(multiply-adds, cycles on an H100) of one product in 16 bits. Four tensor cores do 2048 a cycle, if shared memory
-    brings both sides, or the right one alone, at 128 bytes a cycle: narrow products of two tiles there wait for it.
-    Those of a warp, HMMA, reach 63 % (Luo et al., 2024, arXiv:2402.13499)."""
+    """(multiply-adds, cycles on an H100) of one 16-bit matmul instruction. Four tensor cores do 2048 a cycle, if shared
+    memory brings both sides, or the right one alone, at 128 bytes a cycle: narrow products of two tiles there wait for
+    it. Those of a warp, HMMA, reach 63 % (Luo et al., 2024, arXiv:2402.13499)."""
     if text.startswith("HMMA.16816"):
         return 4 * 2048, 4 / 0.63
     found = _PRODUCT.match(text)
     if found is None:
-        raise ValueError(f"{text} is no product that is known here")
+        raise ValueError(f"{text} is an unknown matmul instruction")
     m, n, k = map(int, found.groups()[:3])
     read = 2 * k * (n + (m if found[4] == "gdesc" else 0))
     return m * n * k, max(m * n * k / 2048, read / 128)

@@ -1,4 +1,4 @@
-"""`python -m foundry_kernels tune`: which launches, and which backend, are the fastest on the GPU at hand.
+"""`python -m foundry_kernels tune`: finds the fastest launch configs and backends on the current GPU.
 
 What to measure is found by calling the operations on their benchmark shapes: every launcher asks `tuning.choose` for
 its launch config, and says which others would be right. Each one's results are compared with the reference by the
@@ -96,7 +96,7 @@ def find_jobs(ops: Iterable[OpSpec], dtypes: Iterable[torch.dtype], device: str)
             for case in cases_of(op, device):
                 for job in _asked(op, case, dtype, device):
                     key = job.choice.kernel, job.choice.key
-                    if key not in known and len(job.choice.rows) > 1:
+                    if key not in known and len(job.choice.configs) > 1:
                         known.add(key)
                         yield job
 
@@ -134,13 +134,13 @@ class Tuner:
     def run(self, job: Job) -> None:
         """Find the job's winner, if there is one."""
         kernel, key = job.choice.kernel, job.choice.key
-        own = describe(job.choice.rows[0])
+        own = describe(job.choice.configs[0])
         forward, backward = calls(job.op, job.case, job.dtype, self.device)
         step = backward if job.backward else forward
         assert step is not None
         expected = self.expected(job)
         repeats: dict[str, Callable[[], object]] = {}
-        for row in job.choice.rows:
+        for row in job.choice.configs:
             name = describe(row)
             with tuning.forced(kernel, key, row):
                 try:
@@ -160,7 +160,7 @@ class Tuner:
             times = self.timer.times({own: repeats[own], best: repeats[best]})
             job.speedups[best] = ratio(times[own], times[best])
             if job.speedups[best] > threshold:
-                job.winner = next(row for row in job.choice.rows if describe(row) == best)
+                job.winner = next(row for row in job.choice.configs if describe(row) == best)
 
 
 def order_of_backends(op: OpSpec, dtype: torch.dtype, device: str, timer: Timer) -> tuple[list[str], dict[str, float]]:
@@ -236,7 +236,7 @@ def parser() -> argparse.ArgumentParser:
         "--arch",
         type=int,
         metavar="CC",
-        help="measure nothing: compile all rows for a GPU that is not here (90 for 9.0)",
+        help="measure nothing: compile all configs for a GPU that is not here (90 for 9.0)",
     )
     return made
 
@@ -287,7 +287,7 @@ def main(argv: list[str], environment: list[str]) -> int:
             return 2
     tuning.forget()
     won = sum(map(len, found.entry.rows.values()))
-    print(f"\n{len(found.asked)} launches measured, {won} of them faster by another row.")
+    print(f"\n{len(found.asked)} launches measured, {won} of them faster with another config.")
     print(f"Written to {' and '.join(map(str, paths))}")
     if found.left:
         print(f"The time was up: {found.left} were left. Name operations, or give more --seconds.")
@@ -354,7 +354,7 @@ def measure(
 
 
 def show(job: Job) -> None:
-    own = describe(job.choice.rows[0])
+    own = describe(job.choice.configs[0])
     print(f"{job.choice.kernel}  {job.what}\n    built in: {own}")
     for name, speedup in sorted(job.speedups.items(), key=lambda item: -item[1]):
         mark = "  wins" if job.winner is not None and name == describe(job.winner) else ""

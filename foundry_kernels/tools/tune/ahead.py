@@ -26,7 +26,7 @@ def list_rows(ops: Iterable[OpSpec], arch: int, refuse: Callable[[str], NoReturn
         with tuning.watched() as seen:
             _launches(op, arch)
         for choice in seen.values():
-            if len(choice.rows) < 2 or (choice.kernel, choice.key) in known:
+            if len(choice.configs) < 2 or (choice.kernel, choice.key) in known:
                 continue
             known.add((choice.kernel, choice.key))
             print(f"{choice.kernel}, {choice.key}")
@@ -36,7 +36,7 @@ def list_rows(ops: Iterable[OpSpec], arch: int, refuse: Callable[[str], NoReturn
                 bad += bool(problems) and i == 0
                 verdict = f"dropped: {'; '.join(problems)}" if problems else cost
                 print(f"  {'built in' if i == 0 else '        '}  {describe(row)}: {verdict}", flush=True)
-    print(f"\ncompute capability {arch / 10}: {fit} rows fit, {dropped} do not; only a GPU can rank them")
+    print(f"\ncompute capability {arch / 10}: {fit} configs fit, {dropped} do not; only a GPU can rank them")
     return 1 if bad else 0
 
 
@@ -52,9 +52,9 @@ def of_rows(op: OpSpec, choice: Choice, arch: int) -> Iterator[tuple[LaunchConfi
         with tuning.forced(choice.kernel, choice.key, row):
             return _launches(op, arch)
 
-    first = launches(choice.rows[0])
-    for i, row in enumerate(choice.rows):
-        here, there = (launches(row), first) if i else (first, launches(choice.rows[1]))
+    first = launches(choice.configs[0])
+    for i, row in enumerate(choice.configs):
+        here, there = (launches(row), first) if i else (first, launches(choice.configs[1]))
         yield row, [launch for launch in here if tuning.asked_as(launch.name) == choice.kernel and launch not in there]
 
 
@@ -71,4 +71,4 @@ def compiled(launches: list[aot.Launch], arch: int) -> tuple[list[str], str]:
             continue
         problems.update(dict.fromkeys(cost.problems(gpu)))
         shown[f"{cost.registers} registers, {cost.shared} B shared, {cost.occupancy(gpu):.0%} occupancy"] = None
-    return list(problems), " | ".join(shown) or "as another row"
+    return list(problems), " | ".join(shown) or "as another config"

@@ -15,7 +15,7 @@ import foundry_kernels as fk
 from benchmarks.measure import peak_bytes
 from foundry_kernels.core import extension
 from foundry_kernels.testing.schedules import Task
-from foundry_kernels.testing.schedules import of_tasks as slowdown
+from foundry_kernels.testing.schedules import of_tasks as load_imbalance
 
 pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 
@@ -44,7 +44,7 @@ def test_64_cores_are_busy(group: int, window: tuple[int | None, int | None]) ->
     for threads, most in ((CORES, 1.1), (2, 1.01)):
         for name, tasks in tasks_of([4096], hk=8, group=group, window=window, threads=threads).items():
             assert len(tasks) >= 4 * CORES, name
-            assert slowdown(tasks, threads) < most, (name, threads)
+            assert load_imbalance(tasks, threads) < most, (name, threads)
 
 
 @pytest.mark.parametrize(
@@ -61,21 +61,21 @@ def test_64_cores_are_busy(group: int, window: tuple[int | None, int | None]) ->
 )
 def test_cores_are_busy(q_lens: list[int], k_lens: list[int] | None, hk: int, group: int, cores: int) -> None:
     tasks = tasks_of(q_lens, k_lens, hk=hk, group=group, threads=cores)
-    assert slowdown(tasks["forward"], CORES) < 1.1
-    assert slowdown(tasks["backward"], cores) < 1.1
+    assert load_imbalance(tasks["forward"], CORES) < 1.1
+    assert load_imbalance(tasks["backward"], cores) < 1.1
 
 
 def test_cores_are_busy_in_a_window() -> None:
     tasks = tasks_of([4096], hk=8, window=(1023, 0), threads=CORES // 2)
-    assert slowdown(tasks["forward"], CORES) < 1.2
-    assert slowdown(tasks["backward"], CORES // 2) < 1.2
+    assert load_imbalance(tasks["forward"], CORES) < 1.2
+    assert load_imbalance(tasks["backward"], CORES // 2) < 1.2
 
 
 def test_the_slowdown_is_that_of_the_schedule() -> None:
     one = Task(0, 0, 0, 0, 0, 0, 6)
-    assert slowdown([one] * 4, 4) == 1.0
-    assert slowdown([one] * 5, 4) == 1.6
-    assert slowdown([one._replace(next_of_keys=1), one], 2) == 2.0
+    assert load_imbalance([one] * 4, 4) == 1.0
+    assert load_imbalance([one] * 5, 4) == 1.6
+    assert load_imbalance([one._replace(next_of_keys=1), one], 2) == 2.0
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4, 16])
@@ -117,7 +117,7 @@ def test_heads_share_sums_and_no_thread_waits_for_that(
         assert [tasks[i][:2] for i in line] == sorted(tasks[i][:2] for i in line)
     summed = {(t.sequence, t.kv_head, t.row_begin) for t in tasks if t.row_sums != NONE}
     assert len(alone) == len(set(alone) - summed)
-    assert slowdown(tasks, threads) < slowdown(apart, threads) + 0.02
+    assert load_imbalance(tasks, threads) < load_imbalance(apart, threads) + 0.02
 
 
 @pytest.mark.parametrize("bottom_right", [True, False])

@@ -33,18 +33,18 @@ _FORWARD, _BACKWARD, _SHARED = 4096, 2048, 512  # elements of a program's tile, 
 
 
 def _tile(n_cols: int, elements: int, threads: int = 16) -> dict[str, int]:
-    """Tile of a program of so many elements, `threads` for each thread: rows of a small vocabulary share one.
-    How many rows there are does not count, so that a row is summed in one order in any batch."""
+    """Tile of a program of so many elements, `threads` for each thread: rows of a small vocabulary share one. The
+    number of rows does not matter, so that a row is summed in the same order in any batch."""
     cols = min(elements, triton.next_power_of_2(n_cols))
     rows = min(max(_SHARED // cols, 1), 32)
     tile = {"BLOCK_ROWS": rows, "BLOCK_COLS": cols, "num_warps": max(1, rows * cols // (32 * threads))}
-    if tile["num_warps"] == 1:  # or a few registers are spilled for an occupancy that nobody needs
+    if tile["num_warps"] == 1:  # else ptxas spills a few registers for an occupancy that is not needed
         tile["maxnreg"] = 168
     return tile
 
 
-def rows(n_cols: int, elements: int) -> list[dict[str, int]]:
-    """The tile of `elements`, then what `python -m foundry_kernels tune` tries beside it."""
+def configs(n_cols: int, elements: int) -> list[dict[str, int]]:
+    """Returns launch configs: the tile of `elements`, then those that `python -m foundry_kernels tune` tries."""
     found: list[dict[str, int]] = []
     for size, threads in ((1, 16), (1, 8), (2, 16), (0.5, 16), (0.5, 8), (2, 8)):
         tile = _tile(n_cols, int(size * elements), threads)
@@ -54,7 +54,7 @@ def rows(n_cols: int, elements: int) -> list[dict[str, int]]:
 
 
 def _choose(kernel: str, n_cols: int, elements: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    return choose(kernel, f"{8 * dtype.itemsize}-bit", rows(n_cols, elements), device)
+    return choose(kernel, f"{8 * dtype.itemsize}-bit", configs(n_cols, elements), device)
 
 
 def _sum_of(weight: Tensor | None, label_smoothing: float, dtype: torch.dtype) -> Tensor | None:

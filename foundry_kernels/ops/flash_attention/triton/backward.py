@@ -3,8 +3,8 @@
 `preprocess`: what the others read of each row. `dkdv`: a program owns a tile of keys of one key-value head and visits
 the queries of all heads of its group, so the gradients of shared heads are summed in registers. Where that makes too
 few programs, each visits some heads of its group alone, and `sum_splits` adds what they leave. `dq`, in `backward_dq`:
-a program owns a tile of queries. Five products in one kernel, which adds to dq in memory, were slower on an H100 than
-these seven.
+a program owns a tile of queries. One kernel with five matmuls, which adds to dq in memory, was slower on an H100 than
+these seven matmuls.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from foundry_kernels.ops.flash_attention.triton.problem import _Problem
 _IMPLIED = ("VARLEN", "HAS_BIAS", "HAS_MASK")
 
 
-#: BLOCK_M, BLOCK_N, warps and stages in 16 bits, where products are asynchronous and elsewhere, by the head dimension:
-#: what spills nothing.
+#: BLOCK_M, BLOCK_N, warps and stages in 16 bits, where matmuls are asynchronous and elsewhere, by the head dimension.
+#: None of them spills registers.
 _ASYNCHRONOUS = {64: (64, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 1)}
 _SYNCHRONOUS = {64: (32, 64, 8, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1)}
 _CDNA = {64: (64, 64, 4, 1), 128: (64, 64, 4, 1), 256: (64, 32, 4, 1)}

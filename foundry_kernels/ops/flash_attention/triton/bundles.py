@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 
 class Scoring(NamedTuple):
-    """What makes scores of products, in units of log2(e) or, with a bias, natural ones; see `scores`."""
+    """The parameters that turn matmul results into scores, in units of log2(e) or, with a bias, in natural units; see
+    `scores`."""
 
     scale: Any
     softcap: Any

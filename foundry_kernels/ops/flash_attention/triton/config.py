@@ -100,7 +100,7 @@ _MEASURED: dict[str, dict[str, dict[int, Row]]] = {
     },
 }
 
-#: Of these, what spills registers with Triton 3.9: the table's config stays.
+#: Entries of `_MEASURED` that spill registers with Triton 3.9: the table's config stays.
 _NOT_SINCE_3_9 = {("hopper", "dq", 128)}
 
 #: Heads wider than 256 in 16 bits with `needs_registers` (see `config`), where the table's row would spill.
@@ -197,7 +197,7 @@ def config(
             faster = _MEASURED.get(device_of(capability).name, {}).get(kernel, {})
             m, n, warps, stages = faster.get(max(64, head_dim), (m, n, warps, stages))
     launch = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
-    if kernel == "fwd":  # products are asynchronous on Hopper; the interpreter runs both variants
+    if kernel == "fwd":  # matmuls are asynchronous on Hopper; the interpreter runs both variants
         if capability == 0:
             launch["AHEAD"] = dtype in (torch.float32, torch.float16)
         else:
@@ -221,8 +221,8 @@ def wide_pairs_tile(kernel: str, capability: int, dtype: torch.dtype) -> dict[st
 
 
 def apart(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether "dk" and "dv" are launched in place of "dkdv", whose sums of both would leave no registers for tiles of a
-    good size. Then scores are computed twice, five products in place of four."""
+    """Whether "dk" and "dv" are launched instead of "dkdv", whose two accumulators would leave too few registers for
+    large tiles. Scores are then computed twice: five matmuls instead of four."""
     return head_dim > 256 and dtype.itemsize == 2
 
 
@@ -245,10 +245,11 @@ _TRIED: dict[str, tuple[Row, ...]] = {
 }
 
 
-def rows(
+def configs(
     kernel: str, capability: int, head_dim: int, dtype: torch.dtype, needs_registers: bool, pairs: bool = False
 ) -> list[dict[str, Any]]:
-    """`config`, and those that may be measured to be better. In the interpreter another tile stands for them."""
+    """Returns `config` and the configs that may be faster, for `tune` to measure. In the interpreter one other tile
+    represents these."""
     own = config(kernel, capability, head_dim, dtype, needs_registers, pairs)
     few = needs_registers or head_dim > 256 or (dtype.itemsize != 2 and capability != 0)
     if kernel in ("preprocess", "sum_splits") or few:
@@ -256,7 +257,7 @@ def rows(
     tried = _TRIED[kernel] if capability != 0 else ((16, 16, 4, 1),)
     found = [own]
     if (before := config(kernel, capability, head_dim, dtype, needs_registers, True)) != own:
-        found.append(before)  # that of the table, in whose place there is a measured one
+        found.append(before)  # the config of the table, which a measured one replaces
     if "AHEAD" in own:
         found.append(own | {"AHEAD": not own["AHEAD"]})
     for m, n, warps, stages in tried:
@@ -268,7 +269,7 @@ def rows(
     return found
 
 
-def combine_rows(block_dv: int, most: int) -> list[dict[str, int]]:
+def combine_configs(block_dv: int, most: int) -> list[dict[str, int]]:
     """Returns launch configs of the kernel that adds up to `most` splits: splits at once and warps, the default
     first."""
     own = min(most, 4096 // block_dv)

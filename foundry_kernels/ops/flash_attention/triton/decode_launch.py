@@ -10,7 +10,7 @@ from foundry_kernels._triton import INTERPRET
 from foundry_kernels._triton.launch import Plan, launch
 from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.tuning import choose
-from foundry_kernels.ops.flash_attention.triton.config import combine_rows
+from foundry_kernels.ops.flash_attention.triton.config import combine_configs
 from foundry_kernels.ops.flash_attention.triton.decode import (
     MAX_SPLITS,
     flash_attention_combine_kernel,
@@ -96,7 +96,7 @@ def _plan_decode(
     shared = {name: p.constants[name] for name in ("VARLEN", "HAS_BIAS", "COMPUTE", "DV", "BLOCK_DV")}
     shared["PAGE_SIZE"] = p.pages["PAGE_SIZE"]
     tags = f"{8 * p.dtype.itemsize}-bit D<={shared['BLOCK_DV']}"
-    found = combine_rows(shared["BLOCK_DV"], MAX_SPLITS.value)
+    found = combine_configs(shared["BLOCK_DV"], MAX_SPLITS.value)
     chunk = choose("flash_attention_combine_kernel", tags, found, p.device)
     combine = Plan(
         (p.n_batch * p.n_kv_heads * rows,), (*counts, *strides, p.stride_lseb), shared | flags | chunk

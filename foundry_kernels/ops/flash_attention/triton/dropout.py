@@ -69,9 +69,9 @@ def kept(dropout, i0, rows, j0, cols, sizes):
     the other its columns. i0 is a multiple of 16, j0 of BLOCK_N.
 
     A call of the generator decides about the queries i and i + 8 and the keys j, j + 8, j + 16 and j + 24. It is
-    written for each pair, but in the layout of matrix products a thread holds all of these or half of them, and the
-    compiler leaves one call for what it holds. To see that they are the same it needs the place in the tile, of which
-    it knows some bits, apart from the tile's.
+    written for each pair, but in the layout of matmuls a thread holds all of these or half of them, and the compiler
+    leaves one call for what it holds. To see that they are the same it needs the place in the tile, of which it knows
+    some bits, apart from the tile's.
     """
     if sizes.BLOCK_N % 32 == 0:
         key = j0 // 32 * 8 + (cols // 32 * 8 + cols % 8)

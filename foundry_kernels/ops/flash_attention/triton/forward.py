@@ -71,9 +71,9 @@ def _attend_range(
     """Attend to the tiles end - 1, .., begin of keys, or to those at these places of the list `order`; q_pos [M, 1] is
     the position of each query among the keys, i0 the first query.
 
-    AHEAD: b_qk are the products with the keys of tile end - 1, and what is returned those of tile begin - 1. Each
-    tile's are begun before the softmax of the tile to its right, which hides them where products are asynchronous;
-    those beyond `first_tile` are of no use. It takes the registers of one more tile of scores.
+    AHEAD: b_qk are the scores with the keys of tile end - 1, and the returned scores are those of tile begin - 1. The
+    matmul of each tile starts before the softmax of the tile to its right, which hides it where matmuls are
+    asynchronous. Scores beyond `first_tile` are not used. This takes the registers of one more tile of scores.
     """
     factor = score_factor(scoring)
     rows = tl.arange(0, sizes.BLOCK_M)[:, None]
@@ -191,7 +191,7 @@ def flash_attention_fwd_kernel(
         first_tile, full_tile, end = cols.start // BLOCK_N, cols.full_start // BLOCK_N, tl.cdiv(cols.stop, BLOCK_N)
         full_stop = cols.full_stop // BLOCK_N
         masked_tile = tl.maximum(cols.full_start, cols.full_stop) // BLOCK_N
-    b_qk = b_zero  # stands for no products: Triton 3.6 takes no None out of a function
+    b_qk = b_zero  # stands for no scores: Triton 3.6 cannot return None from a function
     if AHEAD:
         last_tile = tile_at(order, tl.maximum(end - 1, 0))
         m_keys = tl.arange(0, BLOCK_N)[:, None] < seqlen_k - last_tile * BLOCK_N

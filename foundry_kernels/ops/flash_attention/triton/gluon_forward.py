@@ -5,7 +5,7 @@ It is for 16-bit heads of 64 or 128, dense, full or with a right bound of the wi
 A program owns 2 x BLOCK_M queries of one head, BLOCK_M a consumer. Tiles of keys, STAGES of them in shared memory, are
 visited from the right; the i-th lies in buffer i % STAGES and fills it for the (i // STAGES)-th time, which is the
 phase that its barriers count. *_ready: copied, one arrival and so many bytes. *_free: read, an arrival of each
-consumer. b_ is a block of values, t_ the token of a product that is under way.
+consumer. b_ is a block of values, t_ the token of a matmul that is in flight.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _produce(q_desc, k_desc, v_desc, q, k, v, n, head, kv_head, row, n_tiles, fo
 
 @gluon.jit
 def _scores(q, k, i, b_zero, form):
-    """Begin the products of the queries with the keys of tile i [M, N]."""
+    """Starts the matmul of the queries with the keys of tile i [M, N]."""
     _wait(k, i, form)
     keys = k.mem.index(i % form.STAGES).reshape([form.BLOCK_N, form.D]).permute((1, 0))
     return hopper.warpgroup_mma(q, keys, b_zero, use_acc=False, is_async=True)
@@ -140,7 +140,7 @@ def _by_row(b_x, form):
 @gluon.jit
 def _attend_tile(state, b_zero, i, given, MASKED: gl.constexpr, form):
     """Tile i, neither the first nor the last: while its softmax runs, the next tile's scores and the values of the one
-    before are multiplied. Consumers that begin their products in turns were slower on an H100."""
+    before are multiplied. Consumers that start their matmuls in turns were slower on an H100."""
     t_s = _scores(given.q, given.k, i + 1, b_zero, form)
     t_acc = _add_values(state.p, state.acc, given.v, i - 1, form)
     key = (given.n_tiles - 1 - i) * form.BLOCK_N

@@ -20,7 +20,7 @@ RELEASES = ((3, 6), (3, 7), (3, 9))
 MISSING: str | None = None
 try:
     if VERSION not in RELEASES:
-        raise ImportError(f"nobody has looked at that of Triton {'.'.join(map(str, VERSION))}")
+        raise ImportError(f"Gluon is untested with Triton {'.'.join(map(str, VERSION))}")
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -34,14 +34,14 @@ Row = dict[str, Any]
 #: made in any case.
 _SUPPORTED = frozenset({"COMPUTE", "D", "DV", "BLOCK_D", "BLOCK_DV", "BOTTOM_RIGHT", "HAS_RIGHT", "SAVE_LSE"})
 
-#: By head dimension: queries of a consumer, keys of a tile and tiles in shared memory. More keys, and products are no
+#: By head dimension: queries of a consumer, keys of a tile and tiles in shared memory. More keys, and matmuls are no
 #: longer under way during the softmax: there are too few registers for two tiles of scores.
 _TILES = {64: (64, 64, 4), 128: (64, 64, 4)}
 #: What the engine that copies tiles can address: bytes from one row, head or sequence to the next.
 _FARTHEST = 1 << 40
 
 
-def rows(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> list[Row]:
+def configs(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> list[Row]:
     """Returns the launch configs that are preferred to those of the default kernel; none where this one does not
     support the call. `flags` are those of the default kernel besides the problem's, `out` the strides of the result.
     GLUON: see `tuning.ANOTHER`. An H100 measured 1.21, 1.14, 1.09 and 1.12 times the default kernel's speed, causal of

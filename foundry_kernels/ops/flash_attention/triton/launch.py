@@ -182,7 +182,7 @@ def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool
     if p.capability == 90 and not p.batch_invariant:  # which of two kernels takes a call may depend on the batch
         from foundry_kernels.ops.flash_attention.triton import gluon_launch  # 60 ms, which others need not wait
 
-        preferred = gluon_launch.rows(p, flags, out)
+        preferred = gluon_launch.configs(p, flags, out)
     config = p.config("fwd", *preferred)
     if "GLUON" in config:
         return gluon_launch.plan(p, tuple(config.items()))

@@ -13,8 +13,7 @@ from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.rows import compute_dtype
 from foundry_kernels._triton.tuning import choose, is_forced
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
-from foundry_kernels.ops.flash_attention.triton.config import apart, wide_pairs_tile
-from foundry_kernels.ops.flash_attention.triton.config import rows as config_rows
+from foundry_kernels.ops.flash_attention.triton.config import apart, configs, wide_pairs_tile
 from foundry_kernels.ops.flash_attention.triton.kernel_options import (
     Layout,
     TensorOptions,
@@ -103,30 +102,31 @@ class _Problem:
         #: Heads wider than 256 whose pairs of a query and a key are hidden or dropped one by one, or have a bias.
         self.wide_pairs = max(self.head_dim, self.head_dim_v) > 256 and any(self.pairs)
         self.apart = apart(self.width_and_needs()[0], dtype)
-        few = self.group * self.max_seqlen_q <= self._rows("decode")[1][0]["BLOCK_M"]
+        few = self.group * self.max_seqlen_q <= self._configs("decode")[1][0]["BLOCK_M"]
         self.few_queries = few and not self.batch_invariant
 
     def config(self, kernel: str, *preferred: dict[str, Any], **fixed: int) -> dict[str, Any]:
-        """The launch config for `kernel`, with what is `fixed` in place of what the table says. `preferred`: those of
-        another kernel, which dense calls take in its place unless this one was measured to be faster. They are a choice
-        of their own, since a config of this kernel that was measured on dense calls is for all others too."""
+        """Returns the launch config for `kernel`, in which `fixed` replaces values of the table. `preferred`: configs
+        of another kernel, which dense calls use instead unless this kernel was measured to be faster. They are a
+        separate choice, because a config of this kernel that was measured on dense calls also applies to all other
+        calls."""
         name = f"flash_attention_{'dkdv' if kernel in ('dk', 'dv') else kernel}_kernel"
-        tags, found = self._rows(kernel)
+        tags, found = self._configs(kernel)
         if self.wide_pairs:
             fixed |= wide_pairs_tile(kernel, self.capability, self.dtype)
-        rows = [row | fixed for row in found]
-        default = choose(name, tags, rows, self.device)
-        if not preferred or is_forced(name, tags, rows):
+        candidates = [config | fixed for config in found]
+        default = choose(name, tags, candidates, self.device)
+        if not preferred or is_forced(name, tags, candidates):
             return default
-        chosen = choose(name, f"{tags} dense", [*preferred, rows[0]], self.device)
-        return default if chosen == rows[0] else chosen
+        chosen = choose(name, f"{tags} dense", [*preferred, candidates[0]], self.device)
+        return default if chosen == candidates[0] else chosen
 
-    def _rows(self, kernel: str) -> tuple[str, list[dict[str, Any]]]:
-        """What tells the launch apart from others with the same config, and the configs."""
+    def _configs(self, kernel: str) -> tuple[str, list[dict[str, Any]]]:
+        """Returns the tags, which separate this launch from others with the same config, and the configs."""
         width, needs_registers = self.width_and_needs()
         if kernel in ("dk", "dv") and (self.tokens_q % 16 != 0 or self.batch_invariant):
             needs_registers = True  # rows of lse and delta are not aligned, or in another batch might not be
-        found = config_rows(kernel, self.capability, width, self.dtype, needs_registers, any(self.pairs))
+        found = configs(kernel, self.capability, width, self.dtype, needs_registers, any(self.pairs))
         tags = f"{8 * self.dtype.itemsize}-bit D<={width}{' with options' if needs_registers else ''}"
         if any(self.pairs):  # no config that was measured on other calls
             names = "".join(f" {name}" for name, on in zip(self.pairs._fields, self.pairs, strict=True) if on)

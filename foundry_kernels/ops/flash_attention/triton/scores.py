@@ -1,5 +1,5 @@
-"""Scores from the products q.k: scale, soft cap, ALiBi. They are in units of log2(e), see `softmax`; but where a bias
-is still to be added they are in natural ones, as it is."""
+"""Scores from the dot products q.k: scale, soft cap, ALiBi. They are in units of log2(e), see `softmax`; but where a
+bias is still to be added they are in natural ones, as it is."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""grouped_mm in Triton: one launch for all groups, and none of the sizes known on the host.
+"""grouped_mm in Triton: one launch for all groups, whose sizes are unknown on the host.
 
-Forward and the gradient of x are one kernel, which is given the strides of the matrices: transposed they cost nothing.
-The gradient of the matrices is in their order in memory: transposed, it is that of the other side's product. On an H100
-large gradients in bfloat16 are PyTorch's (`by_pytorch.is_faster` is the rule).
+Forward and the gradient of x are one kernel, which takes the strides of the matrices, so that transposed matrices cost
+nothing. The gradient of the matrices has their memory layout; for transposed matrices the two operands are exchanged.
+On an H100 large bfloat16 gradients run on PyTorch (see `by_pytorch.is_faster`).
 """
 
 from __future__ import annotations

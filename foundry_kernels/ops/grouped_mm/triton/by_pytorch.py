@@ -1,8 +1,8 @@
-"""The gradients by PyTorch's own products of groups (CUTLASS's), where a GPU has measured these to be faster than ours.
+"""The gradients by PyTorch's grouped matmuls (CUTLASS), where a GPU has measured them to be faster than ours.
 
-They wait for nothing on the host either, sum in float32, round once, and give the same bits each time. What they leave
-open is done here: ends that are wrong (theirs must be right, or they read elsewhere), rows of x in no group, whose
-gradient they do not write, and matrices of empty groups, for which they promise nothing.
+They do not synchronize with the host either, sum in float32, round once and are deterministic. This module handles the
+cases that they do not: wrong ends of groups (with which they would read out of bounds), rows of x in no group (whose
+gradient they do not write), and matrices of empty groups (whose gradient is unspecified).
 """
 
 from __future__ import annotations

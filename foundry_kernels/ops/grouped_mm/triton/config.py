@@ -1,8 +1,8 @@
 """Tiles, warps and pipeline stages: by kernel, class of device, dtype and the rows that a group has on average.
 
 The compiler's report (`python -m foundry_kernels inspect grouped_mm`) bounds each row: no spilled register and the
-class's shared memory. Where that left a choice, a row starts from the tiles that Triton's own matrix product is
-published with for such a device; none has been measured here.
+class's shared memory. Among the remaining tiles, a row starts from those that Triton publishes for its own matmul on
+such a device; none has been measured here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Tile = tuple[int, int, int, int, int]  # the two sides of the result, the inner 
 #: The interpreter: small, so that small cases have several tiles.
 _INTERPRETED: list[Tile] = [(16, 32, 32, 4, 1), (32, 16, 16, 4, 1)]
 
-#: 16 bits, by class of device: of the product the tiles for groups of at most so many rows on average, then of the
-#: gradient of the matrices. The first of each list is taken, the others are what `tune` tries.
+#: 16 bits, by class of device: the matmul's tiles for groups of at most this many rows on average, then those for the
+#: gradient of the matrices. The first of each list is the default; `tune` tries the others.
 _HALF: dict[str, tuple[dict[int, list[Tile]], list[Tile]]] = {
     # 99 KB of shared memory (8.6, 8.9, 12.x)
     "small": (
@@ -80,9 +80,9 @@ _SINGLE_REGISTERS = 168
 
 
 def tiles(dtype: torch.dtype, arch: int, rows_a_group: int | None, aligned: bool) -> list[dict[str, int]]:
-    """Returns the product's launch configs, arch 0 being the interpreter: the default, then what `tune` tries beside
-    it. `aligned`: all rows begin at multiples of 16 numbers, which the compiler is told. `rows_a_group`: None for the
-    one tile of groups of any size, whose rows have the same bits in all."""
+    """Returns the matmul's launch configs: the default, then those that `tune` tries. Arch 0 is the interpreter.
+    `aligned`: all rows begin at multiples of 16 elements, which the compiler uses. `rows_a_group`: None for the one
+    tile for groups of any size, which gives a row the same bits in any group."""
     if arch == 0:
         found = _INTERPRETED
     elif dtype.itemsize == 2 and not aligned:
@@ -94,7 +94,7 @@ def tiles(dtype: torch.dtype, arch: int, rows_a_group: int | None, aligned: bool
         found = next(t for most, t in _HALF[device_of(arch).name][0].items() if rows_a_group <= most)
     else:
         found = _SINGLE_FEW if rows_a_group <= 16 else _SINGLE
-    return _rows(("BLOCK_M", "BLOCK_N", "BLOCK_K"), found, dtype, arch)
+    return _configs(("BLOCK_M", "BLOCK_N", "BLOCK_K"), found, dtype, arch)
 
 
 def dweight_tiles(dtype: torch.dtype, arch: int, aligned: bool) -> list[dict[str, int]]:
@@ -105,10 +105,10 @@ def dweight_tiles(dtype: torch.dtype, arch: int, aligned: bool) -> list[dict[str
         found = _HALF[device_of(arch).name][1] if aligned else _UNALIGNED
     else:
         found = _SINGLE
-    return _rows(("BLOCK_A", "BLOCK_B", "BLOCK_ROWS"), found, dtype, arch)
+    return _configs(("BLOCK_A", "BLOCK_B", "BLOCK_ROWS"), found, dtype, arch)
 
 
-def _rows(names: tuple[str, ...], found: list[Tile], dtype: torch.dtype, arch: int) -> list[dict[str, int]]:
+def _configs(names: tuple[str, ...], found: list[Tile], dtype: torch.dtype, arch: int) -> list[dict[str, int]]:
     has_limit = dtype.itemsize == 4 and device_of(arch).name not in ("interpreter", "cdna")  # AMD's backend knows none
     limit = {"maxnreg": _SINGLE_REGISTERS} if has_limit else {}
     return [dict(zip((*names, "num_warps", "num_stages"), tile, strict=True)) | limit for tile in found]

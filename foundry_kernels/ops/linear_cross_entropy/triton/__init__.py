@@ -1,9 +1,10 @@
-"""Two forms, with PyTorch's products and two kernels between them (`launchers.py`).
+"""Two forms, with PyTorch's matmuls and two kernels between them (`launchers.py`).
 
-All rows at once: a product makes all logits, one kernel finds the loss and writes the logits' gradient over them, and a
-product each makes hidden's gradient and weight's. Nothing of the logits' size exists beside them, and no sum of
-weight's gradient. Blocks of classes ("tiles", `vocabulary_blocks.py`): a product more, and little memory. Chunks of
-rows, which a caller may ask for, are the first form with a float32 sum of weight's gradient, to which a product adds.
+All rows at once: a matmul computes all logits, one kernel computes the loss and overwrites the logits with their
+gradient, and one matmul each computes hidden's gradient and weight's. Nothing of the logits' size exists beside them,
+and no sum of weight's gradient. Blocks of classes ("tiles", `vocabulary_blocks.py`): one more matmul, and little
+memory. Chunks of rows, which a caller may ask for, are the first form with a float32 sum of weight's gradient, to which
+a matmul adds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from foundry_kernels.ops.linear_cross_entropy.triton import launchers
 SHARE = 32
 #: Bytes of a block's logits, how many classes it has at least and at most, and what their number is a multiple of. On
 #: an H100, of 8192 tokens, blocks of 16032 classes were the fastest of 4008 to 32064. With many tokens fewer classes
-#: would spend more time on hidden's float32 sum, which each block reads and writes, than on the product.
+#: would spend more time on hidden's float32 sum, which each block reads and writes, than on the matmul.
 BLOCK, LEAST, MOST, MULTIPLE = 1 << 28, 2048, 1 << 15, 128
 
 
@@ -37,7 +38,8 @@ def _at_most(size: int, limit: int) -> bool:
 
 
 def chunk_size(hidden: Tensor, weight: Tensor, options: LinearLossOptions, needs: Needs) -> int | None:
-    """By the shape and the device's memory, never by what is free. Without gradients blocks take no product more."""
+    """By the shape and the device's memory, never by what is free. Without gradients blocks need no additional
+    matmul."""
     n_tokens, asked = hidden.numel() // hidden.shape[-1], options.chunk_size
     if asked is not None:
         return ALL if asked not in (ALL, TILES) and _at_most(n_tokens, asked) else asked

@@ -1,4 +1,4 @@
-"""The kernels between the products; see the launchers beside, and the mathematics in `cross_entropy/__init__`.
+"""The kernels between the matmuls; see the launchers beside, and the mathematics in `cross_entropy/__init__`.
 
 Logits are of some classes, first, first + 1, ..., contiguous [n_rows, n_out], and may be of all. Names: b_ is a block
 of values; rows are tokens and cols classes."""

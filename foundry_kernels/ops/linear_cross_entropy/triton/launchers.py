@@ -15,7 +15,7 @@ from foundry_kernels._triton.rows import compute_dtype, contiguous
 from foundry_kernels._triton.tuning import choose
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.cross_entropy.options import LossOptions
-from foundry_kernels.ops.cross_entropy.triton import rows
+from foundry_kernels.ops.cross_entropy.triton import configs
 from foundry_kernels.ops.linear_cross_entropy.triton.kernels import (
     linear_cross_entropy_bwd_kernel,
     linear_cross_entropy_fwd_kernel,
@@ -28,7 +28,7 @@ _ENOUGH = {"maxnreg": 128}
 
 
 def _tile(kernel: str, n_out: int, elements: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    return choose(kernel, f"{8 * dtype.itemsize}-bit", rows(n_out, elements), device)
+    return choose(kernel, f"{8 * dtype.itemsize}-bit", configs(n_out, elements), device)
 
 
 def _constants(dtype: torch.dtype, options: LossOptions) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def _stages(row: dict[str, Any], row_bytes: int, capability: int) -> dict[str, A
     return row | {"STAGES": 3, "maxnreg": of_two if of_two >= 64 else row["maxnreg"]}
 
 
-def rows(
+def configs(
     n_cols: int,
     *,
     backward: bool,
@@ -85,8 +85,9 @@ def rows(
     row_bytes: int | None = None,
     capability: int = 0,
 ) -> list[dict[str, Any]]:
-    """`config` and what `python -m foundry_kernels tune` tries beside it: other numbers of warps and of rows a tile.
-    Rows of other widths than multiples of 16 are left as they are: their registers would have to be looked at.
+    """Returns `config`, then the configs that `python -m foundry_kernels tune` tries: other numbers of warps and of
+    rows per tile. Rows of other widths than multiples of 16 are left as they are: their registers would have to be
+    looked at.
 
     row_bytes: of all that a backward pass reads of a row, where that is regular (one row after the other, aligned);
     None where it is not, and nothing is prefetched. A backward pass `needs_few_registers` where there is no dh.
@@ -184,7 +185,7 @@ def _plan_forward(
     n_cols = shape[-1]
     n_rows = math.prod(shape[:-1])
     few = dtype.itemsize == 2 and not has_residual and not centered
-    found = rows(n_cols, backward=False, needs_few_registers=few, centered=centered, capability=capability(device))
+    found = configs(n_cols, backward=False, needs_few_registers=few, centered=centered, capability=capability(device))
     row = _choose("rms_norm_fwd_kernel", dtype, centered, device, found, dropout_p is not None)
     wide = row.pop("wide")
     constants = dict(
@@ -258,7 +259,7 @@ def _plan_backward(
     regular = rank == 1 and all(stride % 16 == 0 for *_, stride in (dy_rows, dh_rows, x_rows))
     row_bytes = (2 + (dh_strides is not None)) * triton.next_power_of_2(n_cols) * dtype.itemsize if regular else None
     needs = {"needs_few_registers": dh_strides is None, "centered": centered, "dropout": dropout_p is not None}
-    found = rows(n_cols, backward=True, **needs, row_bytes=row_bytes, capability=capability(device))
+    found = configs(n_cols, backward=True, **needs, row_bytes=row_bytes, capability=capability(device))
     row = _choose("rms_norm_bwd_kernel", dtype, centered, device, found, dropout_p is not None)
     wide = row.pop("wide")
     constants = dict(
@@ -305,10 +306,10 @@ def backward(
     wide, plan = found
     make = rstd.new_zeros if wide else rstd.new_empty
     parts = plan.grid[0], x.shape[-1]
-    of_w, of_b = None if dw is None else make(parts), None if db is None else make(parts)
+    dw_partial, db_partial = None if dw is None else make(parts), None if db is None else make(parts)
     kernel = rms_norm_bwd_wide_kernel if wide else rms_norm_bwd_kernel
-    launch(kernel, plan, dy, dh, x, contiguous(weight), mean, rstd, dx, of_w, of_b, dresidual, seed)
-    if dw is not None and of_w is not None:
-        sum_partials(of_w, dw)
-    if db is not None and of_b is not None:
-        sum_partials(of_b, db)
+    launch(kernel, plan, dy, dh, x, contiguous(weight), mean, rstd, dx, dw_partial, db_partial, dresidual, seed)
+    if dw is not None and dw_partial is not None:
+        sum_partials(dw_partial, dw)
+    if db is not None and db_partial is not None:
+        sum_partials(db_partial, db)

@@ -72,9 +72,10 @@ def config(
     }
 
 
-def rows(own: dict[str, Any], aligned: bool) -> list[dict[str, Any]]:
-    """`own`, a result of `config`, and what `python -m foundry_kernels tune` tries beside it: other warps, tiles and
-    numbers of registers. What is not aligned is left as it is: its registers would have to be looked at."""
+def configs(own: dict[str, Any], aligned: bool) -> list[dict[str, Any]]:
+    """Returns `own`, a result of `config`, then the configs that `python -m foundry_kernels tune` tries: other warps,
+    tiles and numbers of registers. Unaligned launches have no alternatives, because their register use has not been
+    checked."""
     found = [own]
     tokens, warps = own["BLOCK_TOKENS"], own["num_warps"]
     for n, w in ((tokens, 2 * warps), (tokens, warps // 2), (2 * tokens, 2 * warps), (tokens // 2, warps // 2)):
@@ -89,7 +90,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 class Norms(NamedTuple):
-    """What a forward pass with norms is given beside q, k and the tables. A rstd of None is not saved."""
+    """The inputs of a forward pass with norms besides q, k and the tables. If rstd is None, it is not saved."""
 
     q_weight: Tensor | None
     k_weight: Tensor | None
@@ -296,7 +297,7 @@ def _config(
     )  # fmt: skip
     name, norms, device = kernel
     tags = f"{8 * dtype.itemsize}-bit D={shape[3]} of which {2 * cos[0][-1]} rotated, {norms}"
-    options = choose(name, tags, rows(own, aligned), device)
+    options = choose(name, tags, configs(own, aligned), device)
     return options | {"COMPUTE": compute_dtype(dtype)}
 
 

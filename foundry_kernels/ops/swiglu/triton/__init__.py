@@ -22,7 +22,7 @@ from foundry_kernels.ops.swiglu.triton.kernels import glu_bwd_kernel, glu_fwd_ke
 _BLOCK = 1024  # 8 elements a thread
 
 
-def rows(n_rows: int, n_cols: int) -> list[dict[str, int]]:
+def configs(n_rows: int, n_cols: int) -> list[dict[str, int]]:
     """Blocks and warps: that of `_BLOCK` elements, then what `python -m foundry_kernels tune` tries beside it. Narrow
     rows share a program."""
     found = []
@@ -46,7 +46,7 @@ def _tiles(
     kernel: str, n_rows: int, n_cols: int, dtype: torch.dtype, activation: str, device: torch.device, dropout: bool
 ) -> tuple[tuple[int], dict[str, int], int]:
     """Grid, block and tiles per row."""
-    found = rows(n_rows, n_cols)
+    found = configs(n_rows, n_cols)
     if dropout:  # nothing of it is measured; a counter of the generator has four columns
         block = found[0] | {"BLOCK_COLS": max(4, found[0]["BLOCK_COLS"])}
     else:

@@ -1,4 +1,5 @@
-"""What no model can be, and what a part of this package does not know of a model."""
+"""Checks of a configuration: contradictions between its fields, and fields that a part of this package does not
+support."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from foundry_kernels.core.choices import GATES, why_no_buckets, why_no_groups
 if TYPE_CHECKING:
     from foundry_kernels.models.config import ModelConfig
 
-#: Fields that mean nothing without `n_experts`.
+#: Fields that only apply with `n_experts`.
 EXPERT_FIELDS = (
     "top_k", "router_scoring", "router_renormalize", "router_scale", "router_bias", "selection_bias",
     "weight_expert_inputs", "shared_expert_dim", "shared_expert_gate", "load_balancing_coef", "router_z_coef",
@@ -23,7 +24,7 @@ EXPERT_FIELDS = (
 def refuse_choices(
     config: ModelConfig, known: Mapping[str, tuple[Any, ...] | None], what: str, why: Mapping[str, str]
 ) -> None:
-    """Refuses what is not known: a field that has neither its default nor one of the values in `known` (None: any).
+    """Raises an error if a field has neither its default nor one of the values in `known` (None: any value).
 
     Raises:
         ValueError: ``field=value`` and `what`, with the reason that `why` has of the field or of ``field=value``.
@@ -37,7 +38,7 @@ def refuse_choices(
 
 
 def contradictions(config: ModelConfig) -> Iterator[str]:
-    """Yields what no model can be, and why."""
+    """Yields the contradictions between the fields of a configuration."""
     if config.positions == "rope":
         if config.rope_dim is None and config.head_width % 2:
             yield f"head_dim must be even, for the rotary pairs; got {config.head_width}"
@@ -102,7 +103,7 @@ def _contradictions_of_experts(config: ModelConfig) -> Iterator[str]:
 
 
 def _without(needed: str, config: ModelConfig, *names: str) -> Iterator[str]:
-    """Yields why fields that mean nothing without another choice must have their defaults."""
+    """Yields the fields that only apply with another choice and do not have their defaults."""
     choice = needed.partition("=")[0]
     for name in names:
         value = getattr(config, name)
@@ -111,9 +112,9 @@ def _without(needed: str, config: ModelConfig, *names: str) -> Iterator[str]:
 
 
 def check_cache(config: ModelConfig, batch_size: int, max_len: int) -> None:
-    """Raises TypeError or ValueError where a model has no cache of that size."""
+    """Raises TypeError or ValueError if the model does not support a cache of that size."""
     if not config.causal:
-        raise ValueError("a cache needs causal=True: what an encoder's positions see is not known before the last")
+        raise ValueError("a cache needs causal=True: every position of an encoder sees the last one")
     check_int("batch_size", batch_size, 1)
     check_int("max_len", max_len, 1)
     if config.positions == "learned" and max_len > config.max_seq_len:

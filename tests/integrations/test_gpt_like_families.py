@@ -11,11 +11,11 @@ from patching import IDS, close, gradients, logits
 from torch import Tensor, nn
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.table import PRE_LLAMA
+from foundry_kernels.integrations.table import GPT_LIKE
 from foundry_kernels.integrations.tiny import tiny_model
 from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_scale
 
-every_family = pytest.mark.parametrize("family", PRE_LLAMA)
+every_family = pytest.mark.parametrize("family", GPT_LIKE)
 
 LEFT, RIGHT = torch.ones_like(IDS), torch.ones_like(IDS)
 LEFT[0, :4] = RIGHT[1, 7:] = 0

@@ -1,6 +1,6 @@
-"""What `from_hf` reads of each family, as data: see `Reading`.
+"""How `from_hf` maps the configuration of each family to `ModelConfig`, as data: see `Reading`.
 
-Options and fields that several families share are given once, above them.
+Options and fields that several families share come first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `from_hf` reads of encoders, and of encoders with decoders, as data: see `Reading`."""
+"""How `from_hf` maps the configurations of encoders and encoder-decoders, as data: see `Reading`."""
 
 from __future__ import annotations
 

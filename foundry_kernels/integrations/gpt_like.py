@@ -1,4 +1,4 @@
-"""Adapters of pre-Llama families: a LayerNorm, biases, an MLP without a gate, and dropout.
+"""Adapters of GPT-like families: a LayerNorm, biases, an MLP without a gate, and dropout.
 
 Their norms are `torch.nn.LayerNorm`, which has an adapter of its own. Dropout of residuals and embeddings is the
 model's, that of attention's weights is inside the kernel.
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.activations import activation
-from foundry_kernels.integrations.adapters import ONE_INPUT, Adapter, Attention, layers_of, words
+from foundry_kernels.integrations.adapters import ONE_INPUT, Adapter, Attention, layers_of, split_names
 from foundry_kernels.nn._layers import is_observed
 from foundry_kernels.nn._linear_layers import Layers
 from foundry_kernels.ops.bias_gelu import bias_gelu
@@ -20,7 +20,7 @@ from foundry_kernels.ops.rope import rope
 
 
 @dataclass(frozen=True)
-class PreLlamaAttention(Attention):
+class GptLikeAttention(Attention):
     """An attention whose forward uses `names`, and none that those of Llama's kind share."""
 
     def known(self) -> frozenset[str]:
@@ -28,10 +28,10 @@ class PreLlamaAttention(Attention):
 
 
 @dataclass(frozen=True)
-class GPT2Attention(PreLlamaAttention):
+class GPT2Attention(GptLikeAttention):
     """GPT-2's has no positions of its own: nothing is left to do but the attention function, and its forward stays."""
 
-    names = words(
+    names = split_names(
         "isinstance EncoderDecoderCache is_updated get layer_idx cross_attention_cache self_attention_cache hasattr "
         "ValueError q_attn layers keys values c_attn split split_size shape head_dim view transpose update config "
         "_attn_implementation ALL_ATTENTION_FUNCTIONS get_interface eager_attention_forward reorder_and_upcast_attn "
@@ -47,15 +47,15 @@ class GPT2Attention(PreLlamaAttention):
 
 
 @dataclass(frozen=True)
-class NeoXAttention(PreLlamaAttention):
+class NeoXAttention(GptLikeAttention):
     """One projection for q, k and v, head by head; the first of a head's dimensions are rotated."""
 
-    names = words(
+    names = split_names(
         "shape head_size query_key_value view transpose chunk apply_rotary_pos_emb update layer_idx "
         "ALL_ATTENTION_FUNCTIONS get_interface config _attn_implementation eager_attention_forward scaling training "
         "attention_dropout reshape contiguous dense"
     )
-    arguments = words("self hidden_states attention_mask layer_past position_embeddings kwargs")
+    arguments = split_names("self hidden_states attention_mask layer_past position_embeddings kwargs")
 
     def members(self, original: type) -> dict[str, Any]:
         return {"forward": _neox_attention}
@@ -106,7 +106,7 @@ def gelu_of(act: object) -> str | None:
 
 @dataclass(frozen=True)
 class PlainMLP(Adapter):
-    """``second(gelu(first(x)))``: the bias of the first product is added in the activation's pass.
+    """``second(gelu(first(x)))``: the bias of the first matmul is fused into the activation.
 
     first, second, act: the names of the layers. dropout: that of one after the second, or "".
     """

@@ -1,4 +1,4 @@
-"""Adapters of BLOOM and Falcon, whose attention calls no attention function of transformers.
+"""Adapters of BLOOM and Falcon, whose attention does not call an attention function of transformers.
 
 Their forward is replaced as a whole; with ``dense_masks="sdpa"`` it is the model's own for dense masks.
 """
@@ -12,18 +12,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from foundry_kernels.integrations.adapters import words
+from foundry_kernels.integrations.adapters import split_names
+from foundry_kernels.integrations.gpt_like import GptLikeAttention, PlainMLP, activated
 from foundry_kernels.integrations.masks import is_dense
-from foundry_kernels.integrations.pre_llama import PlainMLP, PreLlamaAttention, activated
 from foundry_kernels.ops.rope import rope
 
 
 @dataclass(frozen=True)
-class WholeAttention(PreLlamaAttention):
-    """Products, rotation, cache and attention in one forward."""
+class WholeAttention(GptLikeAttention):
+    """Projections, rotation, cache and attention in one forward."""
 
     whole: ClassVar[bool] = True
-    arguments = words(
+    arguments = split_names(
         "self hidden_states residual alibi attention_mask position_ids layer_past use_cache output_attentions "
         "position_embeddings kwargs"
     )
@@ -48,9 +48,9 @@ def _additive(self: Any, x: Tensor, mask: Tensor | None, layer_past: Any) -> Ten
 
 @dataclass(frozen=True)
 class BloomAttention(WholeAttention):
-    """ALiBi, and the residual added after the last product."""
+    """ALiBi, and the residual added after the last matmul."""
 
-    names = words(
+    names = split_names(
         "shape query_key_value _reshape update layer_idx reshape num_heads head_dim transpose baddbmm beta "
         "inv_norm_factor view F softmax torch float32 to dtype attention_dropout bmm _merge_heads pretraining_tp "
         "slow_but_exact hidden_size zeros_like range linear int dense weight dropout_add hidden_dropout training"
@@ -106,13 +106,13 @@ def _bloom_attention(
 
 @dataclass(frozen=True)
 class BloomMLP(PlainMLP):
-    """The residual is added after the second product."""
+    """The residual is added after the second matmul."""
 
-    names = words(
+    names = split_names(
         "gelu_impl dense_h_to_4h pretraining_tp slow_but_exact torch zeros_like dense_4h_to_h weight shape range F "
         "linear int dropout_add hidden_dropout training"
     )
-    arguments = words("self hidden_states residual")
+    arguments = split_names("self hidden_states residual")
 
     def known(self) -> frozenset[str]:
         return self.names
@@ -138,7 +138,7 @@ def _has_alibi(module: Any) -> bool:
 class FalconAttention(WholeAttention):
     """Rotation or ALiBi; heads of keys and values that are shared are not repeated where there is no cache."""
 
-    names = words(
+    names = split_names(
         "query_key_value new_decoder_architecture num_heads num_kv_heads _split_heads shape transpose reshape "
         "head_dim apply_rotary_pos_emb update layer_idx config _attn_implementation is_causal torch nn functional "
         "scaled_dot_product_attention math sqrt F softmax dtype view permute dense attention_dropout p training "
