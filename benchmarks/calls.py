@@ -104,7 +104,7 @@ _FALLBACK = 2.5
 
 
 def _falls_back(group: Group, name: str) -> str | None:
-    """Returns why torch's own products of 16 bits are no measure where oneDNN is held down, or None. Fused kernels
+    """Returns why torch's own products of 16 bits are no measure where oneDNN is restricted, or None. Fused kernels
     may have others: each is compared with itself in float32, at a size of which one call does not take minutes."""
     products = group.flops is not None and name not in (*OURS, "memcpy")
     if not isa.current.lacks_products(group.dtype.itemsize, products):

@@ -239,7 +239,7 @@ def pytest_terminal_summary(
     if rows and budget is not None:
         from benchmarks import tables, verdict
 
-        held = f", held to {isa.current.forced}" if isa.current.forced else ""
+        held = f", restricted to {isa.current.forced}" if isa.current.forced else ""
         terminalreporter.write_sep("=", f"verdict: {len(rows)} rows in {minutes(budget.gone)}{held}")
         for line in verdict.lines(rows, tables.cuts(budget.kept(), most=6)):
             terminalreporter.write_line(line)

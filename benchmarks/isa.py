@@ -81,7 +81,7 @@ def force(name: str) -> Isa:
     if torch.cuda.is_available():
         raise ValueError("a GPU is measured here, which has no instruction set of a CPU")
     if extension.MISSING is not None:
-        raise ValueError(f"our kernels cannot be held to {name!r}: {extension.MISSING}")
+        raise ValueError(f"our kernels cannot be restricted to {name!r}: {extension.MISSING}")
     usable = extension.build_info()["usable_instruction_sets"]
     if name not in usable:
         raise ValueError(f"our kernels have no {name!r} here; they have {', '.join(usable)}")
@@ -118,4 +118,4 @@ def _remember(isa: Isa) -> Isa:
 
 def no_products() -> str:
     """Returns why a row of torch's is no peer; see `Isa.lacks_products`."""
-    return f"plain loops stand in for oneDNN's products of 16 bits, as oneDNN is held to {current.forced}"
+    return f"plain loops stand in for oneDNN's products of 16 bits, as oneDNN is restricted to {current.forced}"

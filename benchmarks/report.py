@@ -109,7 +109,7 @@ def device(run: dict[str, Any]) -> str:
     if run["device"] != "cpu":
         return str(run["device"])
     cpu, forced = run["machine_info"].get("cpu", {}), run.get("isa", {}).get("forced")
-    return f"{cpu.get('brand_raw', 'CPU')}, {cpu.get('count')} cores" + (f", held to {forced}" if forced else "")
+    return f"{cpu.get('brand_raw', 'CPU')}, {cpu.get('count')} cores" + (f", restricted to {forced}" if forced else "")
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def _table(found: Sequence[Slower]) -> str:
 
 def counted(found: Sequence[Slower], held: int, noisy: Sequence[Slower] = ()) -> str:
     behind = len({id(s.row) for s in found})
-    text = f"{behind or 'None'} of {held} rows of ours {'are' if behind > 1 else 'is'} slower than a peer"
+    text = f"{behind or 'None'} of {held} benchmarks {'are' if behind > 1 else 'is'} slower than a peer"
     hidden = {_name(s) for s in noisy} - {_name(s) for s in found}
     return f"{text}, {len(hidden)} too noisy to call." if hidden else f"{text}."
 

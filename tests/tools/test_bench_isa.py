@@ -43,7 +43,7 @@ def test_an_instruction_set_that_is_not_here_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="our kernels have no 'avx512' here; they have baseline, avx2"):
         isa.force("avx512")
     monkeypatch.setattr(extension, "MISSING", "the C++ extension is not built")
-    with pytest.raises(ValueError, match="cannot be held to 'avx2': the C\\+\\+ extension is not built"):
+    with pytest.raises(ValueError, match="cannot be restricted to 'avx2': the C\\+\\+ extension is not built"):
         isa.force("avx2")
 
 
@@ -66,7 +66,7 @@ def test_the_page_says_once_what_was_held(monkeypatch: pytest.MonkeyPatch) -> No
     assert tables.held({"isa": isa.Isa("avx2", "AVX2").kept()}) == tables.held({}) == ""
     run = {"machine_info": {"cpu": {"brand_raw": "A processor", "count": 2}}, "device": "cpu"}
     assert report.device(run) == "A processor, 2 cores"
-    assert report.device({**run, "isa": HELD.kept()}) == "A processor, 2 cores, held to avx2"
+    assert report.device({**run, "isa": HELD.kept()}) == "A processor, 2 cores, restricted to avx2"
 
 
 def test_torch_is_no_peer_where_its_products_fall_back_to_loops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_torch_is_no_peer_where_its_products_fall_back_to_loops(monkeypatch: pyt
     seconds = iter([9.0, 1.0, 2.0, 1.0])  # in bfloat16 and in float32, of eager and then of SDPA
     monkeypatch.setattr(calls, "_seconds", lambda prepare: next(seconds))
     found = calls.Contenders(g, (*g.ours, "eager", "SDPA flash", "memcpy"))
-    assert "oneDNN is held to avx2: more than 2.5 times as slow as in float32" in found.why_not.pop("eager")
+    assert "oneDNN is restricted to avx2: more than 2.5 times as slow as in float32" in found.why_not.pop("eager")
     assert found.why_not == {}
     assert set(found.prepare) == {*g.ours, "SDPA flash", "memcpy"}
 

@@ -130,7 +130,7 @@ def test_pages_mark_it_and_do_not_list_it_as_slower(tmp_path: Path) -> None:
     assert [s.what for s in found] == ["`swiglu`"]
     assert [s.what for s in verdict.too_noisy(of)] == ["`geglu`"]
     assert verdict.counted(found, held, verdict.too_noisy(of)) == (
-        "1 of 3 rows of ours is slower than a peer, 1 too noisy to call."
+        "1 of 3 benchmarks is slower than a peer, 1 too noisy to call."
     )
     table = verdict.slower_table(of)
     assert "peer against itself |" in table
@@ -144,7 +144,7 @@ def test_pages_mark_it_and_do_not_list_it_as_slower(tmp_path: Path) -> None:
 def test_results_without_noise_are_what_they_were() -> None:
     assert noise.call(OLD, "eager") == "slower"
     assert noise.itself(OLD, "eager") is None
-    assert verdict.slower_table(kept(OLD)).startswith("1 of 1 rows of ours is slower than a peer. Runs of")
+    assert verdict.slower_table(kept(OLD)).startswith("1 of 1 benchmarks is slower than a peer. Runs of")
     assert "against itself" not in verdict.slower_table(kept(OLD)) + tables.header(kept(OLD), "a.json")
     assert noise.in_short([OLD], ("native",)) == ""
     even = OLD | {"speedup_over": {"eager": 1.0}}

@@ -154,9 +154,9 @@ def test_what_is_slower_than_a_peer() -> None:
         (0.9, "reference", "transformer, ours"),
         (0.999, "eager", "`rms_norm`"),
     ]
-    assert verdict.counted(found, held) == "4 of 5 rows of ours are slower than a peer."
+    assert verdict.counted(found, held) == "4 of 5 benchmarks are slower than a peer."
     assert verdict.worst(found).count("`rms_norm`") == 1
-    assert verdict.counted([], 3) == "None of 3 rows of ours is slower than a peer."
+    assert verdict.counted([], 3) == "None of 3 benchmarks is slower than a peer."
 
 
 # --- of which kernels -------------------------------------------------------------------------------------------------
