@@ -61,6 +61,7 @@ def uncompiled(driver: StubDriver, src: Any, function: Any = None) -> Any:
 
 def why_not() -> str | None:
     """Returns the reason why there can be no stub in this process, or None."""
+    _triton.load()
     if _triton.MISSING is not None:
         return _triton.MISSING
     if _triton.INTERPRET:

@@ -34,7 +34,8 @@ try:
     from triton.runtime.driver import driver as _drivers
     from triton.runtime.jit import JITFunction
 
-    DIRECT = triton.__version__.startswith(KNOWN)
+    # This module is imported late: by then somebody may have replaced `run`.
+    DIRECT = triton.__version__.startswith(KNOWN) and JITFunction.run.__module__ == JITFunction.__module__
 except ImportError:  # no Triton, or one that is arranged differently
     DIRECT = False
 

@@ -194,7 +194,6 @@ def triton_paths() -> dict[str, Callable[[], Any]]:
 @pytest.mark.parametrize("path", ["forward", "few queries", "backward", "backward, one kernel", "gradient of a bias"])
 def test_a_flag_that_a_kernel_of_attention_lacks_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gluon's kernel, which leaves such a call to another: tests/proof/test_gluon_launch.py."""
-    from foundry_kernels.ops.flash_attention.triton import backward_launch
     from foundry_kernels.ops.flash_attention.triton import problem as problems
 
     own, seen = problems._kept_problem, []
@@ -205,7 +204,6 @@ def test_a_flag_that_a_kernel_of_attention_lacks_is_refused(path: str, monkeypat
         seen.append(made)
         return made
 
-    monkeypatch.setattr(backward_launch, "_adds_dq", lambda p: True)
     run = triton_paths()[path]
     run()
     monkeypatch.setattr(problems, "_kept_problem", problem)

@@ -144,6 +144,7 @@ def record(op: OpSpec, capability: int, everything: bool = True, timed_alone: bo
     """The distinct launches, forward and backward, that the op's benchmark shapes and parity cases would make on a
     device of this compute capability (80, 90, ...); without `everything`, those of the op's `compiled_cases`, if it
     names any; where it names none, `timed_alone` leaves the parity cases out."""
+    _triton.load()
     if _triton.MISSING is not None:
         raise RuntimeError(_triton.MISSING)
     if _triton.INTERPRET:
