@@ -61,7 +61,7 @@ def size(argv: list[str]) -> int:
 
 
 def patch_report(argv: list[str]) -> int:
-    from foundry_kernels.tools.patch_report import main
+    from foundry_kernels.integrations.patch_report import main
 
     return main(argv)
 

@@ -33,7 +33,7 @@ MOST = {
     "glu": (25, 42),
     "reglu": (25, 42),
     "rope": (42, 72),
-    "qk_norm_rope": (53, 103),
+    "qk_norm_rope": (55, 105),
     "flash_attention": (46, 105),
     "flash_attention_varlen": (61, 121),
 }

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from foundry_kernels.__main__ import versions
 from foundry_kernels.core import bfloat16, extension
 from foundry_kernels.core.bfloat16 import AMD, INTEL, VARIABLE, Choice, Processor, choose
+from foundry_kernels.tools.environment import versions
 
 ROOT = Path(__file__).parents[2]
 SETS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16")

@@ -237,5 +237,5 @@ def test_what_a_divided_model_is_called_with(mesh):
         model(tokens, attn_mask=torch.ones(2, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="cache must not be given to a context parallel model"):
         model.generate(tokens, 2)
-    with pytest.raises(ValueError, match="return_stats must be False where a sequence is divided"):
+    with pytest.raises(ValueError, match="return_stats must be False if a sequence is sharded"):
         model.layers[0].attention(torch.zeros(1, 2, 8), return_stats=True)

@@ -375,7 +375,7 @@ def test_launches_on_a_gpu_do_not_depend_on_the_batch(capability: int) -> None:
                 p = problem._kept_problem(*layouts, dtype, device, None, none, numbers_of(options))
                 q, k, v = (strides for _, strides in layouts)
                 assert not p.few_queries
-                dkdv, splits, sums = backward_launch._plan_dkdv(p, q, k, v, False)
+                dkdv, splits, sums = backward_launch._plan_dkdv(p, q, k, v)
                 assert (splits, sums) == (1, ())
                 each = (launch._plan_fwd(p, q, False, True, False), dkdv, backward_launch._plan_dq(p, q, q))
                 plans.add(str([compiled(plan) for plan in each]))
