@@ -329,6 +329,8 @@ def described(made: tuple[Any, ...]) -> tuple[Any, ...]:
     """A launch but for the addresses of what was allocated for it."""
 
     def kind(x: Any) -> Any:
+        if hasattr(x, "block_shape"):  # a descriptor
+            return kind(x.base), x.shape, x.strides, x.block_shape, x.layout
         return (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) if isinstance(x, Tensor) else x
 
     return (*made[:6], *map(kind, made[9:]))
