@@ -267,7 +267,7 @@ def _loop(line: str) -> dict[str, int]:
     found = {name: int(n) for n, name in re.findall(r"(\d+) (\w+)[,;]", line)}
     for name, pattern in {
         "all": "of (.*) inst",
-        "overlapped": "; (.*) products",
+        "overlapped": "; (.*) matmuls",
         "hidden": r"(\d+) exponentials are",
     }.items():
         found[name] = int(re.findall(pattern, line)[0])
