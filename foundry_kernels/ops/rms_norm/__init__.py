@@ -261,7 +261,8 @@ def _check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, r
         _check_vector("weight", weight, x)
     check_not_negative("eps", eps)
     check_number("weight_offset", weight_offset)
-    check_bool("round_before_weight", round_before_weight)
+    if round_before_weight is not True and round_before_weight is not False:  # spares every other call a call
+        check_bool("round_before_weight", round_before_weight)
 
 
 def _several_dims(weight: Tensor | None, normalized_shape: Sequence[int] | None) -> tuple[int, ...] | None:

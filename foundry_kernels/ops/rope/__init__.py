@@ -88,7 +88,8 @@ def rope(
         if pair is not None:
             return pair
     cos, sin, positions = _check(q, k, cos, sin, positions)
-    check_bool("interleaved", interleaved)
+    if interleaved is not True and interleaved is not False:
+        check_bool("interleaved", interleaved)
     return resolve(ROPE, backend, q)(q, k, cos, sin, interleaved, positions)
 
 
@@ -153,8 +154,10 @@ def qk_norm_rope(
             raise ValueError(f"weight_offset needs weights to be added to; got {weight_offset} with {name}=None")
     check_not_negative("eps", eps)
     check_number("weight_offset", weight_offset)
-    check_bool("round_before_weight", round_before_weight)
-    check_bool("interleaved", interleaved)
+    if round_before_weight is not True and round_before_weight is not False:
+        check_bool("round_before_weight", round_before_weight)
+    if interleaved is not True and interleaved is not False:
+        check_bool("interleaved", interleaved)
     run = resolve(QK_NORM_ROPE, backend, q)
     return run(q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions)
 
