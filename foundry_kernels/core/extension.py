@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from foundry_kernels.core import bfloat16
-from foundry_kernels.core.registry import Impl
+from foundry_kernels.core.registry import Impl, no_direct_call
 
 #: How to build an extension for this torch and this machine.
 REBUILD = "run `pip install --no-build-isolation -e .` with a C++ compiler"
@@ -98,7 +98,8 @@ def impl(package: str, function: str, devices: tuple[str, ...] = ("cpu", "cuda")
     native = Impl("native", getattr(module, function), compiled, dtypes, hint=hint, sources=devices)
     if (direct := getattr(_C.direct, function, None)) is None:
         return native
-    return replace(native, direct=direct, serve=partial(_C.serve_on_accelerator, function))
+    serve = getattr(_C, "serve_on_accelerator", None)  # an older extension calls directly on the CPU alone
+    return replace(native, direct=direct, serve=no_direct_call if serve is None else partial(serve, function))
 
 
 def _absent(*_: Any) -> Any:

@@ -76,5 +76,5 @@ def _tell_direct_calls() -> None:
     )
 
 
-if extension.MISSING is None:
+if hasattr(extension._C, "attention_gpus"):  # in an older extension it is not
     torch.cuda._lazy_call(_tell_direct_calls)  # when CUDA is initialised, which is before any tensor is on a GPU
