@@ -165,7 +165,7 @@ def test_every_phase_reaches_the_page(tiny, tmp_path, monkeypatch, capsys):
     best = [
         min(loss for _, loss in r["0"]["held_out_curve"]) for r in found["studies"]["dropout_often"]["runs"].values()
     ]
-    assert f"are {best[0]:.3f} without and {best[1]:.3f} with dropout" in text
+    assert f"are {best[0]:.3f} without and {best[1]:.3f} with dropout" in " ".join(text.split())
     assert (tmp_path / "docs" / "placement_deep.png").read_bytes().startswith(b"\x89PNG")
     assert "![Losses on the way, placement deep](docs/placement_deep.png)" in text
 

@@ -46,8 +46,9 @@ class Row:
 
     @property
     def id(self) -> str:
-        device = "cuda_on_cpu" if self.cuda_on_cpu else self.device
-        return f"{self.op.name}-{self.backend}-{'hopper_on_cpu' if self.hopper else device}"
+        # Both kinds under the checker have "cuda_on_cpu" in their name: `-k` selects or leaves out both.
+        device = f"{'hopper_' * self.hopper}cuda_on_cpu" if self.cuda_on_cpu else self.device
+        return f"{self.op.name}-{self.backend}-{device}"
 
     @contextmanager
     def active(self) -> Iterator[None]:
