@@ -352,7 +352,7 @@ def some_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> No
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda path: path.write_text("{"), "no tuning file that can be read"),
+        (lambda path: path.write_text("{"), "cannot be read as a tuning file"),
         (lambda path: path.mkdir(), "cannot be|can be read"),
     ],
     ids=["damaged", "a folder"],
