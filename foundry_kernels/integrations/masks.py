@@ -7,8 +7,9 @@ tokens. Those outside are sequences too, of queries without keys or of keys with
 gives 0 and a padded key is never read.
 
 The layout is an int32 tensor ``[1, 1, 2, n + 1]``: the running totals of the sequences' lengths, of queries and of
-keys. It has four dimensions because transformers passes such a mask on as it is. Its size depends on shapes only
-(but for packed sequences, which torch.compile must be told of otherwise), so that it can be traced and captured.
+keys. It has four dimensions because transformers passes such a mask on as it is. Its size depends only on shapes
+(except for packed sequences, which torch.compile must be told of in another way), so that it can be traced and
+captured.
 
 What such a tensor means is an attribute of it (`marked`): no mask of a caller has that, whatever its dtype.
 """
@@ -71,8 +72,8 @@ def is_dense(mask: Tensor | None) -> bool:
 
 
 class DenseMask(ValueError):
-    """A mask that kernels cannot skip by; of the reason why and, where the mask is causal or a window but for padding
-    between tokens, of what `present_keys` gives."""
+    """A mask with which kernels cannot skip anything. Its arguments are the reason and, if the mask is causal or a
+    window except for padding between tokens, the result of `present_keys`."""
 
     def __str__(self) -> str:  # and no __init__, which torch.compile could not trace
         return f"attention_mask {self.args[0]}; {ADVICE}"
@@ -201,8 +202,8 @@ def neighbours(
 
 
 def blocks_in_window(function: MaskFunction) -> tuple[Tensor, int] | None:
-    """(the block of each token ``[B, S]``, -1 for none; the window) of a mask that is causal but for blocks of tokens
-    that see each other, within a sliding window: what Gemma 3 makes of images. None for any other mask.
+    """(the block of each token ``[B, S]``, -1 for none; the window) of a mask that is causal except for blocks of
+    tokens that see each other, within a sliding window, as Gemma 3 has it for images. None for any other mask.
 
     Packed sequences around it are looked through; :func:`neighbours` finds those.
     """
