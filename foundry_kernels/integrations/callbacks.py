@@ -37,16 +37,21 @@ class PatchInTraining:
         }  # fmt: skip
         self._log = log
         self._patched = contextlib.ExitStack()
+        self._model: nn.Module | None = None
 
     def _begin(self, model: nn.Module, first_process: bool) -> None:
-        self._end()  # of a training that an error ended
+        if model is self._model:
+            return
+        self._end()
         handle = self._patched.enter_context(patch(model, **self._arguments))
         if first_process and self._log is not None:
             self._log(str(handle.report()))
+        self._model = model
 
     def _end(self) -> None:
         """Undoes the patch. Where that is impossible the model stays patched: what a trainer does at the end of a long
         run must not fail for it."""
+        self._model = None
         try:
             self._patched.close()
         except RuntimeError as error:

@@ -1,7 +1,7 @@
 """A callback of Lightning's `Trainer`::
 
-    from foundry_kernels.integrations.lightning import PatchCallback
-    lightning.Trainer(callbacks=[PatchCallback()]).fit(module, data)
+from foundry_kernels.integrations.lightning import PatchCallback
+lightning.Trainer(callbacks=[PatchCallback()]).fit(module, data)
 """
 
 from __future__ import annotations

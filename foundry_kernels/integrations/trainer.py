@@ -1,7 +1,7 @@
 """A callback of transformers' `Trainer`, and of trainers that derive from it, TRL's among them::
 
-    from foundry_kernels.integrations.trainer import PatchCallback
-    Trainer(model, arguments, train_dataset=data, callbacks=[PatchCallback]).train()
+from foundry_kernels.integrations.trainer import PatchCallback
+Trainer(model, arguments, train_dataset=data, callbacks=[PatchCallback]).train()
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ from foundry_kernels.integrations.callbacks import PatchInTraining
 
 
 class PatchCallback(PatchInTraining, TrainerCallback):
-    """Patches the trainer's model when `train` begins, hands the report to `log`, and undoes the patch at the end.
+    """Patches the trainer's model, hands the report to `log`, and undoes the patch at the end of `train`.
 
-    Evaluation within `train` uses the patched model. A model that is patched already, by the same arguments, stays
-    patched at the end. The model is patched after it is wrapped (DDP, FSDP, PEFT) and before the first step.
+    The model is patched when the trainer is made, before it is wrapped (in autocast, DDP, FSDP or DeepSpeed), or where
+    `train` begins if it is not patched then. A model that was patched before, by the same arguments, stays patched at
+    the end.
 
     Args:
         backend, ops, dense_masks, return_logits: as for :func:`foundry_kernels.patch`.
         log: what the report is given to, on the first process only; None for nothing.
 
     Raises:
-        As :func:`foundry_kernels.patch`, when training begins.
+        As :func:`foundry_kernels.patch`, when the trainer is made or training begins.
     """
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._begin(kwargs["model"], state.is_world_process_zero)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._begin(kwargs["model"], state.is_world_process_zero)

@@ -13,6 +13,7 @@ from foundry_kernels.integrations.tiny import tiny_model
 
 lightning = pytest.importorskip("lightning")
 
+# ruff: noqa: E402
 from foundry_kernels.integrations.lightning import PatchCallback
 
 IDS = torch.randint(3, 128, (6, 12), generator=torch.Generator().manual_seed(0))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 titan = pytest.importorskip("torchtitan.models.common.attention", reason="torchtitan is not installed")
 
+# ruff: noqa: E402
 from torch.nn.attention.flex_attention import create_mask
 
 from foundry_kernels.integrations.torchtitan import FoundryConverter

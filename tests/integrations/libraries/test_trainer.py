@@ -70,10 +70,57 @@ def test_patched_while_it_trains(tmp_path: Path) -> None:
 
 def test_the_class_alone_prints_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = make_trainer(tmp_path, PatchCallback)
-    for _ in range(2):  # a trainer may train again
+    for again in (False, True):
+        assert is_patched(trainer.model) != again
         trainer.train()
         assert capsys.readouterr().out.count("10 of 10 modules replaced") == 1
         assert not any(map(is_patched, trainer.model.modules()))
+
+
+def test_the_fused_loss_under_autocast(tmp_path: Path) -> None:
+    """accelerate puts a forward of its own on the model where training begins: the patch must be there before."""
+    logits: list[Any] = []
+
+    class WithLogits(Watch):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            forward = model.forward
+
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                out = forward(*args, **kwargs)
+                logits.append(out.logits)
+                return out
+
+            model.forward = watched
+
+    logged: list[str] = []
+    trainer = make_trainer(tmp_path / "ours", PatchCallback(log=logged.append), WithLogits(), bf16=True)
+    ours = losses(trainer)
+    assert logged[0].startswith("LlamaForCausalLM: 10 of 10 modules replaced")
+    assert logits == [None] * 3
+    theirs = losses(make_trainer(tmp_path / "theirs", bf16=True))
+    assert torch.allclose(ours, theirs, rtol=0.02)
+    plain = tiny_model("llama")
+    plain.load_state_dict(trainer.model.state_dict())
+    with torch.no_grad():
+        expected = plain(DATA[0]["input_ids"][None], labels=DATA[0]["labels"][None])
+        actual = trainer.model.train()(DATA[0]["input_ids"][None], labels=DATA[0]["labels"][None])
+    assert torch.allclose(actual.logits, expected.logits, atol=0.1)
+    assert torch.allclose(actual.loss, expected.loss, rtol=0.02)
+
+
+def test_a_model_of_each_training(tmp_path: Path) -> None:
+    made: list[Any] = []
+    trainer = make_trainer(tmp_path)
+    arguments, data = trainer.args, DATA
+
+    def make() -> Any:
+        made.append(tiny_model("llama"))
+        return made[-1]
+
+    trainer = Trainer(model_init=make, args=arguments, train_dataset=data, callbacks=[PatchCallback(log=None)])
+    trainer.train()
+    assert len(made) == 2
+    assert not any(is_patched(module) for model in made for module in model.modules())
 
 
 def test_a_training_that_an_error_ended(tmp_path: Path) -> None:

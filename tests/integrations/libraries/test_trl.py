@@ -15,6 +15,7 @@ from foundry_kernels.integrations.tiny import tiny_model
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
+# ruff: noqa: E402
 from foundry_kernels.integrations.trainer import PatchCallback
 from tests.integrations.libraries.tokens import character_tokenizer
 
