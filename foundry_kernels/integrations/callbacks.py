@@ -32,7 +32,7 @@ class PatchInTraining:
     ) -> None:
         super().__init__()
         ops = ops if ops is None or isinstance(ops, str) else tuple(ops)  # which is read at each start
-        self._arguments = {
+        self._arguments: dict[str, Any] = {
             "backend": backend, "ops": ops, "dense_masks": dense_masks, "return_logits": return_logits
         }  # fmt: skip
         self._log = log

@@ -78,8 +78,10 @@ class FoundryAttention(VarlenAttention):
         left, right = self.window_size
         options: dict[str, Any] = {"scale": scale, "causal": right == 0, "window": (left, right)}
         lengths = (attention_masks.cu_seq_q, attention_masks.cu_seq_k, attention_masks.max_q, attention_masks.max_k)
-        packed = (x.flatten(0, 1) for x in (q, k, v))
-        out, lse = flash_attention_varlen(*packed, *lengths, **options, return_lse=True, backend=self.backend)
+        q_packed, k_packed, v_packed = (x.flatten(0, 1) for x in (q, k, v))
+        out, lse = flash_attention_varlen(
+            q_packed, k_packed, v_packed, *lengths, **options, return_lse=True, backend=self.backend
+        )
         out = out.unflatten(0, q.shape[:2])
         return out if out_transform is None else out_transform(out, lse.T.unflatten(0, q.shape[:2]))
 
