@@ -2,11 +2,13 @@
 
 `start` has the settings; `step` loss, lr, grad_norm, tokens_per_second and peak_bytes (of memory, so far); `health`
 what the layers did in that step, and the concerns; `evaluation` loss, perplexity and bits_per_byte on held-out text;
-`summary` how the run ended. What is not finite is null.
+`summary` how the run ended. What is not finite is null. With `--tensorboard` the numbers of steps and evaluations are
+written for TensorBoard as well.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -19,12 +21,28 @@ class LogError(Exception):
     """A log cannot be read or written; the message is for the user."""
 
 
-class Log:
-    """Appends to `path` after `step`; removes what a killed run wrote after its checkpoint. None: no log."""
+def tensorboard() -> Any:
+    """The class that writes for TensorBoard.
 
-    def __init__(self, path: Path | None, step: int) -> None:
+    Raises:
+        LogError: TensorBoard is not installed.
+    """
+    try:
+        return importlib.import_module("torch.utils.tensorboard").SummaryWriter
+    except ImportError:
+        raise LogError("--tensorboard needs TensorBoard: pip install tensorboard") from None
+
+
+class Log:
+    """Appends to `path` after `step`; removes what a killed run wrote after its checkpoint. None: no log.
+
+    board: a folder for TensorBoard, or None. There too a run that goes on replaces what came after its checkpoint.
+    """
+
+    def __init__(self, path: Path | None, step: int, board: Path | None = None) -> None:
         self._path = path
         self._file: TextIO | None = None
+        self._board = None if board is None else tensorboard()(str(board), purge_step=step + 1)
         if path is None:
             return
         kept = [] if step == 0 or not path.exists() else [e for e in read(path) if _precedes(e, step)]
@@ -37,6 +55,10 @@ class Log:
             raise LogError(f"cannot write the log {path}: {error.strerror or error}") from None
 
     def write(self, event: str, **values: Any) -> None:
+        if self._board is not None and event in ("step", "evaluation"):
+            for name, value in values.items():
+                if name != "step":
+                    self._board.add_scalar(f"{event}/{name}", value, values["step"])
         if self._file is None:
             return
         try:
@@ -49,6 +71,8 @@ class Log:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._board is not None:
+            self._board.close()
         if self._file is not None:
             self._file.close()
 
