@@ -65,8 +65,11 @@ def test_both_in_threads_at_once() -> None:
             together.wait()
             __import__(name)
 
-        names = ("transformers.masking_utils", "foundry_kernels.integrations.transformers")
-        names += ("transformers.modeling_utils",)
+        names = (
+            "transformers.modeling_utils",
+            "transformers.masking_utils",
+            "foundry_kernels.integrations.transformers",
+        )
         threads = [threading.Thread(target=load, args=(name,)) for name in names]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
