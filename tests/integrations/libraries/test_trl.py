@@ -1,13 +1,14 @@
-"""TRL's SFT and DPO with `PatchCallback`: same losses, and packed documents that do not see each other."""
+"""TRL's SFT and DPO with `PatchCallback`: same losses, also of packed documents, below the head that TRL brings."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foundry_kernels.integrations.swap import is_patched
 from foundry_kernels.integrations.tiny import tiny_model
@@ -53,11 +54,17 @@ def dpo(folder: Path) -> Any:
 def test_as_without(kind: str, tmp_path: Path) -> None:
     made = dpo(tmp_path) if kind == "dpo" else sft(tmp_path, packing="packed" in kind, padding_free="packed" in kind)
     logged: list[str] = []
+    calls: Counter[str] = Counter()
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, *_: calls.update([type(module).__name__] if is_patched(module) else [])
+    )
     ours, trainer = losses(made, [PatchCallback(log=logged.append)])
+    hook.remove()
+    assert {"LlamaForCausalLM", "FoundryLlamaAttention", "FoundryLlamaMLP", "FoundryLlamaRMSNorm"} <= calls.keys()
     assert not any(map(is_patched, trainer.model.modules()))
     (report,) = logged
-    print(report)
+    assert report.startswith("LlamaForCausalLM: 10 of 10 modules replaced")
     theirs, _ = losses(made, [])
     assert len(ours) == 2
-    print(ours, theirs)
+    assert ours[1] < ours[0]
     assert torch.allclose(ours, theirs, rtol=1e-4)
