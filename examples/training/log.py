@@ -1,9 +1,9 @@
 """The log of a run: one line of JSON per event; a resumed run continues it.
 
-`start` has the settings; `step` loss, lr, grad_norm, tokens_per_second and peak_bytes (of memory, so far); `health`
-what the layers did in that step, and the concerns; `evaluation` loss, perplexity and bits_per_byte on held-out text;
-`summary` how the run ended. What is not finite is null. With `--tensorboard` the numbers of steps and evaluations are
-written for TensorBoard as well.
+`start` has the settings; `step` has loss, lr, grad_norm, tokens_per_second and peak_bytes (memory so far); `health` has
+the layers' health in the step and the concerns; `evaluation` has loss, perplexity and bits_per_byte on held-out text;
+`summary` has the results of the run. Numbers that are not finite are null. With `--tensorboard` the numbers of steps
+and evaluations are also written for TensorBoard.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LogError(Exception):
 
 
 def tensorboard() -> Any:
-    """The class that writes for TensorBoard.
+    """Returns the class that writes for TensorBoard.
 
     Raises:
         LogError: TensorBoard is not installed.
@@ -34,9 +34,10 @@ def tensorboard() -> Any:
 
 
 class Log:
-    """Appends to `path` after `step`; removes what a killed run wrote after its checkpoint. None: no log.
+    """Appends to `path` after `step`, and first removes the lines that a killed run wrote after its checkpoint. None:
+    no log.
 
-    board: a folder for TensorBoard, or None. There too a run that goes on replaces what came after its checkpoint.
+    board: a folder for TensorBoard, or None. A resumed run replaces its later steps there too.
     """
 
     def __init__(self, path: Path | None, step: int, board: Path | None = None) -> None:
@@ -81,7 +82,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The events of a log, without an incomplete last line.
 
     Raises:
-        LogError: the file cannot be read, or is no log.
+        LogError: the file cannot be read, or is not a log.
     """
     try:
         lines = path.read_text().split("\n")
