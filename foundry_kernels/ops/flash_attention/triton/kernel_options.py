@@ -15,17 +15,9 @@ from foundry_kernels.ops.flash_attention.dropout import keep_scale, threshold
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
 _POSITIONS = AttentionOptions._make(range(len(AttentionOptions._fields)))
-_NUMBERS_AT = tuple(at for at in _POSITIONS.operator_args() if at not in _POSITIONS.tensors())
 
-#: The options of the operators that are no tensors: launches are planned by these, and `without_tensors` costs 1 µs.
-numbers_of = itemgetter(*_NUMBERS_AT)
-
-
-def options_of(numbers: tuple[Any, ...]) -> AttentionOptions:
-    """Returns the options that `numbers_of` took these from, with None in place of all others."""
-    given = dict(zip(_NUMBERS_AT, numbers, strict=True))
-    return AttentionOptions._make(map(given.get, _POSITIONS))
-
+#: The options of the operators that are no tensors: launches are looked up by these.
+numbers_of = itemgetter(*(at for at in _POSITIONS.operator_args() if at not in _POSITIONS.tensors()))
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
