@@ -40,7 +40,6 @@ HELP = [
     ("benchmarks", "report", "RUN.json"),
     ("benchmarks", "readme", "NAME"),
     ("benchmarks", "compare", "--fail-above"),
-    ("benchmarks.measured", "", "On a GPU"),
     ("benchmarks.gpu_cache", "", "--multiprocessors"),
     ("benchmarks.gpu_check", "", "GPU_CHECK=rest"),
     ("benchmarks.gpu_sanitize", "", "compute-sanitizer"),
