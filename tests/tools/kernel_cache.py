@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gpu_cache
 import torch
 
 import foundry_kernels as fk
-from benchmarks import gpu_cache
 from benchmarks.stub_gpu import StubDriver, stub_gpu
 
 OP = fk.OPS["swiglu"]

@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gpu_check
 import pytest
 import torch
 
-from benchmarks import compare, gpu_check, report, sources, tables
+from benchmarks import compare, report, sources, tables
 from benchmarks import kept as kept_format
 
 ROOT = Path(__file__).parents[2]
@@ -378,7 +379,7 @@ def test_a_step_shows_logs_and_ends(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_gpu_check_without_a_gpu_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu_check"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "tests/support/gpu_check.py"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 3
     assert "gpu-check stops here" in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -386,7 +387,7 @@ def test_gpu_check_without_a_gpu_says_so_and_writes_nothing(tmp_path: Path, monk
 
 def test_gpu_check_refuses_an_unknown_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU_CHECK", "everything")
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu_check"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "tests/support/gpu_check.py"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     parts = "build, units, parity, sanitize, bench, model, tune, all, suite"
     assert f"GPU_CHECK must be rest or any of {parts}; got 'everything'" in done.stderr

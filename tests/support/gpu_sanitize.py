@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import foundry_kernels as fk
 from foundry_kernels.testing import Case, make_cotangents, run
@@ -31,5 +35,5 @@ def elements(case: Case) -> int:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m benchmarks.gpu_sanitize", description=__doc__).parse_args()
+    argparse.ArgumentParser(prog="tests/support/gpu_sanitize.py", description=__doc__).parse_args()
     main()
