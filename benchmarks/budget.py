@@ -2,8 +2,7 @@
 
 Order: of each operation the smallest shapes that together have all its directions and dtypes; host times and models;
 then all other shapes and growth, the smallest first. If time is short, rounds are halved, then whole shapes are cut
-from the end, then `torch.compile` of the first shapes, then these. The plan is made anew before each comparison, with
-estimates corrected by what was measured so far.
+from the end. The plan is made anew before each comparison, from what rows of each kind have taken so far.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ DEFAULT = 5.0
 EFFORTS = (1.0, 0.5)
 #: Fraction of the time that is planned for: what comes last can be longer than expected.
 _PLANNED = 0.95
-#: Seconds that an estimate weighs as, beside what was measured.
-_PRIOR = 5.0
-
+#: By kind, the seconds that a row is expected to take, on 2 cores of a CPU, before any has run; and as how many rows
+#: that counts afterwards.
+ROW_SECONDS = {"memcpy": 1.0, "GEMM": 2.5, "overhead": 0.3, "growth": 6.0, "model": 10.0, "compiled model": 18.0}
+_PRIOR = 2
 
 #: Places in the order of a run.
 FIRST, NEEDED, LATER, REST = -1, 0, 1, 2
@@ -31,31 +31,22 @@ FIRST, NEEDED, LATER, REST = -1, 0, 1, 2
 class Unit:
     """Rows that are compared with each other: all are measured or none.
 
-    shape: what is cut as a whole. kind: estimates of a kind share a correction. fixed, rounds, a_row: seconds before
-    the rounds, of all rounds, and of each row. waits: seconds of `fixed` that compile peers. op, what: the
+    shape: what is cut as a whole. kind: of `ROW_SECONDS`. size: of bytes, by which shapes are ordered. op, what: the
     operation, and its direction and dtype.
     """
 
     id: str
     shape: str
     kind: str
-    fixed: float
-    rounds: float = 0.0
     size: float = 0.0
     op: str = ""
     what: str = ""
     place: int = REST
-    a_row: float = 0.0
     rows: int = 1
-    waits: float = 0.0
 
-    def seconds(self, effort: float = 1.0) -> float:
-        return self.fixed + self.a_row * self.rows + self.rounds * effort
-
-    @property
-    def plain(self) -> Unit:
-        """The same without the peers that are compiled."""
-        return replace(self, fixed=self.fixed - self.waits, waits=0.0, kind="operation") if self.waits else self
+    def seconds(self, effort: float = 1.0, rates: Mapping[str, float] = ROW_SECONDS) -> float:
+        """Returns what it is expected to take; half of that is besides the rounds."""
+        return self.rows * rates[self.kind] * (1 + effort) / 2
 
 
 def collected(rows: Iterable[Unit]) -> list[Unit]:
@@ -93,53 +84,29 @@ def ordered(units: Sequence[Unit]) -> list[Unit]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The fraction of the rounds that is measured, the shapes that are cut, the seconds that the rest takes, and the
-    shapes of it without peers that are compiled."""
+    """The fraction of the rounds that is measured, the shapes that are cut, and the seconds that the rest takes."""
 
     effort: float
     cut: tuple[str, ...]
     seconds: float
-    plain: tuple[str, ...] = ()
 
 
-def plan(units: Sequence[Unit], seconds: float, factors: Mapping[str, float] | None = None) -> Plan:
-    """Decides what to do with `units` in `seconds`, by estimates that are multiplied by their kind's factor."""
-    by = factors or {}
-
-    def total(chosen: Iterable[Unit], effort: float) -> float:
-        return sum(u.seconds(effort) * by.get(u.kind, 1.0) for u in chosen)
-
+def plan(units: Sequence[Unit], seconds: float, rates: Mapping[str, float] = ROW_SECONDS) -> Plan:
+    """Decides what to do with `units` in `seconds`."""
     for effort in EFFORTS:
-        if (left := total(units, effort)) <= seconds:
+        if (left := sum(u.seconds(effort, rates) for u in units)) <= seconds:
             return Plan(effort, (), left)
-    shapes: dict[str, list[Unit]] = {}
-    for u in units:
-        shapes.setdefault(u.shape, []).append(u)
-    takes = {shape: total(of, effort) for shape, of in shapes.items()}
     cut: list[str] = []
-    plain: list[str] = []
-    for shape, compiled in _steps(units):
+    for shape in _largest_first(units):
         if left <= seconds:
             break
-        now = total((u.plain for u in shapes[shape]), effort) if compiled else 0.0
-        (plain if compiled else cut).append(shape)
-        left += now - takes[shape]
-        takes[shape] = now
-    return Plan(effort, tuple(cut), left, tuple(shape for shape in plain if shape not in cut))
-
-
-def _steps(units: Sequence[Unit]) -> list[tuple[str, bool]]:
-    """Returns what is cut in turn: shapes, or (True) what is compiled of them."""
-    needed = {u.shape for u in units if u.place <= NEEDED}
-    order = _largest_first(units)
-    last = [shape for shape in order if shape in needed]
-    first = [(shape, False) for shape in order if shape not in needed]
-    return [*first, *((shape, True) for shape in last), *((shape, False) for shape in last)]
+        cut.append(shape)
+        left -= sum(u.seconds(effort, rates) for u in units if u.shape == shape)
+    return Plan(effort, tuple(cut), left)
 
 
 def _largest_first(units: Sequence[Unit]) -> list[str]:
-    """Returns the shapes in the order in which they are cut: the rest and then models, the largest first; then from the
-    end."""
+    """Returns the shapes in the order in which they are cut: the rest, models, what is needed; the largest first."""
     sizes: dict[str, tuple[int, float, int]] = {}
     for u in units:
         place, size, index = sizes.get(u.shape, (u.place, 0.0, len(sizes)))
@@ -158,8 +125,6 @@ class Budget:
     #: By id of a unit: the fraction of its rounds, None where it was cut.
     decided: dict[str, float | None] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
-    #: Ids of units whose compiled peers were cut.
-    plain: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._by_id = {u.id: u for u in self.units}
@@ -169,29 +134,21 @@ class Budget:
         return self.clock() - self.started
 
     @property
-    def left(self) -> float:
-        """Seconds of the budget."""
-        return self.minutes * 60 - self.gone
+    def rates(self) -> dict[str, float]:
+        """Seconds that all rounds of a row take, by kind."""
+        taken = {kind: [_PRIOR * seconds, float(_PRIOR)] for kind, seconds in ROW_SECONDS.items()}
+        for name, seconds in self.spent.items():
+            if (effort := self.decided.get(name)) is not None:
+                unit = self._by_id[name]
+                taken[unit.kind][0] += seconds
+                taken[unit.kind][1] += unit.rows * (1 + effort) / 2
+        return {kind: seconds / rows for kind, (seconds, rows) in taken.items()}
 
     def remaining(self) -> Plan:
         """Returns the plan of what has not begun."""
         rest = [u for u in self.units if u.id not in self.decided]
-        if not self.minutes:
-            return Plan(1.0, (), sum(u.seconds() * self.factors.get(u.kind, 1.0) for u in rest))
-        return plan(rest, self.left - (1 - _PLANNED) * self.minutes * 60, self.factors)
-
-    @property
-    def factors(self) -> dict[str, float]:
-        """The ratio of seconds spent to seconds expected, by kind."""
-        sums: dict[str, list[float]] = {}
-        for name, seconds in self.spent.items():
-            unit, effort = self._by_id[name], self.decided.get(name)
-            if effort is not None:
-                unit = unit.plain if name in self.plain else unit
-                found = sums.setdefault(unit.kind, [_PRIOR, _PRIOR])
-                found[0] += seconds
-                found[1] += unit.seconds(effort)
-        return {kind: spent / expected for kind, (spent, expected) in sums.items()}
+        seconds = self.minutes * 60 * _PLANNED - self.gone if self.minutes else float("inf")
+        return plan(rest, seconds, self.rates)
 
     def admit(self, name: str) -> float | None:
         """Returns the fraction of its rounds that a unit gets, None where it is cut; its first row decides."""
@@ -199,10 +156,7 @@ class Budget:
             return 1.0
         if name not in self.decided:
             found = self.remaining()
-            unit = self._by_id[name]
-            self.decided[name] = None if unit.shape in found.cut else found.effort
-            if unit.shape in found.plain and unit.waits:
-                self.plain.add(name)
+            self.decided[name] = None if self._by_id[name].shape in found.cut else found.effort
         return self.decided[name]
 
     def spend(self, name: str, seconds: float) -> None:
@@ -213,15 +167,10 @@ class Budget:
         """Returns what is going to be measured, in a few lines."""
         found = self.remaining()
         rows = sum(u.rows for u in self.units)
-        text = f"{rows} rows in {len(self.units)} comparisons"
-        if not self.minutes:
-            return [f"{text}, about {minutes(found.seconds)}; no budget"]
-        text += f", about {minutes(found.seconds + self.gone)}; budget {self.minutes:g} min (--budget, 0 for none)"
-        lines = [text]
+        text = f"{rows} rows in {len(self.units)} comparisons, about {minutes(found.seconds + self.gone)}"
+        lines = [f"{text}; " + (f"budget {self.minutes:g} min (--budget, 0 for none)" if self.minutes else "no budget")]
         if found.effort < 1:
             lines.append(f"  fewer rounds: {found.effort:.0%} of them")
-        if found.plain:
-            lines.append(f"  without what is compiled, unless time is left: {listed(found.plain[::-1])}")
         if found.cut:
             lines.append(f"  left out unless time is left: {len(found.cut)} shapes, {listed(found.cut[::-1])}")
         return lines
@@ -239,21 +188,19 @@ class Budget:
         shapes = dict.fromkeys(u.shape for u in cut)
         measured = {self._by_id[name].op for name, effort in self.decided.items() if effort is not None}
         none_of = [op for op in dict.fromkeys(u.op for u in cut) if op and op not in measured]
-        fewer = [effort for effort in self.decided.values() if effort is not None and effort < 1]
         return {
             "minutes": self.minutes,
             "spent": round(self.gone / 60, 1),
             "comparisons": len(self.decided),
             "cut": {s: [sum(u.rows for u in of if u.shape == s) for of in (cut, self.units)] for s in shapes},
-            "fewer_rounds": len(fewer),
-            **({"not_compiled": len(self.plain)} if self.plain else {}),
+            "fewer_rounds": sum(effort is not None and effort < 1 for effort in self.decided.values()),
             **({"none_of": none_of} if none_of else {}),
         }
 
 
 def together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Returns what `Budget.kept` would say of two runs as one."""
-    sums = ("minutes", "spent", "comparisons", "fewer_rounds", "not_compiled")
+    sums = ("minutes", "spent", "comparisons", "fewer_rounds")
     found = {key: round(first.get(key, 0) + second.get(key, 0), 1) for key in sums if key in first or key in second}
     if found["minutes"]:  # one without a budget had what it took
         found["minutes"] = round(sum(run["minutes"] or run["spent"] for run in (first, second)), 1)

@@ -33,7 +33,6 @@ LIMITS = ("memcpy", "fresh memcpy", "GEMM")
 #: write each result over the last, are out: results are kept. See `graph_us` for what graphs give.
 SEARCHED, SEARCH = "torch.compile, max-autotune", "max-autotune-no-cudagraphs"
 _MODES: dict[str, str | None] = {"torch.compile": None, SEARCHED: SEARCH}
-COMPILED = tuple(_MODES)
 #: Above this many operations a byte a call is compute-bound.
 _INTENSITY = 32
 #: Sets of inputs that rotate at most; where it would take more to fill the caches, two do and the caches are scrubbed.
@@ -132,6 +131,11 @@ class Group:
     def flops(self) -> int | None:
         """Returns the FLOPs of the matrix products, None for an operation without."""
         return self.bench.flops(_shapes(self.case, self.dtype), self.case.options, self.direction)
+
+    @property
+    def size(self) -> float:
+        """Returns the bytes that take as long as the call, roughly."""
+        return self.bytes_moved + (self.flops or 0) / _INTENSITY
 
     def function(self, name: str) -> Callable[..., Any]:
         """Returns what is called with the case's arguments for one of `names` that is no limit."""
