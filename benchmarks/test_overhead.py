@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import stub_gpu  # of tests/support
 import torch
 
 import foundry_kernels as fk
-from benchmarks import liger, stub_gpu
+from benchmarks import liger
 from benchmarks.budget import LATER, Unit
 from benchmarks.calls import unavailable
 from benchmarks.conftest import Record

@@ -14,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 from launch_recorder import Recorder
+from stub_gpu import stub_gpu
 from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
 import foundry_kernels as fk
-from benchmarks.stub_gpu import stub_gpu
 from foundry_kernels._triton import devices, plans, rows, tuning
 from foundry_kernels._triton import launch as launches
 from foundry_kernels._triton.launch import Plan, launch

@@ -29,10 +29,11 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from stub_gpu import StubDriver, stub_gpu, uncompiled, why_not  # noqa: E402
 
 import foundry_kernels as fk  # noqa: E402
-from benchmarks.stub_gpu import StubDriver, stub_gpu, uncompiled, why_not  # noqa: E402
 from foundry_kernels.core.registry import OpSpec  # noqa: E402
 from foundry_kernels.testing import Case, call, make_cotangents  # noqa: E402
 from foundry_kernels.tools.inspect import aot  # noqa: E402

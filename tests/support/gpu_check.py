@@ -42,7 +42,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(HERE)]
 OUT = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
 FROM = Path(os.environ.get("FROM") or OUT)
 #: Seconds that each part may take; together they stay within ten minutes.
