@@ -1,8 +1,8 @@
-"""Keeps a run within its time: the order of comparisons, and what is cut.
+"""Keeps a run within its time: orders the comparisons, and cuts some.
 
-Order: of each operation the smallest shapes that together have all its directions and dtypes; host times and models;
-then all other shapes and growth, the smallest first. If time is short, rounds are halved, then whole shapes are cut
-from the end. The plan is made anew before each comparison, from what rows of each kind have taken so far.
+First come, for each operation, the smallest shapes that together have all its directions and dtypes; then host times
+and models; then all other shapes and growth, the smallest first. If time is short, rounds are halved, then whole shapes
+are cut from the end. A new plan is made before each comparison, from the time of the rows of each kind so far.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-#: Minutes of the quick set; the full one has no limit unless it is given one.
+#: Minutes for the quick set; the full set has no limit by default.
 DEFAULT = 5.0
-#: Fractions of the rounds, the first that fits.
+#: Fractions of the rounds; the first that fits is used.
 EFFORTS = (1.0, 0.5)
-#: Fraction of the time that is planned for: what comes last can be longer than expected.
+#: The planned fraction of the time, because the last comparisons may take longer than expected.
 _PLANNED = 0.95
-#: By kind, the seconds that a row is expected to take, on 2 cores of a CPU, before any has run; and as how many rows
-#: that counts afterwards.
+#: The expected seconds of a row by kind, on 2 cores of a CPU; and as how many measured rows they count.
 ROW_SECONDS = {"memcpy": 1.0, "GEMM": 2.5, "overhead": 0.3, "growth": 6.0, "model": 10.0, "compiled model": 18.0}
 _PRIOR = 2
 
@@ -29,10 +28,10 @@ FIRST, NEEDED, LATER, REST = -1, 0, 1, 2
 
 @dataclass(frozen=True)
 class Unit:
-    """Rows that are compared with each other: all are measured or none.
+    """Rows that are compared with each other; either all or none are measured.
 
-    shape: what is cut as a whole. kind: of `ROW_SECONDS`. size: of bytes, by which shapes are ordered. op, what: the
-    operation, and its direction and dtype.
+    shape: units of a shape are cut together. kind: a key of `ROW_SECONDS`. size: in bytes; shapes are ordered by it.
+    op, what: the operation, and its direction and dtype.
     """
 
     id: str
@@ -45,12 +44,12 @@ class Unit:
     rows: int = 1
 
     def seconds(self, effort: float = 1.0, rates: Mapping[str, float] = ROW_SECONDS) -> float:
-        """Returns what it is expected to take; half of that is besides the rounds."""
+        """Returns the expected time, of which the rounds are half."""
         return self.rows * rates[self.kind] * (1 + effort) / 2
 
 
 def collected(rows: Iterable[Unit]) -> list[Unit]:
-    """Returns the units of rows that each bring their own: counted, and what is `NEEDED` placed so."""
+    """Returns the distinct units of rows, with their numbers of rows and with `NEEDED` ones marked."""
     found: dict[str, Unit] = {}
     for unit in rows:
         known = found.get(unit.id)
@@ -60,8 +59,8 @@ def collected(rows: Iterable[Unit]) -> list[Unit]:
 
 
 def _needed(units: Sequence[Unit]) -> set[str]:
-    """Returns the shapes that together have every direction and dtype of every operation: one that has most of those
-    that are left, and of these the smallest."""
+    """Returns shapes that together have every direction and dtype of every operation. Greedily takes the shape with the
+    most missing ones, and the smallest of these."""
     has: dict[str, set[tuple[str, str]]] = {}
     sizes: dict[str, float] = {}
     for u in units:
@@ -76,15 +75,15 @@ def _needed(units: Sequence[Unit]) -> set[str]:
 
 
 def ordered(units: Sequence[Unit]) -> list[Unit]:
-    """Returns the units in the order in which they are measured, those of a shape in succession: what comes last is
-    what is cut first."""
+    """Returns the units in the order of measurement, with the units of a shape together. The last ones are cut
+    first."""
     place = {shape: index for index, shape in enumerate(reversed(_largest_first(units)))}
     return sorted(units, key=lambda u: place[u.shape])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The fraction of the rounds that is measured, the shapes that are cut, and the seconds that the rest takes."""
+    """The fraction of the rounds to measure, the shapes to cut, and the seconds for the others."""
 
     effort: float
     cut: tuple[str, ...]
@@ -92,7 +91,7 @@ class Plan:
 
 
 def plan(units: Sequence[Unit], seconds: float, rates: Mapping[str, float] = ROW_SECONDS) -> Plan:
-    """Decides what to do with `units` in `seconds`."""
+    """Plans `units` for `seconds`."""
     for effort in EFFORTS:
         if (left := sum(u.seconds(effort, rates) for u in units)) <= seconds:
             return Plan(effort, (), left)
@@ -106,7 +105,7 @@ def plan(units: Sequence[Unit], seconds: float, rates: Mapping[str, float] = ROW
 
 
 def _largest_first(units: Sequence[Unit]) -> list[str]:
-    """Returns the shapes in the order in which they are cut: the rest, models, what is needed; the largest first."""
+    """Returns the shapes in the order of cuts: the rest, models, `NEEDED` ones; the largest first."""
     sizes: dict[str, tuple[int, float, int]] = {}
     for u in units:
         place, size, index = sizes.get(u.shape, (u.place, 0.0, len(sizes)))
@@ -122,7 +121,7 @@ class Budget:
     minutes: float
     started: float
     clock: Callable[[], float] = time.monotonic
-    #: By id of a unit: the fraction of its rounds, None where it was cut.
+    #: The fraction of rounds by unit; None if it was cut.
     decided: dict[str, float | None] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
 
@@ -135,7 +134,7 @@ class Budget:
 
     @property
     def rates(self) -> dict[str, float]:
-        """Seconds that all rounds of a row take, by kind."""
+        """The seconds of a row with all its rounds, by kind."""
         taken = {kind: [_PRIOR * seconds, float(_PRIOR)] for kind, seconds in ROW_SECONDS.items()}
         for name, seconds in self.spent.items():
             if (effort := self.decided.get(name)) is not None:
@@ -145,13 +144,13 @@ class Budget:
         return {kind: seconds / rows for kind, (seconds, rows) in taken.items()}
 
     def remaining(self) -> Plan:
-        """Returns the plan of what has not begun."""
+        """Returns the plan for the units that have not started."""
         rest = [u for u in self.units if u.id not in self.decided]
         seconds = self.minutes * 60 * _PLANNED - self.gone if self.minutes else float("inf")
         return plan(rest, seconds, self.rates)
 
     def admit(self, name: str) -> float | None:
-        """Returns the fraction of its rounds that a unit gets, None where it is cut; its first row decides."""
+        """Returns a unit's fraction of rounds, or None if it is cut. Its first row decides."""
         if name not in self._by_id:
             return 1.0
         if name not in self.decided:
@@ -164,7 +163,7 @@ class Budget:
             self.spent[name] = self.spent.get(name, 0.0) + seconds
 
     def announced(self) -> list[str]:
-        """Returns what is going to be measured, in a few lines."""
+        """Returns a few lines about the planned measurements."""
         found = self.remaining()
         rows = sum(u.rows for u in self.units)
         text = f"{rows} rows in {len(self.units)} comparisons, about {minutes(found.seconds + self.gone)}"
@@ -176,14 +175,14 @@ class Budget:
         return lines
 
     def progress(self) -> str:
-        """Returns how far the run is: the rows that are done, of those that there is time for."""
+        """Returns the progress of the run: the finished rows, of those for which there is time."""
         left = self.remaining()
         done = sum(u.rows for u in self.units if self.decided.get(u.id) is not None)
         to_go = sum(u.rows for u in self.units if u.id not in self.decided and u.shape not in left.cut)
         return f"{minutes(self.gone)}: {done} of {done + to_go} rows, about {minutes(left.seconds)} to go"
 
     def kept(self) -> dict[str, object]:
-        """Returns what a page says of it."""
+        """Returns the fields for a page."""
         cut = [self._by_id[name] for name, effort in self.decided.items() if effort is None]
         shapes = dict.fromkeys(u.shape for u in cut)
         measured = {self._by_id[name].op for name, effort in self.decided.items() if effort is not None}

@@ -19,12 +19,12 @@ def block_inputs(
     model: Transformer, tokens: Tensor, cache: KVCache | PagedBatch | None, attn_mask: Tensor | AttentionMask | None,
     lengths: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The further arguments of every block (see `TransformerBlock`): none in a plain call."""
+    """The additional arguments of every block (see `TransformerBlock`); none in a plain call."""
     relative, shard = model.relative_bias, model.sequence_shard
     if isinstance(cache, PagedBatch):
         if attn_mask is not None or lengths is not None or relative is not None:
             raise ValueError("PagedKVCache does not support attn_mask, lengths or relative positions")
-        return ()  # the pages know where tokens are
+        return ()  # the cache has the positions
     if shard is not None:
         return None, *shard.seen(tokens, cu_seqlens), max_seqlen
     if relative is not None and cu_seqlens is not None:

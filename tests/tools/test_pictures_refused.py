@@ -20,7 +20,7 @@ CONFIG = ModelConfig(32, 2, 4, vocab_size=256, max_seq_len=64)
 
 #: Options that are refused before the checkpoint, which there is not, is opened.
 EARLY = [
-    (["attention"], "give a checkpoint or --qk"),
+    (["attention"], "give either a checkpoint or --qk"),
     (["attention", "absent.pt"], "give a text with --text FILE or --prompt TEXT"),
     (["attention", "absent.pt", "--text", "absent.txt"], "cannot read the text absent.txt"),
     (["attention", "absent.pt", "--prompt", "a b", "--head", "first"], "--head must be LAYER.HEAD"),

@@ -33,11 +33,11 @@ _FAST_PRODUCTS = fast_products(torch.bfloat16)
 #: was faster than a float32 sum; the sum in 24 bits was not measured there.
 _TILES_ARE_FASTER = _FAST_PRODUCTS and extension.build_info().get("instruction_set") == "amx_bf16"
 
-#: The part of a GPU's memory that all logits may take, where there are gradients.
+#: With gradients, all logits may take 1 / SHARE of a GPU's memory.
 SHARE = 32
-#: Bytes of a block's logits on a GPU, how many classes it has at least and at most, and what their number is a multiple
-#: of. On an H100, of 8192 tokens, blocks of 16032 classes were the fastest of 4008 to 32064. With many tokens fewer
-#: classes would spend more time on hidden's float32 sum, which each block reads and writes, than on the matmul.
+#: Bytes of a block's logits on a GPU; the fewest and the most classes of a block, and a divisor of their number. On an
+#: H100 with 8192 tokens, 16032 classes were the fastest between 4008 and 32064. With many tokens and fewer classes,
+#: hidden's float32 sum, which each block reads and writes, would take longer than the matmul.
 BLOCK, LEAST, MOST, MULTIPLE = 1 << 28, 2048, 1 << 15, 128
 
 extension.set_single_chunk(SMALL, SUMMED24)
@@ -60,22 +60,22 @@ def on_cpu(hidden: Tensor, weight: Tensor, options: LinearLossOptions, needs: Ne
 
 
 def on_gpu(hidden: Tensor, weight: Tensor, options: LinearLossOptions, needs: Needs) -> int | None:
-    """By the shape and the device's memory, never by what is free. Without gradients blocks need no additional
-    matmul."""
+    """Depends on the shape and the device's memory, never on its free memory. Without gradients, blocks need no
+    additional matmul."""
     n_tokens, asked = hidden.numel() // hidden.shape[-1], options.chunk_size
     if asked is not None:
         return ALL if asked not in (ALL, TILES) and _at_most(n_tokens, asked) else asked
     takes = n_tokens * weight.shape[0] * hidden.element_size()
-    if needs.weight and hidden.dtype == torch.float16:  # in float32 until it is divided by the number of tokens
+    if needs.weight and hidden.dtype == torch.float16:  # its gradient is float32 before the mean
         takes += 4 * weight.numel()
     if _at_most(takes, total_memory(hidden.device) // SHARE if any(needs) else BLOCK):
         return ALL
-    # Tiles sum hidden's gradient over blocks of classes whose number depends on that of the tokens.
+    # Tiles sum hidden's gradient over blocks of classes. The number of blocks depends on the number of tokens.
     return None if options.batch_invariant else TILES
 
 
 def _at_most(size: int, limit: int) -> bool:
-    """size <= limit; False while a compiler traces a number of tokens that depends on data, and cannot tell."""
+    """size <= limit; False if it is unknown because torch.compile traces a data-dependent number of tokens."""
     if not torch.compiler.is_compiling():
         return size <= limit
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -96,8 +96,8 @@ def classes_on_cpu(n_tokens: int, n_classes: int, itemsize: int) -> int:
 
 
 def classes_on_gpu(n_tokens: int, n_classes: int, itemsize: int) -> int:
-    """Classes of a tile: all but the last have as many, so that they are nearly of one size."""
-    if INTERPRET:  # so that small cases have several
+    """Classes of a tile. All tiles but the last have as many, so that their sizes are nearly equal."""
+    if INTERPRET:  # small cases must have several blocks
         return max(32, -(-n_classes // 4))
     n_blocks = -(-n_classes // min(max(LEAST, BLOCK // (n_tokens * itemsize)), MOST))
     return -(-n_classes // (n_blocks * MULTIPLE)) * MULTIPLE

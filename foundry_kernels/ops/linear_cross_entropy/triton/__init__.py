@@ -1,10 +1,11 @@
-"""Two forms, with PyTorch's matmuls and two kernels between them (`launchers.py`).
+"""linear_cross_entropy in two forms: PyTorch's matmuls, with this package's kernels between them (`launchers.py`).
 
 All rows at once: a matmul computes all logits, one kernel computes the loss and overwrites the logits with their
-gradient, and one matmul each computes hidden's gradient and weight's. Nothing of the logits' size exists beside them,
-and no sum of weight's gradient. Blocks of classes ("tiles", `vocabulary_blocks.py`): one more matmul, and little
-memory. Chunks of rows, which a caller may ask for, are the first form with a float32 sum of weight's gradient, to which
-a matmul adds.
+gradient, and two matmuls compute the gradients of hidden and weight. No other memory of the logits' size is needed.
+
+Blocks of classes ("tiles", `vocabulary_blocks.py`): these need one more matmul, and little memory.
+
+Chunks of rows, on the caller's request: as the first form, but matmuls add to a float32 sum of weight's gradient.
 """
 
 from __future__ import annotations
