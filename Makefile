@@ -173,12 +173,12 @@ $(VENV)/.built-all: $(VENV)/.test-packages $(SOURCES)
 # that machine: make gpu-cache STACK=2.11 PYTHON=python3.12 VENV=.venv-3.12.
 ARCHIVE ?= build/gpu-cache.tar.xz
 gpu-cache: $(VENV)/.demo-packages
-	$(PY) -m benchmarks.gpu_cache --archive $(ARCHIVE) $(ARGS)
+	$(PY) tests/support/gpu_cache.py --archive $(ARCHIVE) $(ARGS)
 
 # Runs everything that needs a GPU, with $(PYTHON), which must have torch. Needs no network.
 # GPU_CHECK=build,parity,suite,sanitize,bench runs these parts, GPU_CHECK=rest the parts that have not passed yet.
 gpu-check:
-	$(PYTHON) -m benchmarks.gpu_check
+	$(PYTHON) tests/support/gpu_check.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info foundry_kernels/*.so
