@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import fresh
 import pytest
 
 import foundry_kernels as fk
@@ -24,7 +23,7 @@ def run(code: str, *, interpret: bool = False, fails: bool = False, cwd: Path | 
         env["TRITON_INTERPRET"] = "1"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(fk.__file__).parents[1]), env.get("PYTHONPATH", "")]))
     code = textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=cwd)
+    done = fresh.python("-c", code, env=env, cwd=cwd)
     assert bool(done.returncode) == fails, done.stderr
     return done.stderr if fails else done.stdout
 

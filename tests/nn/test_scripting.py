@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import rest_slow
 from torch import Tensor, nn
 
 import foundry_kernels as fk
@@ -167,7 +168,7 @@ class Logits(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", rest_slow(["llama", "gpt2", "mixtral"]))
 def test_a_patched_model_of_transformers(family: str) -> None:
     pytest.importorskip("transformers")
     from foundry_kernels.integrations.tiny import tiny_model

@@ -179,7 +179,7 @@ def gradients_and_calls(row: Row, case: Case, save: bool | None) -> tuple[tuple[
 @over_rows(gradients=True)
 def test_selective_checkpointing_names_the_operators(row: Row) -> None:
     """A policy that keeps them runs each once; one that does not runs the forward operators again."""
-    for case in row.small_cases[:3]:
+    for case in row.small_cases[: 1 if row.backend == "triton" else 3]:
         expected, plain = gradients_and_calls(row, case, None)
         for save in (True, False):
             grads, calls = gradients_and_calls(row, case, save)

@@ -27,8 +27,8 @@ NVCC_SOURCES = ("rope", "attention_forward")
 MOST_ELEMENTS = 100_000
 #: Likewise where kernels are interpreted.
 MOST_INTERPRETED = 20_000
-#: In the interpreter pairs of choices are looked for among cases of at most so many.
-MOST_PAIRED = 10_000
+#: In the interpreter pairs of choices are looked for among cases of at most so many, of operations that are no twin.
+MOST_PAIRED = 2_000
 #: Where kernels are emulated (Triton's interpreter, CUDA on the CPU) every element takes a thousand times as long.
 FEW_ELEMENTS = 2_000
 #: Tests that try several cases at once, or an instruction set, do so in these dtypes; where kernels are emulated, in
@@ -90,8 +90,8 @@ def telling(row: Any) -> dict[torch.dtype, frozenset[str]]:
 
     In the first dtype each two choices (an option's value, the layout or the values of an argument, its absence) that
     some case combines are combined in one of them, and every size is in one; of cases that take the interpreter long,
-    each choice. In bfloat16 each choice is in one; a third
-    of these cases is tried in the other dtypes. Emulated code is the same for all dtypes, so there they are small.
+    or whose kernels it interprets for another operation, each choice. In bfloat16 each choice is in one; a third of
+    these cases is tried in the other dtypes. Emulated code is the same for all dtypes, so there they are small.
     """
     from foundry_kernels.tools.check import numel
 
@@ -99,7 +99,7 @@ def telling(row: Any) -> dict[torch.dtype, frozenset[str]]:
     cases = [case for case in row.cases if numel(case) <= most]
 
     def all_of(case: Case) -> set[Any]:
-        if _is_interpreted(row) and numel(case) > MOST_PAIRED:
+        if _is_interpreted(row) and not pairs_are_tried(row, case):
             return _choices(case)
         return {*_choices(case), *_sizes(case), *combinations(sorted(_choices(case)), 2)}
 
@@ -108,6 +108,15 @@ def telling(row: Any) -> dict[torch.dtype, frozenset[str]]:
     first, pairs = first_dtype(row), _cover(cases, all_of)
     chosen = dict.fromkeys(row.dtypes, singles[::3]) | {torch.bfloat16: singles, first: pairs}
     return {dtype: frozenset(chosen[dtype]) for dtype in row.dtypes}
+
+
+def pairs_are_tried(row: Any, case: Case) -> bool:
+    """Whether pairs of choices are looked for in a case that is interpreted."""
+    from table import is_twin
+
+    from foundry_kernels.tools.check import numel
+
+    return numel(case) <= MOST_PAIRED and not is_twin(row.op)
 
 
 def _cover(cases: Sequence[Case], points_of: Callable[[Case], set[Any]]) -> list[str]:
@@ -172,6 +181,11 @@ def third_of(nodeid: str) -> int:
 
 def is_slow(item: pytest.Item) -> bool:
     return item.get_closest_marker("slow") is not None
+
+
+def rest_slow(values: Sequence[Any], quick: int = 1) -> list[Any]:
+    """Values of a parameter of which `make test` takes the first ones alone."""
+    return [*values[:quick], *(pytest.param(value, marks=pytest.mark.slow) for value in values[quick:])]
 
 
 def mark(items: list[pytest.Item], every_case: bool = False) -> None:

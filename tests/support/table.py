@@ -30,6 +30,8 @@ from foundry_kernels.tools.check import small_cases
 
 #: The operations that have kernels for compute capability 9.0 alone.
 HOPPER = (FLASH_ATTENTION, FLASH_ATTENTION_VARLEN)
+#: Operations of each kind: with statistics of a row, a rotation, a loss, and with tiles.
+SAMPLE = ("rms_norm", "rope", "cross_entropy", "flash_attention")
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
@@ -188,12 +190,20 @@ def is_twin(op: OpSpec) -> bool:
 
 
 def over_rows(
-    *backends: str, slow: tuple[str, ...] = (), twins: bool = True, gradients: bool = False
+    *backends: str,
+    slow: tuple[str, ...] = (),
+    sampled: tuple[str, ...] = (),
+    twins: bool = True,
+    gradients: bool = False,
 ) -> pytest.MarkDecorator:
-    """Those of the backends in `slow` are left to `make test-slow`, and without `twins` those of such operations.
-    `gradients`: of operations that have some."""
+    """Those of the backends in `slow` are left to `make test-slow`, those of the backends in `sampled` except for
+    SAMPLE, and without `twins` those of such operations. `gradients`: of operations that have some."""
     chosen = [r for r in rows(*backends) if r.has_gradients or not gradients]
-    left = {r.id for r in chosen if r.backend in slow or (is_twin(r.op) and not twins)}
+    left = {
+        r.id
+        for r in chosen
+        if r.backend in slow or (r.backend in sampled and r.op.name not in SAMPLE) or (is_twin(r.op) and not twins)
+    }
     params = [pytest.param(r, id=r.id, marks=pytest.mark.slow if r.id in left else ()) for r in chosen]
     return pytest.mark.parametrize("row", params)
 
