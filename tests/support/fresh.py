@@ -22,6 +22,9 @@ def python(
     *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | str | None = None
 ) -> subprocess.CompletedProcess[str]:
     """`python *arguments`, which are `-c CODE ...`, `-m MODULE ...` or `FILE ...`, with its output as text."""
+    if sys.platform != "linux":  # where a copy of a process may lack what its libraries need
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True)
     with tempfile.TemporaryDirectory() as folder:
         output = [Path(folder, name) for name in ("stdout", "stderr")]
         request = {

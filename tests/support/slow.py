@@ -1,8 +1,9 @@
 """Which tests `make test` leaves to `make test-slow`: the further points of long sweeps, chosen by what they are about.
 
 Every operation, backend, dtype and kind of test stays in `make test`. Of the parity table these are the telling cases
-(`telling`). A test of its own that is long says so with `@pytest.mark.slow`. Each commit's CI runs a third of the slow
-tests, any three commits in a row all of them; `make test-all` runs all at once.
+(`telling`). A test of its own that is long says so with `@pytest.mark.slow`, and one that needs few values of a
+parameter with `rest_slow`. Each commit's CI runs a third of the slow tests, any three commits in a row all of them;
+`make test-all` runs all at once.
 """
 
 from __future__ import annotations
