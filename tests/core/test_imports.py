@@ -8,6 +8,7 @@ from pathlib import Path
 
 import fresh
 import pytest
+from slow import rest_slow
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
@@ -89,7 +90,7 @@ TRACED = """
 
 
 @needs_triton
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("strict", rest_slow([True, False]))
 def test_tracing_may_be_the_first_call_and_the_graph_loads_elsewhere(tmp_path: Path, strict: bool) -> None:
     run(
         TRACED

@@ -112,7 +112,7 @@ def test_a_module_refuses_to_be_scripted(name: str) -> None:
         torch.jit.script(module)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", rest_slow(list(MODULES), 5))
 def test_what_the_message_says_works(name: str) -> None:
     torch.compiler.reset()
     make, given, call = MODULES[name]
@@ -141,7 +141,7 @@ PATCHED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PATCHED)
+@pytest.mark.parametrize("name", rest_slow(list(PATCHED)[::-1], 2))
 def test_a_patched_module(name: str) -> None:
     """It says so too; undone, it is scripted as before."""
     torch.compiler.reset()

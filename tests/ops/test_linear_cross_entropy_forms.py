@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from slow import rest_slow
 from table import saved_tensors
 from torch import Tensor
 
@@ -281,7 +282,7 @@ def test_targets_and_incoming_gradients_of_any_stride(form: Any) -> None:
 
 
 @FORMS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", rest_slow([torch.float32, torch.bfloat16, torch.float16]), ids=str)
 def test_opcheck(form: Any, dtype: torch.dtype) -> None:
     hidden, weight, target = draw(dtype)
     with Operators() as seen:
