@@ -53,12 +53,17 @@ class Matmuls {
   }
 
   void run() {
+    if (all_.empty()) return;
     const int64_t n_threads = at::get_num_threads();
     const auto small = std::partition(all_.begin(), all_.end(), [](const One& one) { return one.work() > kSmall; });
     const int64_t n_small = all_.end() - small;
-    for (auto one = all_.begin(); one != (n_threads > 1 && n_small > 1 ? small : all_.end()); ++one)
-      multiply(one->a, one->b, one->out);
-    if (n_threads > 1 && n_small > 1) share(&*small, n_small, n_threads);
+    const auto type = all_.front().a.scalar_type();
+    // oneDNN's take so long to begin that parts of them do not pay off.
+    const bool divisible = type == at::kFloat || !fast_products(type);
+    const bool shared = n_threads > 1 && n_small >= (divisible ? 2 : 2 * n_threads);
+    for (auto one = all_.begin(); one != (shared ? small : all_.end()); ++one) multiply(one->a, one->b, one->out);
+    if (shared)
+      share(&*small, n_small, n_threads, divisible ? (kTasksOfThread * n_threads + n_small - 1) / n_small : 1);
   }
 
  private:
@@ -78,8 +83,7 @@ class Matmuls {
   };
 
   // The threads take parts of the columns, the largest first.
-  static void share(const One* ones, int64_t n, int64_t n_threads) {
-    const int64_t most_parts = (kTasksOfThread * n_threads + n - 1) / n;
+  static void share(const One* ones, int64_t n, int64_t n_threads, int64_t most_parts) {
     std::vector<Task> tasks;
     for (const One* one = ones; one != ones + n; ++one) {
       const int64_t columns = one->out.size(1), parts = std::clamp<int64_t>(one->work() / kSmallest, 1, most_parts);
