@@ -58,8 +58,9 @@ class Matmuls {
     const auto small = std::partition(all_.begin(), all_.end(), [](const One& one) { return one.work() > kSmall; });
     const int64_t n_small = all_.end() - small;
     const auto type = all_.front().a.scalar_type();
-    // oneDNN's take so long to begin that parts of them do not pay off.
-    const bool divisible = type == at::kFloat || !fast_products(type);
+    // Parts of PyTorch's matmuls do not pay off in oneDNN, which takes long to begin, and have other bits in MKL.
+    const bool divisible = (type == at::kBFloat16 && own_bfloat16_products()) ||
+                           (!fast_float32_products() && (type == at::kFloat || !fast_products(type)));
     const bool shared = n_threads > 1 && n_small >= (divisible ? 2 : 2 * n_threads);
     for (auto one = all_.begin(); one != (shared ? small : all_.end()); ++one) multiply(one->a, one->b, one->out);
     if (shared)
