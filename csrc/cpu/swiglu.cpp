@@ -73,15 +73,6 @@ void forward_tiles(const GluForward& a, const Unit& unit, Drop& drop, int64_t be
   });
 }
 
-// Asks for what follows 2 * kLanes elements. The backward pass has three inputs and two outputs; the hardware's
-// prefetchers fall behind with as many streams.
-template <class X>
-inline FK_INLINE void prefetch_next(const X* p) {
-  constexpr int64_t kAhead = 512, kLine = 64, kBytes = 2 * kLanes * sizeof(X);
-  const char* next = reinterpret_cast<const char*>(p) + kAhead;
-  for (int64_t byte = 0; byte < kBytes; byte += kLine) __builtin_prefetch(next + byte);
-}
-
 template <class X, bool kStream, class Unit, class Drop>
 void backward_tiles(const GluBackward& a, const Unit& unit, Drop& drop, int64_t begin, int64_t end) {
   for_each_tile(a.n_cols, begin, end, [&](int64_t row, int64_t col, int64_t columns) FK_INLINE {
@@ -92,7 +83,6 @@ void backward_tiles(const GluBackward& a, const Unit& unit, Drop& drop, int64_t 
       X* dgate = a.dgate ? static_cast<X*>(a.dgate) + row * a.out_stride + col + first : nullptr;
       X* dup = a.dup ? static_cast<X*>(a.dup) + row * a.out_stride + col + first : nullptr;
       for_each_vec2<kSplit<X>>(n, [&](int64_t i, auto at, int) FK_INLINE {
-        prefetch_next(dy + i), prefetch_next(gate + i), prefetch_next(up + i);
         const Vec2 d = drop.times(at.load(dy + i), at, i), g = at.load(gate + i);
         const Activated one = unit.both(g.a), two = unit.both(g.b);
         if (dgate) {
