@@ -1,11 +1,17 @@
 // The CPU launches of foundry_kernels::grouped_mm_fwd and grouped_mm_bwd; see grouped_mm.cpp for the operators. Groups
 // of few rows, as in decoding, use decode_linear's kernel: one pass over their matrices, with the threads sharing all
 // groups. Other float32 matmuls are those of products.h, and other 16-bit matmuls are PyTorch's. Where oneDNN is slow
-// at 16 bits they run in float32, or for bfloat16 in the kernel of products.h if it applies.
+// at 16 bits they run in float32, or for bfloat16 in the kernel of products.h if it applies. Each thread runs small
+// matmuls alone, because waking all threads for each of them takes a part of the time.
 #include "grouped_mm.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
 
 #include "cpu_common.h"
 #include "decode_linear.h"
@@ -39,6 +45,68 @@ void multiply(const Tensor& a, const Tensor& b, Tensor out) {
   }
 }
 
+// Matmuls that do not depend on each other.
+class Matmuls {
+ public:
+  void add(const Tensor& a, const Tensor& b, const Tensor& out) {
+    if (out.numel() > 0) all_.push_back({a, b, out});
+  }
+
+  void run() {
+    if (all_.empty()) return;
+    const int64_t n_threads = at::get_num_threads();
+    const auto small = std::partition(all_.begin(), all_.end(), [](const One& one) { return one.work() > kSmall; });
+    const int64_t n_small = all_.end() - small;
+    const auto type = all_.front().a.scalar_type();
+    // Parts of PyTorch's matmuls do not pay off in oneDNN, which takes long to begin, and have other bits in MKL.
+    const bool divisible = (type == at::kBFloat16 && own_bfloat16_products()) ||
+                           (!fast_float32_products() && (type == at::kFloat || !fast_products(type)));
+    const bool shared = n_threads > 1 && n_small >= (divisible ? 2 : 2 * n_threads);
+    for (auto one = all_.begin(); one != (shared ? small : all_.end()); ++one) multiply(one->a, one->b, one->out);
+    if (shared)
+      share(&*small, n_small, n_threads, divisible ? (kTasksOfThread * n_threads + n_small - 1) / n_small : 1);
+  }
+
+ private:
+  // Multiplications of a matmul that one thread runs alone; a tenth of a millisecond or two.
+  static constexpr int64_t kSmall = 1 << 24;
+  // Of a part of a matmul, at least.
+  static constexpr int64_t kSmallest = 1 << 20, kColumns = 64;
+  static constexpr int64_t kTasksOfThread = 4;
+
+  struct One {
+    Tensor a, b, out;
+    int64_t work() const { return out.numel() * a.size(1); }
+  };
+  struct Task {
+    const One* of;
+    int64_t begin, columns;
+  };
+
+  // The threads take parts of the columns, the largest first.
+  static void share(const One* ones, int64_t n, int64_t n_threads, int64_t most_parts) {
+    std::vector<Task> tasks;
+    for (const One* one = ones; one != ones + n; ++one) {
+      const int64_t columns = one->out.size(1), parts = std::clamp<int64_t>(one->work() / kSmallest, 1, most_parts);
+      const int64_t step = ((columns + parts - 1) / parts + kColumns - 1) / kColumns * kColumns;
+      for (int64_t begin = 0; begin < columns; begin += step)
+        tasks.push_back({one, begin, std::min(step, columns - begin)});
+    }
+    const auto work = [](const Task& task) { return task.of->work() / task.of->out.size(1) * task.columns; };
+    std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& x, const Task& y) { return work(x) > work(y); });
+    std::atomic<size_t> next{0};
+    at::parallel_for(0, std::min<int64_t>(n_threads, tasks.size()), 1, [&](int64_t, int64_t) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;  // other threads do not inherit the caller's
+      for (size_t i; (i = next.fetch_add(1)) < tasks.size();) {
+        const auto& [of, begin, columns] = tasks[i];
+        multiply(of->a, of->b.narrow(1, begin, columns), of->out.narrow(1, begin, columns));
+      }
+    });
+  }
+
+  std::vector<One> all_;
+};
+
 // The ends of the groups on the host, checked. Checked in backward too: the memory may have changed.
 Tensor checked(const Tensor& offs_, int64_t n_rows) {
   const Tensor offs = offs_.contiguous();
@@ -63,6 +131,7 @@ void product(const Tensor& x, const Tensor& weight, const Tensor& offs, bool bat
   if (y.numel() == 0) return;
   const int64_t few = rows_of_one_pass(x.scalar_type(), x.size(1));
   DecodeProducts in_one_pass;
+  Matmuls others;
   each_group(offs, x.size(0), [&](int64_t group, int64_t first, int64_t n) {
     if (n == 0) return;
     Tensor out = y.narrow(0, first, n);
@@ -73,9 +142,10 @@ void product(const Tensor& x, const Tensor& weight, const Tensor& offs, bool bat
     const Tensor rows = x.narrow(0, first, n), matrix = weight.select(0, group);
     // The kernel reads the transpose row by row: another memory order needs a copy.
     if (batch_invariant || (n <= few && matrix.stride(0) == 1)) in_one_pass.add(rows, matrix.t(), out);
-    else multiply(rows, matrix, out);
+    else others.add(rows, matrix, out);
   });
   in_one_pass.run();
+  others.run();
 }
 
 // The transpose [N, rows padded with zeros], so that each of its rows fills whole registers.
@@ -90,14 +160,16 @@ Tensor padded_transpose(const Tensor& x) {
 
 // out[e] = a^T b over the rows of group e. out is contiguous.
 void gradient(const Tensor& a, const Tensor& b, const Tensor& offs, bool batch_invariant, const Tensor& out) {
+  Matmuls all;
   each_group(offs, a.size(0), [&](int64_t group, int64_t first, int64_t n) {
     if (group == out.size(0) || out.numel() == 0) return;
     const Tensor left = a.narrow(0, first, n), right = b.narrow(0, first, n), into = out.select(0, group);
-    if (n == 0 || !batch_invariant) return multiply(left.t(), right, into);
+    if (n == 0 || !batch_invariant) return all.add(left.t(), right, into);
     DecodeProducts alone;  // frees its copies before the next group's
     alone.add(padded_transpose(left), padded_transpose(right), into);
     alone.run();
   });
+  all.run();
 }
 
 Tensor fwd_cpu(const Tensor& x, const Tensor& weight, const Tensor& offs, bool batch_invariant) {

@@ -57,6 +57,23 @@ def decode_all(
     - `nn.Linear` without biases, and no dropout in training;
     - native kernels, and no hooks on any module.
     """
+    found = _all_arguments(blocks, kind, stream, cache)
+    if found is None:
+        return None
+    # None again if torch, or one of the tensors, is in an unusual state.
+    pair: tuple[Tensor, Tensor] | None = decode_blocks_direct("auto", None, stream, found)
+    return pair
+
+
+def in_one_call(blocks: Iterable[Any], kind: type[Any], stream: Tensor, cache: KVCache) -> bool:
+    """Whether `decode_all` supports these blocks."""
+    return _all_arguments(blocks, kind, stream, cache) is not None
+
+
+def _all_arguments(
+    blocks: Iterable[Any], kind: type[Any], stream: Tensor, cache: KVCache | PagedForward
+) -> list[tuple[Any, ...]] | None:
+    """The operator's arguments of all blocks; None if the blocks must be called."""
     if torch.compiler.is_compiling() or not _continues(stream, paged=not isinstance(cache, KVCache)):
         return None
     found: list[tuple[Any, ...]] = []
@@ -67,9 +84,7 @@ def decode_all(
         if arguments is None:
             return None
         found.append(arguments)
-    # None again if torch, or one of the tensors, is in an unusual state.
-    pair: tuple[Tensor, Tensor] | None = decode_blocks_direct("auto", None, stream, found)
-    return pair
+    return found
 
 
 def decode(block: TransformerBlock, branch: Tensor | None, stream: Tensor, cache: Any) -> tuple[Tensor, Tensor] | None:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from foundry_kernels.core.checks import check_bool, check_int
 from foundry_kernels.models import speculative
+from foundry_kernels.models.blocks import TransformerBlock
+from foundry_kernels.models.decode_block import in_one_call
 from foundry_kernels.models.inputs import ends_before, table_of
 from foundry_kernels.models.pages import OutOfPages
 from foundry_kernels.models.sampling import GenerationStats, Prompts, Sampling, check_options, choose, now, read_prompts
@@ -98,7 +100,8 @@ def generate(
         generator: random generator on the model's device.
         compile: run the steps of one token through ``torch.compile``; a mapping is passed to it as keyword arguments.
             One graph is used for all lengths and for later calls with the same model. The common part of the prompts is
-            read without it. A compiled model is called as it is.
+            read without it. A compiled model is called as it is. True compiles nothing where one native call runs all
+            blocks of a step (few rows on a CPU): a graph would only add its own calls and checks.
         context: for a model with `context_dim`, the result of its `read_context`, with a row for each prompt.
         cache: a cache in pages for the prompts' keys and values, which other sequences may share. Its pages are freed
             when this returns. None makes a cache for the call. Not together with `compile`.
@@ -171,7 +174,9 @@ def generate(
             pair = speculative.speculate(model, draft, rows, max_new_tokens, draft_tokens, stop_token, sampling)
             return pair if return_stats else pair[0]
         kv_cache = model.make_cache(len(rows), total) if cache is None else _take_pages(cache, len(rows), total)
-        if compile is not False:
+        if compile is True and context is None and _in_one_call(model, len(rows), kv_cache):  # type: ignore[arg-type]
+            step = _step
+        elif compile is not False:
             _fix_heads(kv_cache)  # type: ignore[arg-type]
         times = [now(device)] if return_stats else []
         new = tokens[:, :shortest]
@@ -241,6 +246,14 @@ def _compiled(compile: bool | Mapping[str, Any]) -> Step:
     options: dict[str, Any] = {"dynamic": True, "fullgraph": True, **({} if compile is True else compile)}
     compiled: Step = torch.compile(_step, **options)
     return compiled
+
+
+def _in_one_call(model: Transformer, n_rows: int, cache: KVCache) -> bool:
+    """Whether one native call runs all blocks of a step of one token."""
+    if not isinstance(model, Transformer) or model.relative_bias is not None:
+        return False
+    stream = model.tok_embeddings.weight.new_empty(n_rows, 1, model.config.dim)
+    return in_one_call(model.layers, TransformerBlock, stream, cache)
 
 
 def _fix_heads(cache: KVCache) -> None:

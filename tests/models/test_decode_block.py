@@ -296,7 +296,9 @@ def test_the_operator_is_for_inference() -> None:
 @pytest.mark.parametrize("dtype", rest_slow([torch.float32, torch.bfloat16]), ids=str)
 def test_a_compiled_step_has_the_operator(dtype: torch.dtype) -> None:
     model, tokens = make(dtype), draw_tokens(1, 5)
-    assert torch.equal(*(generate(model, tokens, 8, compile=compiled)[0] for compiled in (False, True)))
+    alike: list[Any] = [False, True, {}]
+    plain, *compiled = (generate(model, tokens, 8, compile=how)[0] for how in alike)
+    assert all(torch.equal(plain, each) for each in compiled)
     graphs: list[str] = []
 
     def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -307,6 +309,30 @@ def test_a_compiled_step_has_the_operator(dtype: torch.dtype) -> None:
     generate(model, tokens, 3, compile={"backend": look})
     assert sum("decode_block" in name for name in graphs) == 2
     assert not any("rope_append" in name for name in graphs)
+
+
+def test_nothing_is_compiled_where_one_call_runs_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless options for the compiler are given, or a block must be called by itself."""
+    steps: list[Any] = []
+
+    def compiler(step: Callable[..., Tensor], **_: Any) -> Callable[..., Tensor]:
+        return lambda *args: steps.append(args) or step(*args)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(torch, "compile", compiler)
+
+    def compiled(model: Transformer, how: Any, batch: int = 1) -> int:
+        steps.clear()
+        generate(model, draw_tokens(batch, 5), 4, compile=how)
+        return len(steps)
+
+    model = make()
+    assert compiled(model, True) == 0
+    assert compiled(model, True, batch=8) == 0
+    assert compiled(model, True, batch=9) == 3  # more rows than the operator takes
+    assert compiled(model, {}) == 3
+    model.layers[1].register_forward_hook(lambda *_: None)
+    assert compiled(model, True) == 3
+    assert compiled(Transformer(model.config, "reference"), True) == 3
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])

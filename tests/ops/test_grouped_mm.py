@@ -185,6 +185,37 @@ def test_few_rows_are_one_pass_over_their_matrices(dtype: torch.dtype) -> None:
 
 
 @needs_native
+@DTYPES
+@pytest.mark.parametrize("widened", [False, True])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
+@pytest.mark.usefixtures("threads")
+def test_threads_that_share_groups_change_nothing(
+    dtype: torch.dtype, widened: bool, mode: Any, bfloat16_choice: Callable[..., None]
+) -> None:
+    """Groups of up to 90 rows, of which each thread multiplies some alone, and one that all threads multiply."""
+    if widened:
+        bfloat16_choice(False, False, False)
+    sizes = (40, 90, 33, 70, 1, 64, 0, 50, 600)
+    offs = torch.tensor(sizes).cumsum(0).int()
+    x, weight = draw(sum(sizes) + 3, 150, 333, len(sizes), dtype)
+
+    def found(threads: int) -> list[Tensor]:
+        torch.set_num_threads(threads)
+        with mode():
+            y = fk.grouped_mm(x, weight, offs, backend="native")
+            return [y, *torch.autograd.grad(y, (x, weight), y.detach())] if y.requires_grad else [y]
+
+    own = {torch.float32: "float32", torch.bfloat16: "bfloat16"}.get(dtype) in extension.build_info()["own_products"]
+    for alone, *together in zip(*map(found, (1, 2, 5)), strict=True):
+        scale = alone.detach().abs().max().item()
+        for each in together:
+            if own:
+                assert torch.equal(each, alone)
+            else:  # PyTorch's, whose bits may depend on the threads
+                torch.testing.assert_close(each, alone, rtol=0, atol=2 * torch.finfo(dtype).eps * scale)
+
+
+@needs_native
 @pytest.mark.parametrize("transposed", [False, True])
 def test_bfloat16_is_widened_where_its_instructions_are_slow(
     transposed: bool, bfloat16_choice: Callable[..., None]
