@@ -145,11 +145,11 @@ $(VENV)/.test-packages: $(VENV)/.demo-packages
 	@$(INSTALL) $(TEST_PACKAGES)
 	@touch $@
 
-# Compiles the extension for this machine's processor or for all instruction sets (setup.py), then installs it. pip hides the
-# output of a build, so compiling comes first.
-SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+# Compiles the extension for this machine's processor or for all instruction sets (build_extension.py), then installs it. pip hides the
+# output of a build, so compiling comes first. With FOUNDRY_KERNELS_SKIP_EXTENSION=1 nothing is compiled.
+SOURCES := setup.py build_extension.py pyproject.toml $(shell find csrc -type f)
 define build
-	@$(WITHOUT_GPU) $(PY) setup.py --quiet build_ext --inplace --instruction-sets=$(1)
+	@$(if $(filter-out 0,$(FOUNDRY_KERNELS_SKIP_EXTENSION)),,$(WITHOUT_GPU) $(PY) setup.py --quiet build_ext --inplace --instruction-sets=$(1))
 	@$(WITHOUT_GPU) FOUNDRY_KERNELS_INSTRUCTION_SETS=$(1) \
 		$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@$(PY) -m foundry_kernels
