@@ -4,6 +4,7 @@
   -e .`, `build_ext --inplace`) has only the best one that the processor supports, which halves the build time.
   `--instruction-sets` or FOUNDRY_KERNELS_INSTRUCTION_SETS override this: `all`, `native`, or names separated by commas.
 - csrc/torch and the Python module include torch's headers; they are compiled once, several files as one.
+- With FOUNDRY_KERNELS_MANYLINUX=1 csrc/wheels is linked in, so that an extension made here loads where glibc is older.
 - csrc/cuda is compiled by nvcc if torch is a CUDA build and CUDA_HOME has nvcc. csrc/cuda/hopper is compiled only for
   compute capability 9.0, and only if TORCH_CUDA_ARCH_LIST names it.
 
@@ -88,6 +89,11 @@ for wanted in ("--param=asan-instrumentation-with-call-threshold=0", "-shared-li
 CUDA_ARCHITECTURES = "8.0;9.0+PTX"
 #: For csrc/cuda/hopper: its instructions exist only on 9.0, and code for them runs nowhere else.
 HOPPER_FLAG = "-gencode=arch=compute_90a,code=sm_90a"
+
+
+#: What csrc/wheels has older versions of.
+OLD_SYMBOLS = ("exp", "log", "pow", "_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE")
+MANYLINUX = os.environ.get("FOUNDRY_KERNELS_MANYLINUX", "") not in ("", "0")
 
 
 def sources(folder: str, suffix: str = ".cpp") -> list[str]:
@@ -201,6 +207,8 @@ class Build(BuildExtension):
         if self.sanitize:
             flags += SANITIZE
             ext.extra_link_args += SANITIZE
+        if MANYLINUX:
+            ext.extra_link_args += ["-s", *(f"-Wl,--wrap={name}" for name in OLD_SYMBOLS)]
         compile_sources, spawn = self.compiler.compile, self.compiler.spawn
 
         def compile_all(*args: Any, **kwargs: Any) -> list[str]:
@@ -239,6 +247,9 @@ class Build(BuildExtension):
                     flags = [*FLAGS, *self.defines]
                 command = [*COMPILER.split(), "-std=c++17", "-fPIC", *flags, f"-DFK_ISA={isa}"]
                 commands.append([*command, "-c", source, "-o", str(target)])
+        for source in sources("wheels") if MANYLINUX else ():
+            target = folder / f"{Path(source).stem}.o"
+            commands.append([*COMPILER.split(), "-std=c++17", "-fPIC", *FLAGS, "-c", source, "-o", str(target)])
         return commands
 
     def compile(self, commands: list[list[str]]) -> None:

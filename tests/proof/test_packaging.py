@@ -1,21 +1,18 @@
-"""The source distribution and the wheel that `python -m build` makes, each installed into an environment that holds the
-dependencies of this package and nothing of its source, without a network; and the pinned versions of the tools."""
+"""The source distribution and the wheels that are made of it, each installed into an environment that holds the
+dependencies of this package and nothing of its source, without network and compiler; the pinned versions of tools."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
-import os
 import re
-import subprocess
 import sys
-import sysconfig
 import tarfile
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import wheels
+from wheels import empty_environment, install, run
 
 from foundry_kernels.core import extension
 
@@ -23,49 +20,6 @@ ROOT = Path(__file__).parents[2]
 BUILDING = ("build", "setuptools", "wheel")
 MISSING = [name for name in BUILDING if not list(importlib.metadata.distributions(name=name))]
 needs_build = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
-
-#: One kernel by name and one by choice, against plain PyTorch; where the package was imported from.
-USE = """
-import sys, torch, foundry_kernels as fk
-x, weight = torch.randn(3, 40), torch.randn(40)
-expected = torch.nn.functional.rms_norm(x, (40,), weight, 1e-6)
-for backend in sys.argv[1:]:
-    torch.testing.assert_close(fk.rms_norm(x, weight, backend=backend), expected)
-print(fk.__file__)
-"""
-
-
-def run(*command: str | Path, cwd: Path, **variables: str) -> str:
-    """What it printed. This project's source is not on its path."""
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=env | variables, capture_output=True, text=True)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout + done.stderr
-
-
-def empty_environment(folder: Path) -> Path:
-    """The Python of a new environment. It finds the packages installed here by a path file, which unlike the ones of
-    this environment's own does not lead to an editable install."""
-    venv.create(folder, with_pip=False)
-    python = folder / "bin" / "python"
-    inside = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
-    here = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
-    Path(inside, "dependencies.pth").write_text("".join(f"{path}\n" for path in here))
-    assert importlib.util.find_spec("foundry_kernels") is not None
-    return python
-
-
-def install(archive: Path, python: Path, **variables: str) -> str:
-    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "-v"]
-    options = ["--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed"]
-    return run(*pip, "install", *options, archive, cwd=python.parent, **variables)
-
-
-def check(python: Path, *backends: str) -> str:
-    """Use it; what `python -m foundry_kernels` prints."""
-    folder = python.parents[1]
-    assert Path(run(python, "-c", USE, *backends, cwd=folder).splitlines()[-1]).is_relative_to(folder)
-    return run(python, "-m", "foundry_kernels", cwd=folder)
 
 
 def build(what: list[str], folder: Path) -> list[Path]:
@@ -93,7 +47,6 @@ def test_source_distribution_without_a_compiler(tmp_path: Path) -> None:
         install(archive, python, **asked)
     said = install(archive, python, FOUNDRY_KERNELS_SKIP_EXTENSION="1", **asked)
     assert "-py3-none-any.whl" in said
-    assert re.search(r"native: the C\+\+ extension is not built", check(python, "reference", "auto"))
 
 
 @pytest.mark.slow
@@ -109,16 +62,21 @@ def test_wheel(tmp_path: Path) -> None:
         names = held.namelist()
     assert [name for name in names if re.fullmatch(r"foundry_kernels/_C\..*so", name)]
     assert not [name for name in names if not re.match(r"foundry_kernels(/|-.*\.dist-info/)", name)]
-    python = empty_environment(tmp_path / "environment")
-    install(wheel, python, CC="no-such-compiler", CXX="no-such-compiler", PATH=str(python.parent))
-    here, there = (re.search(r"compiled for .* uses", text) for text in (extension_line(), check(python, "native")))
+    there = re.search(r"compiled for .* uses", wheels.attempt(wheel, tmp_path / "environment", "native"))
+    here = re.search(r"compiled for .* uses", run(sys.executable, "-m", "foundry_kernels", cwd=ROOT))
     assert here is not None
     assert there is not None
     assert here[0] == there[0]
 
 
-def extension_line() -> str:
-    return run(sys.executable, "-m", "foundry_kernels", cwd=ROOT)
+def test_the_wheel_without_the_extension(tmp_path: Path) -> None:
+    """It says what it lacks, once, and trains; nothing of it is compiled."""
+    wheel = wheels.build(tmp_path / "made", FOUNDRY_KERNELS_SKIP_EXTENSION="1")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    said = wheels.attempt(wheel, tmp_path / "environment", "reference", "auto")
+    assert said.count("rms_norm runs on the reference, plain PyTorch, on this CPU: the C++ extension is not built") == 1
+    assert re.search(r"modules replaced .*: reference \(no extension: the C\+\+ extension is not built; ", said)
+    assert re.search(r"native: the C\+\+ extension is not built", said)
 
 
 def test_tools_have_one_version() -> None:
