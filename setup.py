@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))  # pip does not
 import bootstrap  # noqa: E402
 
 #: Commands that compile; others, such as sdist, need neither a compiler nor torch.
-COMPILING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop", "install"}
+COMPILING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "install"}
 
 
 def why_not() -> str | None:
@@ -38,6 +38,10 @@ def main() -> None:
     if int(setuptools.__version__.split(".")[0]) < 77:  # older ones reject project.license
         found = f"foundry_kernels needs setuptools 77 or newer, not {setuptools.__version__}"
         sys.exit(f"error: {found}: pip install 'setuptools>=77'")
+    if "develop" in sys.argv:  # whose setuptools would start such a pip again, without end
+        sys.exit(
+            "error: foundry_kernels needs pip 21.3 or newer for an editable installation: pip install --upgrade pip"
+        )
     extension: dict[str, Any] = {}
     if bootstrap.wants_extension():
         problem = why_not()

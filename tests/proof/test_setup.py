@@ -71,6 +71,14 @@ def test_what_is_missing_for_the_extension_fails_the_build_in_one_line(
     assert re.fullmatch(pattern, done.stderr), done.stderr
 
 
+def test_an_old_pip_is_told_so(tree: Path) -> None:
+    """pip before 21.3 makes an editable installation by this command."""
+    done = run_setup(tree, "develop", "--no-deps")
+    assert done.returncode == 1
+    assert done.stderr.endswith("needs pip 21.3 or newer for an editable installation: pip install --upgrade pip\n")
+    assert done.stderr.count("\n") == 1
+
+
 def test_what_does_not_compile_fails_the_build(tree: Path, tmp_path: Path) -> None:
     """After the compiler's own messages comes one line; the rest of the machine is as it is."""
     cxx = fake(
