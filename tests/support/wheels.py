@@ -92,8 +92,9 @@ def attempt(wheel: Path, folder: Path, *backends: str, seconds: float = 5) -> st
 def build(folder: Path, **variables: str) -> Path:
     """The wheel that setup.py makes, as it is."""
     shutil.rmtree(folder, ignore_errors=True)
-    options = ["build", "--build-lib", folder / "lib", "bdist_wheel", "--dist-dir", folder]
-    run(sys.executable, "setup.py", "--quiet", *options, cwd=ROOT, **variables)
+    for left in [*ROOT.glob("build/lib*"), *ROOT.glob("build/bdist*")]:  # setuptools packs what lies there
+        shutil.rmtree(left)
+    run(sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", folder, cwd=ROOT, **variables)
     [wheel] = folder.glob("*.whl")
     return wheel
 
