@@ -80,7 +80,7 @@ def test_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_wheel_without_the_extension(tmp_path: Path) -> None:
     """It says what it lacks, once, and trains; nothing of it is compiled."""
-    wheel = wheels.build(tmp_path / "made", FOUNDRY_KERNELS_SKIP_EXTENSION="1")
+    wheel = wheels.build(tmp_path / "made", wheels.copy_source(tmp_path / "source"), FOUNDRY_KERNELS_SKIP_EXTENSION="1")
     assert wheel.name.endswith("-py3-none-any.whl")
     said = wheels.attempt(wheel, tmp_path / "environment", "reference", "auto")
     assert said.count("rms_norm runs on the reference, plain PyTorch, on this CPU: the C++ extension is not built") == 1
@@ -89,7 +89,7 @@ def test_the_wheel_without_the_extension(tmp_path: Path) -> None:
 
 
 def test_a_label_says_what_torch_the_wheel_is_for(tmp_path: Path) -> None:
-    made = wheels.build(tmp_path / "made", FOUNDRY_KERNELS_SKIP_EXTENSION="1")
+    made = wheels.build(tmp_path / "made", wheels.copy_source(tmp_path / "source"), FOUNDRY_KERNELS_SKIP_EXTENSION="1")
     labelled = wheels.label(made, "torch2.13.cpu", "torch==2.13.*")
     version = foundry_kernels.__version__
     assert labelled.name == f"foundry_kernels-{version}+torch2.13.cpu-py3-none-any.whl"

@@ -89,12 +89,24 @@ def attempt(wheel: Path, folder: Path, *backends: str, seconds: float = 5) -> st
     return said
 
 
-def build(folder: Path, **variables: str) -> Path:
+def copy_source(folder: Path) -> Path:
+    """What is built from, in a folder of its own; with an extension, which no wheel may take from there."""
+    for name in ("csrc", "foundry_kernels"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "bootstrap.py", "build_extension.py", "pyproject.toml", "MANIFEST.in"):
+        shutil.copy2(ROOT / name, folder / name)
+    for name in ("README.md", "LICENSE", "CHANGELOG.md", "constraints.txt"):
+        shutil.copy2(ROOT / name, folder / name)
+    (folder / "foundry_kernels" / "_C.cpython-311-x86_64-linux-gnu.so").write_text("")
+    return folder
+
+
+def build(folder: Path, root: Path = ROOT, **variables: str) -> Path:
     """The wheel that setup.py makes, as it is."""
     shutil.rmtree(folder, ignore_errors=True)
-    for left in [*ROOT.glob("build/lib*"), *ROOT.glob("build/bdist*")]:  # setuptools packs what lies there
+    for left in [*root.glob("build/lib*"), *root.glob("build/bdist*")]:  # setuptools packs what lies there
         shutil.rmtree(left)
-    run(sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", folder, cwd=ROOT, **variables)
+    run(sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", folder, cwd=root, **variables)
     [wheel] = folder.glob("*.whl")
     return wheel
 
