@@ -254,7 +254,7 @@ class Build(BuildExtension):
 
     def compile(self, commands: list[list[str]]) -> None:
         """Runs the commands that are not up to date in parallel and prints progress every few seconds. After a failure
-        no new command starts."""
+        no new command starts. ninja takes the same time, and every machine that builds would need it."""
         wanted = [command for command in commands if not up_to_date(command)]
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         began, shown = time.monotonic(), 0.0

@@ -69,7 +69,7 @@ def test_what_does_not_compile_fails_the_build(tree: Path, tmp_path: Path) -> No
     cxx = fake(
         tmp_path,
         "c++",
-        f'case "$*" in *csrc/cpu*|*build/units*) echo "no space left" >&2; exit 1;; esac; exec {shutil.which("c++")} "$@"',
+        f'case "$*" in *csrc/cpu*|*/units/*) echo "no space left" >&2; exit 1;; esac; exec {shutil.which("c++")} "$@"',
     )
     done = run_setup(
         tree, "build_ext", "--inplace", "--instruction-sets=baseline", CXX=str(cxx), MAX_JOBS="1", CUDA_HOME="none"
