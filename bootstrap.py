@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 
 OLDEST = (3, 11)
+#: What to do on a machine where the C++ extension cannot be built.
+WITHOUT = "FOUNDRY_KERNELS_SKIP_EXTENSION=1 installs without it, with the reference and Triton"
 #: Seconds between two lines of progress.
 EVERY = 5.0
 #: Lines of pip's output that show its progress.
@@ -27,6 +29,11 @@ OFFLINE = re.compile(
     r"NewConnectionError|ConnectTimeout|Temporary failure in name resolution|Connection (refused|broken)|Read timed out"
     r"|Network is unreachable|Could not fetch URL|ProxyError|No matching distribution"
 )
+
+
+def wants_extension() -> bool:
+    """Whether the C++ extension is to be built."""
+    return os.environ.get("FOUNDRY_KERNELS_SKIP_EXTENSION", "") in ("", "0")
 
 
 def missing() -> str | None:
@@ -39,6 +46,12 @@ def missing() -> str | None:
         )
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
         return f"{sys.executable} cannot make virtual environments: apt-get install python3-venv"
+    problem = missing_for_extension() if wants_extension() else None
+    return None if problem is None else f"{problem}; {WITHOUT}"
+
+
+def missing_for_extension() -> str | None:
+    """What the extension needs besides the packages; setup.py asks too."""
     compiler = os.environ.get("CXX", "c++").split()[0]
     if shutil.which(compiler) is None:
         return f"there is no C++ compiler, {compiler}: apt-get install g++, or set CXX"

@@ -80,7 +80,7 @@ def prepare(commit: str) -> Path:
     if any((tree / "foundry_kernels").glob("_C*.so")):
         return tree
     compiled = list((ROOT / "foundry_kernels").glob("_C*.so"))
-    same = _git("diff", "--quiet", sha, "--", "csrc", "setup.py", check=False).returncode == 0
+    same = _git("diff", "--quiet", sha, "--", "csrc", "setup.py", "build_extension.py", check=False).returncode == 0
     if compiled and same:
         for path in compiled:
             shutil.copy2(path, tree / "foundry_kernels")

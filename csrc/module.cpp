@@ -64,6 +64,9 @@ pybind11::dict build_info() {
   if (!foundry::fast_float32_products()) products.push_back("float32");
   info["own_products"] = products;  // whether csrc/cpu/matmul.h replaces them
   info["cuda_architectures"] = FK_CUDA_ARCHITECTURES;
+#if defined(FK_WITHOUT_CUDA)
+  info["without_cuda"] = FK_WITHOUT_CUDA;  // the reason
+#endif
 #if defined(FK_HAVE_HOPPER)
   info["hopper"] = true;  // csrc/cuda/hopper is compiled in
 #else

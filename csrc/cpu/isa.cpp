@@ -163,6 +163,6 @@ void choose_bfloat16(const Bfloat16Choice& choice) {
 
 }  // namespace foundry
 
-#if defined(FK_PRINT_PROCESSOR_ISA)  // setup.py uses this to choose what to compile
+#if defined(FK_PRINT_PROCESSOR_ISA)  // build_extension.py uses this to choose what to compile
 int main() { return std::puts(foundry::processor_isa()) < 0; }
 #endif

@@ -80,7 +80,11 @@ def launch(kernel: Any, plan: Plan, *tensors: Any) -> None:
     key = (kernel.__name__, device, kinds)
     kept = plan.kept.get(key)
     if kept is None or kept[0] is not kernel:
-        compiled = kernel[plan.grid](*tensors, *plan.numbers, **plan.constants, **compiler_options())
+        try:
+            compiled = kernel[plan.grid](*tensors, *plan.numbers, **plan.constants, **compiler_options())
+        except OSError as error:  # of the folder in which Triton keeps what it compiles
+            error.add_note("If Triton cannot write to its cache, set TRITON_CACHE_DIR to a folder that can be written.")
+            raise
         if type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda":
             plan.kept[key] = (kernel, compiled.run, compiled, *_rest(kernel, plan, len(tensors)))
         return

@@ -79,6 +79,8 @@ def read(path: Path) -> Table:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise
+    except NotADirectoryError as error:  # there is none either where a part of the path is a file
+        raise FileNotFoundError(*error.args) from error
     except (OSError, ValueError, RecursionError) as error:
         raise TuningFileError(f"{path} cannot be read as a tuning file ({error})") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:

@@ -52,8 +52,8 @@ BFLOAT16 = _choose_bfloat16()
 CPU_ONLY = "; it has no CUDA kernels"
 CUDA_ONLY = "; it has no CPU kernels"
 NO_CUDA = (
-    "; this extension was compiled without CUDA (rebuild it with a CUDA build of torch, and nvcc on the PATH or in "
-    "CUDA_HOME)"
+    "; this extension was compiled without CUDA{because} (rebuild it with a CUDA build of torch, and nvcc on the PATH "
+    "or in CUDA_HOME)"
 )
 
 
@@ -101,7 +101,9 @@ def impl(package: str, function: str, devices: tuple[str, ...] = ("cpu", "cuda")
         return Impl("native", _absent, dtypes=dtypes, missing=stale, sources=devices)
     compiled = tuple(d for d in devices if d != "cuda" or build_info()["cuda_architectures"])
     hint = CPU_ONLY if "cuda" not in devices else CUDA_ONLY if "cpu" not in devices else ""
-    hint += NO_CUDA if compiled != devices else ""
+    if compiled != devices:
+        reason = build_info().get("without_cuda")  # extensions from before do not say
+        hint += NO_CUDA.format(because=f", because {reason}" if reason else "")
     native = Impl("native", getattr(module, function), compiled, dtypes, hint=hint, sources=devices)
     if (direct := getattr(_C.direct, function, None)) is None:
         return native

@@ -8,6 +8,7 @@ device and a dtype, so the choice can be traced by `torch.compile(fullgraph=True
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -109,6 +110,15 @@ class OpSpec:
             if (impl := self._first(backend, device, dtype)) is not None
         }
         native = self.impl("native")
+        #: Answers of "auto" on a CPU that would be the native kernel if its extension were built, each with the reason
+        #: why it is not. They are not in `chosen`, so that only these calls ask whether to warn.
+        self.stand_ins: dict[tuple[str, str, torch.dtype], tuple[Callable[..., Any], str]] = {}
+        if native is not None and native.missing is not None and "cpu" in native.sources:
+            for dtype in native.dtypes:
+                first = self._first("auto", "cpu", dtype)
+                if first is not None and first.backend == "reference":
+                    key = ("auto", "cpu", dtype)
+                    self.stand_ins[key] = (self.chosen.pop(key), native.missing)
         supported = native is not None and all(
             self.chosen.get((backend, "cpu", dtype)) is native.fn
             for backend in ("auto", "native")
@@ -238,8 +248,12 @@ def resolve(spec: OpSpec, backend: str, x: Tensor, first: str | None = None) -> 
     dtype = x.dtype
     if first is not None and backend == "auto" and not spec.is_measured(device, dtype):
         backend = backend if spec.why_not(first, device, dtype) else first
-    if isinstance(backend, str) and (chosen := spec.chosen.get((backend, device, dtype))) is not None:
-        return chosen
+    if isinstance(backend, str):
+        if (chosen := spec.chosen.get((backend, device, dtype))) is not None:
+            return chosen
+        if (stand_in := spec.stand_ins.get((backend, device, dtype))) is not None:
+            _warn_of_stand_in(spec.name, stand_in[1], spec.why_not("triton", "cuda") is None)
+            return stand_in[0]
     check_backend(backend)
     if (impl := spec._first(backend, device, dtype)) is not None:
         return impl.fn
@@ -276,10 +290,25 @@ def _transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
+_warned_of_stand_in = False
+
+
+def _warn_of_stand_in(op: str, reason: str, triton: bool) -> None:
+    """Warns once per process that a CPU has only the reference because the extension is missing. With a GPU that Triton
+    serves, nobody may need the extension, so there is no warning."""
+    global _warned_of_stand_in
+    if not _warned_of_stand_in:
+        _warned_of_stand_in = True
+        if not (triton and torch.cuda.is_available()):
+            text = f"foundry_kernels: {op} runs on the reference, plain PyTorch, on this CPU: {reason} (said once)"
+            warnings.warn(text, stacklevel=4)
+
+
 # What torch.compiler.assume_constant_result sets: tracing calls these functions and keeps their results. (Calling it
 # would import the compiler, which takes seconds. The compiler itself guards on a change of transforms.)
 _know_dtensor._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_warn_of_stand_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _transformable(spec: OpSpec, backend: str) -> str:

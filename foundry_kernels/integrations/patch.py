@@ -23,7 +23,7 @@ from foundry_kernels.integrations.table import NO_ROW, adapter_for
 from foundry_kernels.nn import Attention as OurAttention
 from foundry_kernels.nn import Experts as OurExperts
 from foundry_kernels.nn import LayerNorm, MultiheadAttention, RMSNorm, RotaryEmbedding, SwiGLU
-from foundry_kernels.nn._backend import Backend, plan, serving
+from foundry_kernels.nn._backend import Backend, plan, serving, without_extension
 
 OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, MultiheadAttention, OurExperts, OurAttention)
 
@@ -58,6 +58,7 @@ class Report:
 
     dense_masks: what runs calls with dense masks; "" if it is the kernels, or if such calls are refused.
     mixing: the layers that do not keep packed documents apart, each with what a call with such documents does.
+    no_extension: what runs on the reference because the C++ extension is missing, and why; "" if nothing does.
     """
 
     model_class: str
@@ -68,12 +69,15 @@ class Report:
     dtype: str
     dense_masks: str = ""
     mixing: tuple[str, ...] = ()
+    no_extension: str = ""
 
     def __str__(self) -> str:
         found = len(self.replaced) + len(self.left)
         lines = [
             f"{self.model_class}: {len(self.replaced)} of {found} modules replaced ({self.dtype} on {self.device})"
         ]
+        if self.no_extension:
+            lines[0] += f": {self.no_extension}"
         if not found:
             lines[0] = f"{self.model_class}: nothing to patch, it has no norm, gated MLP or attention"
         done = Counter((e.module_class, "; ".join(self._served(e))) for e in self.replaced)
@@ -343,7 +347,11 @@ def _report(
     device, dtype = _device_and_dtype(model)
     replaced, left = tuple(e for e in entries if e.ops), tuple(e for e in entries if not e.ops)
     used = serving(backends, device, dtype)
-    return Report(type(model).__name__, replaced, left, used, device, short_dtype(dtype), dense_masks, mixing)
+    lacking, reason = without_extension(backends, device, dtype)
+    only = "" if len(lacking) == len(backends) else f" for {', '.join(lacking)}"
+    no_extension = f"reference{only} (no extension: {reason})" if lacking else ""
+    name = type(model).__name__
+    return Report(name, replaced, left, used, device, short_dtype(dtype), dense_masks, mixing, no_extension)
 
 
 def _device_and_dtype(model: nn.Module) -> tuple[str, torch.dtype]:

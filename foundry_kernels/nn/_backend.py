@@ -78,6 +78,15 @@ def serving(backends: Mapping[str, str], device: str, dtype: torch.dtype) -> dic
     return found
 
 
+def without_extension(backends: Mapping[str, str], device: str, dtype: torch.dtype) -> tuple[tuple[str, ...], str]:
+    """Returns the operations that run on the reference because the extension is missing, and why it is."""
+    key = ("auto", device, dtype)
+    reasons = {
+        op: OPS[op].stand_ins[key][1] for op, name in backends.items() if name == key[0] and key in OPS[op].stand_ins
+    }
+    return tuple(reasons), next(iter(reasons.values()), "")
+
+
 def describe(backends: Mapping[str, str]) -> str:
     """Returns the text for a repr: `'native'`, or `rope='reference', rms_norm='native'` if operations differ."""
     if len(set(backends.values())) == 1:

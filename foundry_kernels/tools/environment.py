@@ -171,7 +171,7 @@ def bfloat16_matmuls(info: dict[str, Any]) -> str:
 def cuda_architectures(info: dict[str, Any]) -> str:
     """The architectures of the CUDA kernels; attention has kernels for 9.0 only."""
     if not info["cuda_architectures"]:
-        return "not compiled in"
+        return "not compiled in" + (f": {info['without_cuda']}" if "without_cuda" in info else "")
     hopper = "9.0a" if info.get("hopper") else "not compiled in"
     return f"{info['cuda_architectures']}; attention's kernels for Hopper: {hopper}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import textwrap
 
@@ -160,6 +161,47 @@ def test_import_where_something_is_missing(names: tuple[str, ...]) -> None:
         assert "native works" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("compiled", "gpu"), [(False, False), (True, False), (False, True)], ids=["eager", "compiled", "gpu"]
+)
+def test_the_first_call_without_the_extension_says_so(compiled: bool, gpu: bool) -> None:
+    """Once, and only where the extension would serve the call; a GPU that Triton serves needs none."""
+    code = """
+    import sys
+    sys.modules["foundry_kernels._C"] = None
+    import warnings, torch, foundry_kernels as fk
+    from foundry_kernels.core.registry import override
+    torch.cuda.is_available = lambda: {gpu}
+    x, calls = torch.randn(3, 8), []
+    def count(graph, inputs):
+        calls.append(graph)
+        return graph.forward
+    norm = torch.compile(fk.rms_norm, fullgraph=True, backend=count) if {compiled} else fk.rms_norm
+    with warnings.catch_warnings(record=True) as said, override(fk.OPS["rms_norm"], "triton", missing=None):
+        warnings.simplefilter("always")
+        fk.rms_norm(x.double())
+        fk.rms_norm(x, backend="reference")
+        torch.func.vmap(fk.rms_norm)(x)
+        assert not said, said[0].message
+        norm(x), fk.rms_norm(x), fk.swiglu(x, x), norm(x)
+        assert len(calls) == {compiled}, "the warning makes the compiler compile again"
+    print(fk.patch(torch.nn.LayerNorm(8)).report())
+    print(fk.patch(torch.nn.LayerNorm(8), backend="reference").report())
+    print(*(str(w.message) for w in said), sep="\\n")
+    """
+    done = run_python(code.format(gpu=gpu, compiled=compiled))
+    assert done.returncode == 0, done.stderr
+    first, *rest = done.stdout.splitlines()
+    remedy = r"the C\+\+ extension is not built; run `pip install --no-build-isolation -e \.` with a C\+\+ compiler"
+    assert re.search(rf"1 of 1 modules replaced .*: reference \(no extension: {remedy}\)$", first)
+    assert rest[2].endswith("modules replaced (float32 on cpu)"), "no choice that the extension would change"
+    warned = [line for line in rest if line.startswith("foundry_kernels: ")]
+    if gpu:
+        assert not warned
+    else:
+        assert re.fullmatch(rf"foundry_kernels: rms_norm runs on the reference, .*: {remedy} \(said once\)", *warned)
+
+
 @pytest.mark.skipif(not NATIVE, reason=str(extension.MISSING))
 def test_an_extension_older_than_the_package_costs_only_what_it_lacks() -> None:
     """The registry is as after an update of the sources that brings an operation, before the extension is built
@@ -232,6 +274,7 @@ def test_the_overview_names_every_op_and_backend() -> None:
     ("info", "said"),
     [
         ({"cuda_architectures": ""}, "not compiled in"),
+        ({"cuda_architectures": "", "without_cuda": "torch is a CPU build"}, "not compiled in: torch is a CPU build"),
         ({"cuda_architectures": "8.0", "hopper": False}, "8.0; attention's kernels for Hopper: not compiled in"),
         ({"cuda_architectures": "9.0"}, "9.0; attention's kernels for Hopper: not compiled in"),  # an older extension
         ({"cuda_architectures": "8.0;9.0+PTX", "hopper": True}, "8.0;9.0+PTX; attention's kernels for Hopper: 9.0a"),

@@ -1,4 +1,4 @@
-"""What setup.py compiles, and what bootstrap.py says of a machine that lacks something."""
+"""What build_extension.py compiles, and what bootstrap.py says of a machine that lacks something."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import sanitize
+from programs import fake
 
 from foundry_kernels.core import extension
 
@@ -19,40 +20,40 @@ BOOTSTRAP = ROOT / "bootstrap.py"
 
 
 @pytest.fixture(scope="module")
-def setup() -> types.ModuleType:
-    return sanitize.setup_script()
+def script() -> types.ModuleType:
+    return sanitize.build_script()
 
 
-def test_a_build_for_this_machine_has_the_best_set_of_its_processor(setup: types.ModuleType) -> None:
+def test_a_build_for_this_machine_has_the_best_set_of_its_processor(script: types.ModuleType) -> None:
     info = extension.build_info()
     if not info:
         pytest.skip(str(extension.MISSING))
-    native = setup.instruction_sets("native")
+    native = script.instruction_sets("native")
     assert native[-1] == info["processor"]
     assert len(native) <= 2
     assert info["usable_instruction_sets"][-1] == info["processor"], "make test compiles every instruction set"
 
 
-def test_instruction_sets_by_name(setup: types.ModuleType) -> None:
-    known = list(setup.ISA_FLAGS)
-    assert setup.instruction_sets("all") == known
-    assert setup.instruction_sets(",".join(reversed(known))) == known
+def test_instruction_sets_by_name(script: types.ModuleType) -> None:
+    known = list(script.ISA_FLAGS)
+    assert script.instruction_sets("all") == known
+    assert script.instruction_sets(",".join(reversed(known))) == known
     if "amx_bf16" in known:
-        assert setup.instruction_sets("amx_bf16") == ["avx512_bf16", "amx_bf16"]
+        assert script.instruction_sets("amx_bf16") == ["avx512_bf16", "amx_bf16"]
     with pytest.raises(SystemExit, match=r"must be all, native, or of .*; got avx3"):
-        setup.instruction_sets("avx3")
+        script.instruction_sets("avx3")
 
 
 def test_where_the_processor_cannot_be_asked_all_are_compiled(
-    setup: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+    script: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "COMPILER", "no-such-compiler")
-    assert setup.instruction_sets("native") == list(setup.ISA_FLAGS)
+    monkeypatch.setattr(script, "COMPILER", "no-such-compiler")
+    assert script.instruction_sets("native") == list(script.ISA_FLAGS)
 
 
-def test_every_source_is_in_one_unit(setup: types.ModuleType) -> None:
-    sources = [*setup.sources("."), *setup.sources("torch")]
-    units = setup.units([*sources, "csrc/cuda/rms_norm.cu"])
+def test_every_source_is_in_one_unit(script: types.ModuleType) -> None:
+    sources = [*script.sources("."), *script.sources("torch")]
+    units = script.units([*sources, "csrc/cuda/rms_norm.cu"])
     assert units[-1] == "csrc/cuda/rms_norm.cu"
     held = [line.split('"../../')[1][:-1] for unit in units[:-1] for line in (ROOT / unit).read_text().splitlines()]
     assert sorted(held) == sorted(sources)
@@ -72,38 +73,38 @@ def test_every_source_is_in_one_unit(setup: types.ModuleType) -> None:
     ],
 )
 def test_hopper_kernels_are_compiled_where_its_architecture_is_named(
-    setup: types.ModuleType, named: str, wanted: bool
+    script: types.ModuleType, named: str, wanted: bool
 ) -> None:
-    assert setup.wants_hopper(named) is wanted
+    assert script.wants_hopper(named) is wanted
 
 
-def test_by_default_hopper_kernels_are_compiled(setup: types.ModuleType) -> None:
-    assert setup.wants_hopper(setup.CUDA_ARCHITECTURES)
+def test_by_default_hopper_kernels_are_compiled(script: types.ModuleType) -> None:
+    assert script.wants_hopper(script.CUDA_ARCHITECTURES)
 
 
 @pytest.mark.parametrize("named", ["", "native"])
 @pytest.mark.parametrize(("gpus", "wanted"), [([(8, 0), (9, 0)], True), ([(10, 0)], False), ([], False)])
 def test_without_a_name_the_gpus_at_hand_decide(
-    setup: types.ModuleType, monkeypatch: pytest.MonkeyPatch, named: str, gpus: list[tuple[int, int]], wanted: bool
+    script: types.ModuleType, monkeypatch: pytest.MonkeyPatch, named: str, gpus: list[tuple[int, int]], wanted: bool
 ) -> None:
-    monkeypatch.setattr(setup.torch.cuda, "device_count", lambda: len(gpus))
-    monkeypatch.setattr(setup.torch.cuda, "get_device_capability", gpus.__getitem__)
-    assert setup.wants_hopper(named) is wanted
+    monkeypatch.setattr(script.torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(script.torch.cuda, "get_device_capability", gpus.__getitem__)
+    assert script.wants_hopper(named) is wanted
 
 
-def test_hopper_sources_are_compiled_for_it_alone(setup: types.ModuleType) -> None:
+def test_hopper_sources_are_compiled_for_it_alone(script: types.ModuleType) -> None:
     """What torch adds to every .cu file stays with the others."""
     targets = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=compute_90"]
 
     def command(source: str) -> list[str]:
         return ["nvcc", "-I.", "-c", source, "-o", "out.o", "-O3", *targets, "-std=c++20"]
 
-    for source in setup.sources("cuda", ".cu"):
-        assert setup.for_hopper(command(source)) == command(source)
-    hopper = setup.sources("cuda/hopper", ".cu")
+    for source in script.sources("cuda", ".cu"):
+        assert script.for_hopper(command(source)) == command(source)
+    hopper = script.sources("cuda/hopper", ".cu")
     assert "csrc/cuda/hopper/tensor_map.cu" in hopper
     for source in hopper:
-        changed = setup.for_hopper(command(source))
+        changed = script.for_hopper(command(source))
         assert [flag for flag in changed if "arch" in flag] == ["-gencode=arch=compute_90a,code=sm_90a"]
         assert [flag for flag in changed if "arch" not in flag] == [
             flag for flag in command(source) if flag not in targets
@@ -112,16 +113,45 @@ def test_hopper_sources_are_compiled_for_it_alone(setup: types.ModuleType) -> No
 
 @pytest.mark.parametrize(("lowest", "runs"), [("baseline", "1"), ("neon_bf16", "0")])
 def test_an_extension_for_other_processors_says_so(
-    setup: types.ModuleType, tmp_path: Path, lowest: str, runs: str
+    script: types.ModuleType, tmp_path: Path, lowest: str, runs: str
 ) -> None:
     """The module refuses to load where `isa_usable(Isa::lowest)` is false."""
-    if "baseline" not in setup.ISA_FLAGS:
+    if "baseline" not in script.ISA_FLAGS:
         pytest.skip("x86-64 only")
     main = '#include <cstdio>\nint main() { std::printf("%d", foundry::isa_usable(foundry::Isa::lowest)); }\n'
     source, program = tmp_path / "main.cpp", tmp_path / "main"
     source.write_text(f'#include "{ROOT / "csrc" / "cpu" / "isa.cpp"}"\n{main}')
-    subprocess.run([*setup.COMPILER.split(), f"-DFK_LOWEST={lowest}", str(source), "-o", str(program)], check=True)
+    subprocess.run([*script.COMPILER.split(), f"-DFK_LOWEST={lowest}", str(source), "-o", str(program)], check=True)
     assert subprocess.run([str(program)], capture_output=True, text=True).stdout == runs
+
+
+@pytest.mark.parametrize(
+    ("release", "why"),
+    [
+        ("13.0", None),
+        ("13.2", None),
+        ("12.4", "nvcc is 12.4, torch needs nvcc 13.0 in CUDA_HOME or on the PATH"),
+        (None, "torch needs nvcc 13.0 in CUDA_HOME or on the PATH"),
+        ("", "nvcc does not print its version, torch needs nvcc 13.0 in CUDA_HOME or on the PATH"),
+    ],
+)
+def test_another_cuda_builds_the_cpu_half(
+    script: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, release: str | None, why: str | None
+) -> None:
+    if release is not None:
+        fake(tmp_path / "bin", "nvcc", f"echo 'Cuda compilation tools, release {release}, V{release}.88'")
+    monkeypatch.setattr(script.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(script, "CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
+    script.why_no_cuda.cache_clear()
+    try:
+        assert script.why_no_cuda() == why
+        if why is not None:
+            extension = script.extension()
+            assert f'-DFK_WITHOUT_CUDA="{why}"' in extension.extra_compile_args
+            assert not any("cuda" in Path(source).name for source in extension.sources)
+    finally:
+        script.why_no_cuda.cache_clear()
 
 
 def bootstrap(tmp_path: Path, code: str = "", *packages: str, **variables: str) -> str:

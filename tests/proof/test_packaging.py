@@ -1,71 +1,30 @@
-"""The source distribution and the wheel that `python -m build` makes, each installed into an environment that holds the
-dependencies of this package and nothing of its source, without a network; and the pinned versions of the tools."""
+"""The source distribution and the wheels that are made of it, each installed into an environment that holds the
+dependencies of this package and nothing of its source, without network and compiler; the pinned versions of tools."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
-import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import sanitize
+import wheels
+from wheels import empty_environment, install, run
 
+import foundry_kernels
 from foundry_kernels.core import extension
 
 ROOT = Path(__file__).parents[2]
 BUILDING = ("build", "setuptools", "wheel")
 MISSING = [name for name in BUILDING if not list(importlib.metadata.distributions(name=name))]
 needs_build = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
-
-#: One kernel by name and one by choice, against plain PyTorch; where the package was imported from.
-USE = """
-import sys, torch, foundry_kernels as fk
-x, weight = torch.randn(3, 40), torch.randn(40)
-expected = torch.nn.functional.rms_norm(x, (40,), weight, 1e-6)
-for backend in sys.argv[1:]:
-    torch.testing.assert_close(fk.rms_norm(x, weight, backend=backend), expected)
-print(fk.__file__)
-"""
-
-
-def run(*command: str | Path, cwd: Path, **variables: str) -> str:
-    """What it printed. This project's source is not on its path, and a build that fails is no error unless asked."""
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "CI", "TRITON_INTERPRET")}
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=env | variables, capture_output=True, text=True)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout + done.stderr
-
-
-def empty_environment(folder: Path) -> Path:
-    """The Python of a new environment. It finds the packages installed here by a path file, which unlike the ones of
-    this environment's own does not lead to an editable install."""
-    venv.create(folder, with_pip=False)
-    python = folder / "bin" / "python"
-    inside = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
-    here = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
-    Path(inside, "dependencies.pth").write_text("".join(f"{path}\n" for path in here))
-    assert importlib.util.find_spec("foundry_kernels") is not None
-    return python
-
-
-def install(archive: Path, python: Path, **variables: str) -> str:
-    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "-v"]
-    options = ["--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed"]
-    return run(*pip, "install", *options, archive, cwd=python.parent, **variables)
-
-
-def check(python: Path, *backends: str) -> str:
-    """Use it; what `python -m foundry_kernels` prints."""
-    folder = python.parents[1]
-    assert Path(run(python, "-c", USE, *backends, cwd=folder).splitlines()[-1]).is_relative_to(folder)
-    return run(python, "-m", "foundry_kernels", cwd=folder)
 
 
 def build(what: list[str], folder: Path) -> list[Path]:
@@ -76,7 +35,7 @@ def build(what: list[str], folder: Path) -> list[Path]:
 @pytest.mark.slow
 @needs_build
 def test_source_distribution_without_a_compiler(tmp_path: Path) -> None:
-    """It holds all that the extension is compiled from; where that cannot be, the reference is used, and it says so."""
+    """It holds all that the extension is compiled from; where that cannot be, it is installed without if asked to."""
     made = tmp_path / "made"
     made.mkdir()
     [archive] = build(["--sdist"], made)
@@ -86,35 +45,97 @@ def test_source_distribution_without_a_compiler(tmp_path: Path) -> None:
     wanted = [*tracked, "setup.py", "constraints.txt", "LICENSE", "README.md", "foundry_kernels/py.typed"]
     assert set(wanted) <= held
     python = empty_environment(tmp_path / "environment")
-    said = install(archive, python, CC="no-such-compiler", CXX="no-such-compiler")
-    assert "the C++ extension was not built" in said
-    assert "the reference and Triton backends work without it" in said
-    assert re.search(r"native: the C\+\+ extension is not built", check(python, "reference", "auto"))
+    asked = {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
+    with pytest.raises(
+        AssertionError, match=r"error: the C\+\+ extension of foundry_kernels cannot be built: there is no"
+    ):
+        install(archive, python, **asked)
+    said = install(archive, python, FOUNDRY_KERNELS_SKIP_EXTENSION="1", **asked)
+    assert "-py3-none-any.whl" in said
 
 
 @pytest.mark.slow
 @needs_build
 @pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
-def test_wheel(tmp_path: Path) -> None:
+def test_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made from the source distribution, it holds the extension, and needs no compiler."""
     made = tmp_path / "made"
     made.mkdir()
+    monkeypatch.setenv("FOUNDRY_KERNELS_MANYLINUX", "1")
     wheel, archive = sorted(build([], made), key=lambda path: path.suffix != ".whl")
     assert archive.name.endswith(".tar.gz")
     with zipfile.ZipFile(wheel) as held:
         names = held.namelist()
     assert [name for name in names if re.fullmatch(r"foundry_kernels/_C\..*so", name)]
     assert not [name for name in names if not re.match(r"foundry_kernels(/|-.*\.dist-info/)", name)]
-    python = empty_environment(tmp_path / "environment")
-    install(wheel, python, CC="no-such-compiler", CXX="no-such-compiler", PATH=str(python.parent))
-    here, there = (re.search(r"compiled for .* uses", text) for text in (extension_line(), check(python, "native")))
+    with zipfile.ZipFile(wheel) as held:
+        [library] = [held.extract(name, tmp_path) for name in names if name.endswith(".so")]
+    assert not newer_symbols(Path(library))
+    there = re.search(r"compiled for .* uses", wheels.attempt(wheel, tmp_path / "environment", "native"))
+    here = re.search(r"compiled for .* uses", run(sys.executable, "-m", "foundry_kernels", cwd=ROOT))
     assert here is not None
     assert there is not None
     assert here[0] == there[0]
 
 
-def extension_line() -> str:
-    return run(sys.executable, "-m", "foundry_kernels", cwd=ROOT)
+def test_the_wheel_without_the_extension(tmp_path: Path) -> None:
+    """It says what it lacks, once, and trains; nothing of it is compiled."""
+    wheel = wheels.build(tmp_path / "made", wheels.copy_source(tmp_path / "source"), FOUNDRY_KERNELS_SKIP_EXTENSION="1")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    said = wheels.attempt(wheel, tmp_path / "environment", "reference", "auto")
+    assert said.count("rms_norm runs on the reference, plain PyTorch, on this CPU: the C++ extension is not built") == 1
+    assert re.search(r"modules replaced .*: reference \(no extension: the C\+\+ extension is not built; ", said)
+    assert re.search(r"native: the C\+\+ extension is not built", said)
+
+
+def test_a_label_says_what_torch_the_wheel_is_for(tmp_path: Path) -> None:
+    made = wheels.build(tmp_path / "made", wheels.copy_source(tmp_path / "source"), FOUNDRY_KERNELS_SKIP_EXTENSION="1")
+    labelled = wheels.label(made, "torch2.13.cpu", "torch==2.13.*")
+    version = foundry_kernels.__version__
+    assert labelled.name == f"foundry_kernels-{version}+torch2.13.cpu-py3-none-any.whl"
+    assert [path.name for path in labelled.parent.glob("*.whl")] == [labelled.name]
+    folder = tmp_path / "environment"
+    install(labelled, python := empty_environment(folder))
+    code = "import importlib.metadata as m; d = m.distribution('foundry-kernels'); print(d.version, *d.requires)"
+    said = run(python, "-c", code, cwd=folder).split()
+    assert said[0] == f"{version}+torch2.13.cpu"
+    assert [text for text in said if text.startswith("torch")] == ["torch==2.13.*"]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("readelf") is None, reason="needs Linux and readelf")
+def test_a_wheel_is_linked_with_old_symbols(tmp_path: Path) -> None:
+    """Those that the headers here ask for newer versions of; without csrc/wheels the same program needs newer ones."""
+    script = sanitize.build_script()
+    source = tmp_path / "all.cpp"
+    source.write_text("""
+    #include <cmath>
+    #include <condition_variable>
+    #include <memory>
+    #include <mutex>
+    double all(double x, std::shared_ptr<double> y, std::condition_variable& c, std::unique_lock<std::mutex>& lock) {
+      std::shared_ptr<double> z = y;
+      c.wait(lock);
+      return std::exp(x) + std::log(x) + std::pow(x, *z);
+    }
+    """)
+    flags = [*script.COMPILER.split(), "-std=c++17", "-fPIC", "-shared", *script.FLAGS, "-fvisibility=default"]
+    wrap = [*script.sources("wheels"), *(f"-Wl,--wrap={name}" for name in script.OLD_SYMBOLS)]
+    found = {}
+    for name, more in {"new": [], "old": wrap}.items():
+        library = tmp_path / f"{name}.so"
+        subprocess.run([*flags, str(source), *more, "-o", str(library)], cwd=ROOT, check=True)
+        found[name] = newer_symbols(library)
+    assert found["old"] == set()
+    if tuple(map(int, platform.libc_ver()[1].split("."))) >= (2, 32):
+        assert {("GLIBC", 2, 29), ("GLIBC", 2, 32)} <= found["new"]
+
+
+def newer_symbols(library: Path) -> set[tuple[str | int, ...]]:
+    """The versions of glibc and libstdc++ that it needs and manylinux_2_28 lacks."""
+    said = subprocess.run(["readelf", "-VW", str(library)], capture_output=True, text=True, check=True).stdout
+    newest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24)}
+    needed = {(name, *map(int, version.split("."))) for name, version in re.findall(r"\b(GLIBC(?:XX)?)_([\d.]+)", said)}
+    return {each for each in needed if each[1:] > newest[each[0]]}
 
 
 def test_tools_have_one_version() -> None:

@@ -61,10 +61,10 @@ def instruction_sets() -> list[str]:
 
 @pytest.mark.parametrize("name", instruction_sets())
 def test_faulty_kernels_are_reported(name: str, tmp_path: Path) -> None:
-    setup = sanitize.setup_script()
+    build = sanitize.build_script()
     library, source = tmp_path / "faulty.so", Path(sanitize.__file__).with_name("faulty.cpp")
-    flags = [*setup.FLAGS, *setup.SANITIZE, f"-DFK_ISA={name}", *setup.ISA_FLAGS[name]]
-    command = [*setup.COMPILER.split(), "-std=c++17", "-fPIC", "-shared", *flags, str(source), "-o", str(library)]
+    flags = [*build.FLAGS, *build.SANITIZE, f"-DFK_ISA={name}", *build.ISA_FLAGS[name]]
+    command = [*build.COMPILER.split(), "-std=c++17", "-fPIC", "-shared", *flags, str(source), "-o", str(library)]
     subprocess.run(command, check=True)
     done = sanitize.sanitized(["-c", DRIVER, str(library), *REPORTED], capture_output=True)
     assert done.returncode == 0, done.stderr

@@ -143,7 +143,7 @@ def environment(cpu: str = BF16) -> dict[str, str]:
     include = SYSTEM / "usr" / "include"
     python = next(include.glob("python3.*"))
     compiler = f"aarch64-linux-gnu-g++ -isystem {include} -isystem {python}"
-    return here | {"QEMU_CPU": cpu, "CXX": compiler, "CC": "aarch64-linux-gnu-gcc", "CI": "1"}
+    return here | {"QEMU_CPU": cpu, "CXX": compiler, "CC": "aarch64-linux-gnu-gcc"}
 
 
 def build_wheel() -> Path:
@@ -152,7 +152,15 @@ def build_wheel() -> Path:
     for name in ("foundry_kernels", "csrc"):
         shutil.rmtree(SOURCE / name, ignore_errors=True)
         shutil.copytree(ROOT / name, SOURCE / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+    for name in (
+        "setup.py",
+        "bootstrap.py",
+        "build_extension.py",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "MANIFEST.in",
+    ):
         shutil.copy2(ROOT / name, SOURCE / name)
     for folder in [*SOURCE.glob("build/lib*"), *SOURCE.glob("build/bdist*"), HERE / "dist", SITE]:
         shutil.rmtree(folder, ignore_errors=True)

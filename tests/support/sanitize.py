@@ -37,9 +37,11 @@ LOG = ROOT / "build" / "sanitized" / "log.txt"
 OPTIONS = "detect_leaks=0:alloc_dealloc_mismatch=0:detect_odr_violation=0:quarantine_size_mb=64:malloc_context_size=8"
 
 
-def setup_script() -> ModuleType:
-    """setup.py as a module: its compiler and flags."""
-    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
+def build_script() -> ModuleType:
+    """build_extension.py as a module: its compiler and flags."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))  # for bootstrap.py
+    spec = importlib.util.spec_from_file_location("build_script", ROOT / "build_extension.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -48,8 +50,8 @@ def setup_script() -> ModuleType:
 
 
 def runtime() -> Path | None:
-    """The sanitizers' library of setup.py's compiler, or None where it has none."""
-    compiler = setup_script().COMPILER.split()
+    """The sanitizers' library of the build's compiler, or None where it has none."""
+    compiler = build_script().COMPILER.split()
     for name in ("libclang_rt.asan.so", f"libclang_rt.asan-{platform.machine()}.so", "libasan.so"):
         try:
             found = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True)
@@ -178,7 +180,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="how long to try random cases (default: 120)")
     seconds = parser.parse_args().seconds
     if runtime() is None:
-        print(f"sanitize stops here: {setup_script().COMPILER} has no AddressSanitizer library", file=sys.stderr)
+        print(f"sanitize stops here: {build_script().COMPILER} has no AddressSanitizer library", file=sys.stderr)
         return 3
     code, end = run_suite(build(), f"--fuzz-seconds={seconds}")
     print(end if code else end.splitlines()[-1], f"(all of it: {LOG.relative_to(ROOT)})", sep="\n")

@@ -19,6 +19,8 @@ import pytest
 import torch
 from slow import rest_slow
 
+from foundry_kernels import _triton
+from foundry_kernels.core import extension
 from foundry_kernels.tools import environment
 
 ROOT = Path(__file__).parents[2]
@@ -147,6 +149,28 @@ def test_the_console_script_is_the_same_command(
     monkeypatch.setattr(sys, "argv", ["foundry-kernels"])
     assert program() == 0
     assert "flash_attention" in capsys.readouterr().out
+
+
+def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
+    """Kernels run, and what has to be kept says how. Not even root can write below a file."""
+    home = tmp_path / "home"
+    home.touch()
+    left_out = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_INTERPRET")
+    env = {key: value for key, value in os.environ.items() if key not in left_out} | {"HOME": str(home)}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "foundry_kernels", *arguments]
+        return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+
+    done = run("check", "rms_norm", "--backend", "native", "--seconds", "0.1")
+    assert "Traceback" not in done.stderr
+    if extension.MISSING is None:
+        assert done.returncode == 0, done.stderr
+    if not _triton.MISSING:
+        done = run("inspect", "rms_norm", "--arch", "90")
+        assert done.returncode == 2
+        last = done.stderr.splitlines()[-1]
+        assert re.search(r"error: Triton cannot keep what it compiles \(.*\): set TRITON_CACHE_DIR to a folder", last)
 
 
 def overview(*arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -267,6 +268,21 @@ def source_of(launch: Launch, more: dict[str, list[list[Any]]] = {}) -> Any:  # 
         constexprs={(names.index(k),): v for k, v in launch.constants},
         attrs={(names.index(name),): each for name, each in attributes.items()},
     )
+
+
+def why_not() -> str | None:
+    """Why nothing can be compiled here, and what to do."""
+    if _triton.MISSING or _triton.INTERPRET:
+        return _triton.MISSING or "interpreted kernels cannot be compiled: unset TRITON_INTERPRET"
+    from triton import knobs
+
+    folder = Path(knobs.cache.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"Triton cannot keep what it compiles ({error}): set TRITON_CACHE_DIR to a folder that can be written"
 
 
 def compile_for(launch: Launch, arch: int, brief: bool = False) -> Cost:

@@ -47,8 +47,8 @@ def main(argv: list[str]) -> int:
                 parser.error(f"--{name} must be one of {known.format(arch)}")
     if options.peers and (options.op != "flash_attention" or any(isinstance(arch, str) for arch in options.arch)):
         parser.error("--peers: only flash_attention on NVIDIA's GPUs is supported")
-    if _triton.MISSING or _triton.INTERPRET:
-        parser.error(_triton.MISSING or "interpreted kernels cannot be compiled: unset TRITON_INTERPRET")
+    if (reason := aot.why_not()) is not None:
+        parser.error(reason)
     try:
         tuning.use(options.tuning)
     except (OSError, TuningFileError) as error:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
-from foundry_kernels import _triton
 from foundry_kernels._triton import tuning
 from foundry_kernels._triton.tuning import Choice
 from foundry_kernels._triton.tuning_file import LaunchConfig, describe
@@ -18,8 +17,8 @@ def print_configs(ops: Iterable[OpSpec], arch: int, refuse: Callable[[str], NoRe
     """Prints the cost of each launch config, or why it does not fit. Returns 1 if a built-in config does not fit."""
     if arch not in aot.GPUS:
         refuse(f"--arch must be one of {', '.join(map(str, aot.GPUS))}; got {arch}")
-    if _triton.MISSING or _triton.INTERPRET:
-        refuse(_triton.MISSING or "interpreted kernels cannot be compiled: unset TRITON_INTERPRET")
+    if (reason := aot.why_not()) is not None:
+        refuse(reason)
     bad = fit = dropped = 0
     known: set[tuple[str, str]] = set()
     for op in ops:

@@ -84,7 +84,7 @@ def load_operators() -> ctypes.CDLL:
 
 
 def as_one(sources: list[Path]) -> str:
-    """Sources as one, as in setup.py: most of the time goes into torch's headers."""
+    """Sources as one, as in build_extension.py: most of the time goes into torch's headers."""
     return "\n".join(f'#line 1 "{source.name}"\n{source.read_text()}' for source in sources)
 
 
