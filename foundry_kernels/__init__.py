@@ -13,6 +13,8 @@ from foundry_kernels.ops.flash_attention import flash_attention, flash_attention
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.grouped_mm import grouped_mm
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
+from foundry_kernels.ops.linear_log_probs import linear_log_probs
+from foundry_kernels.ops.log_probs import log_probs
 from foundry_kernels.ops.rms_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from foundry_kernels.ops.rope import RopeScaling, qk_norm_rope, rope, rope_table
 from foundry_kernels.ops.swiglu import geglu, glu, reglu, swiglu
@@ -40,6 +42,8 @@ __all__ = [
     "grouped_mm",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_log_probs",
+    "log_probs",
     "models",
     "nn",
     "patch",

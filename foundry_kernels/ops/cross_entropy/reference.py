@@ -19,7 +19,7 @@ def cross_entropy(
     compute = wide_dtype(logits.dtype)
     n_classes = logits.shape[-1]
     counts, known = target != ignore_index, (target >= 0) & (target < n_classes)
-    _check_targets(target, known | ~counts, n_classes, ignore_index)
+    check_targets(target, known | ~counts, n_classes, ignore_index)
     # What is ignored must not reach the result, whatever it is: 0 * NaN would.
     y = torch.where(counts.unsqueeze(-1), logits.to(compute), 0.0)
     if softcap is not None:
@@ -52,7 +52,7 @@ def mean(x: Tensor, total: Tensor) -> Tensor:
     return torch.where((total == 0) & ~x.isnan(), 0.0, x / torch.where(total == 0, 1.0, total))
 
 
-def _check_targets(target: Tensor, valid: Tensor, n_classes: int, ignore_index: int) -> None:
+def check_targets(target: Tensor, valid: Tensor, n_classes: int, ignore_index: int) -> None:
     """Checks on the CPU alone, and where the values can be read: not in a graph that is traced or under a transform."""
     if target.device.type != "cpu" or torch.compiler.is_compiling() or type(target) is not Tensor:
         return

@@ -212,7 +212,7 @@ def linear_cross_entropy(
     if (low := autocast_dtype(hidden)) is not None:
         hidden, weight = hidden.to(low), weight.to(low) if isinstance(weight, Tensor) else weight
         bias = bias.to(low) if isinstance(bias, Tensor) else bias
-    _check(hidden, weight, bias, logit_scale, chunk_size)
+    check_linear(hidden, weight, bias, logit_scale, chunk_size)
     options = LinearLossOptions(
         ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
         TILES if chunk_size == "tiles" else chunk_size, token_scaling, batch_invariant or invariance.on,
@@ -255,7 +255,7 @@ def _vocab_parallel(weight: Any) -> Any:
     return vocab_parallel if vocab_parallel.vocabulary_dim(weight) is not None else None
 
 
-def _check(
+def check_linear(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, chunk_size: int | str | None
 ) -> None:
     check_float("weight", weight)

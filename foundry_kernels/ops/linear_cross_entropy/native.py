@@ -20,7 +20,7 @@ _LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")
 _OPS = torch.ops.foundry_kernels
 
 
-def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     name = schema.split("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, function, "CPU")
@@ -43,7 +43,7 @@ _ONE_CHUNK = 1 << 25
 _LOGITS, _LEAST = 1 << 21, 256
 
 
-def _chunk_size(hidden: Tensor, weight: Tensor, options: LinearLossOptions, needs: Needs) -> int | None:
+def chunk_size(hidden: Tensor, weight: Tensor, options: LinearLossOptions, needs: Needs) -> int | None:
     """Returns a single chunk for few tokens; for many tokens chunks with three matmuls, or tiles with four
     (docs/dev/performance.md). None of these needs a float32 sum of a bfloat16 weight's gradient."""
     if options.chunk_size is not None or options.batch_invariant:
@@ -58,7 +58,7 @@ def _chunk_size(hidden: Tensor, weight: Tensor, options: LinearLossOptions, need
     return TILES if _TILES_ARE_FASTER else None
 
 
-def _classes(n_tokens: int, n_classes: int, itemsize: int) -> int:
+def classes(n_tokens: int, n_classes: int, itemsize: int) -> int:
     return max(_LEAST, _LOGITS // n_tokens)
 
 
@@ -86,6 +86,6 @@ def _gradients_(
     )  # fmt: skip
 
 
-KERNELS = Kernels(_forward, _gradients_, cpu=True, classes=_classes)
+KERNELS = Kernels(_forward, _gradients_, cpu=True, classes=classes)
 
-linear_cross_entropy = make_backend("", _define, Strategy(KERNELS, _chunk_size))
+linear_cross_entropy = make_backend("", define, Strategy(KERNELS, chunk_size))
