@@ -36,9 +36,9 @@ def _bench_case(tokens: int, width: int, n_classes: int, name: str, **options: A
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     return tuple(
-        _bench_case(*shape, name + note, **options)
-        for *shape, name in _BENCH_SHAPES[device]
-        for note, options in (("", {}), ("-entropy", {"return_entropy": True}))
+        _bench_case(tokens, width, n_classes, name + "-entropy" * entropy, return_entropy=entropy)
+        for tokens, width, n_classes, name in _BENCH_SHAPES[device]
+        for entropy in (False, True)
     )
 
 

@@ -33,6 +33,10 @@ BWD = (
 _NOTHING = Needs(False, False, False)
 
 
+def _inputs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Inputs:
+    return Inputs(hidden, weight, target, bias, class_weight=None)
+
+
 class Strategy(NamedTuple):
     """What a backend's operators do.
 
@@ -45,7 +49,7 @@ class Strategy(NamedTuple):
     chunk_size: Callable[[Tensor, Tensor, LinearLossOptions, Needs], int | None]
 
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
-        inputs, (options, flags) = Inputs(*args[:4], None), LinearLogProbsOptions.from_operator_args(args[4:])
+        inputs, (options, flags) = _inputs(*args[:4]), LinearLogProbsOptions.from_operator_args(args[4:])
         save_entropy, save_lse, save_low = flags
         loss = options.of_loss()
         saves = Saves(save_lse, save_entropy, save_low, False)
@@ -57,7 +61,7 @@ class Strategy(NamedTuple):
         return found.loss, found.z_loss, found.lse, found.lse_low
 
     def backward(self, drows: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        inputs, lse, lse_low = Inputs(*args[:4], None), args[4], args[5]
+        inputs, lse, lse_low = _inputs(*args[:4]), args[4], args[5]
         options, needs = LinearLogProbsOptions.from_operator_args(args[6:])
         loss = options.of_loss()
         of = vocabulary_blocks if loss.tiles else chunks

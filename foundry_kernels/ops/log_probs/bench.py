@@ -32,9 +32,9 @@ def _bench_case(tokens: int, n_classes: int, name: str, **options: Any) -> Case:
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     return tuple(
-        _bench_case(tokens, n_classes, name + note, **options)
+        _bench_case(tokens, n_classes, name + "-entropy" * entropy, return_entropy=entropy)
         for tokens, n_classes, name in _BENCH_SHAPES[device]
-        for note, options in (("", {}), ("-entropy", {"return_entropy": True}))
+        for entropy in (False, True)
     )
 
 

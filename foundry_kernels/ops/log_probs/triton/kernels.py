@@ -53,8 +53,8 @@ def log_probs_fwd_kernel(
     o_x = row_offset(rows, n1, n2, xs0, xs1, xs2, RANK)
     b_at = b_target - first
     here = known & (b_at >= 0) & (b_at < n_out)
-    b_x = tl.load(logits_ptr + o_x + b_at, mask=here, other=0.0).to(COMPUTE) * (b_zero + logit_scale)
-    b_picked = capped(b_x, b_zero + softcap, CAP)
+    b_picked = tl.load(logits_ptr + o_x + b_at, mask=here, other=0.0).to(COMPUTE) * (b_zero + logit_scale)
+    b_picked = capped(b_picked, b_zero + softcap, CAP)
 
     b_max = tl.where(known & ~here, -float("inf"), b_picked)
     b_sum = tl.zeros([BLOCK_ROWS], COMPUTE)
