@@ -15,6 +15,14 @@ def cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`args` are the `LossOptions`, one by one as the operators of the kernels take them."""
+    loss, lse, z = with_lse(logits, target, weight, *args)
+    return loss, None if lse is None else lse.detach(), z
+
+
+def with_lse(
+    logits: Tensor, target: Tensor, weight: Tensor | None, *args: Any
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The same with an lse that is differentiable."""
     ignore_index, reduction, label_smoothing, z_loss, softcap, return_lse, return_z_loss = LossOptions(*args)
     compute = wide_dtype(logits.dtype)
     n_classes = logits.shape[-1]
@@ -44,7 +52,7 @@ def cross_entropy(
         loss, z = (mean(x, total) for x in (loss, z))
     if not (return_lse or return_z_loss):
         return loss, None, None
-    return loss, torch.where(counts, lse, 0.0).detach() if return_lse else None, z.detach() if return_z_loss else None
+    return loss, torch.where(counts, lse, 0.0) if return_lse else None, z.detach() if return_z_loss else None
 
 
 def mean(x: Tensor, total: Tensor) -> Tensor:

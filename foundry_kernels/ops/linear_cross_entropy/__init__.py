@@ -126,8 +126,9 @@ def linear_cross_entropy(
             before the matmul. On a GPU reading their number would wait, so they are computed and ignored.
         token_scaling: as there, in each chunk. With tiles the targets' logits are computed once more, 2048 tokens at a
             time.
-        return_lse, return_z_loss, return_token_accuracy, return_predicted_tokens: as there. Predictions are taken from
-            the logits while they exist.
+        return_lse, return_z_loss, return_token_accuracy, return_predicted_tokens: as there, but the lse is
+            differentiable too (its gradient computes the logits once more). Predictions are taken from the logits while
+            they exist.
         logit_scale: the logits are multiplied by this, before the soft cap.
         chunk_size: the number of tokens whose logits exist at a time. "tiles" uses blocks of classes: less memory, but
             a fourth matmul (the reference treats it as None). None chooses (see `Memory`).

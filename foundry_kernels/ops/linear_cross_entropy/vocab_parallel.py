@@ -137,16 +137,19 @@ class _VocabParallel(torch.autograd.Function):
             outputs += (own.tokens.whole(own.predicted, NO_CLASS).view(target.shape),)
         else:
             outputs += (own.predicted,)
-        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*outputs[2:])
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, dloss: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
         refuse_second_derivative("linear_cross_entropy")
         hidden, weight, target, bias, class_weight, y, nll = ctx.saved_tensors
+        if dloss is None:
+            dloss = torch.zeros(target.shape, dtype=y.dtype, device=y.device)
         with no_autocast(hidden):
             own = _Own(hidden, weight, target, bias, class_weight, ctx.options, ctx.shards)
-            found = own.gradients(dloss, y, nll, ctx.needs).of(hidden)
+            found = own.gradients(dloss, dlse, y, nll, ctx.needs).of(hidden)
         dhidden, dweight, dbias = (g.to(hidden.dtype) if n else None for g, n in zip(found, ctx.needs, strict=True))
         return dhidden, dweight, None, dbias, None, None, None
 
@@ -240,8 +243,9 @@ class _Own:
     def _sum(self, weights: Tensor | float) -> Tensor | float:
         return self.tokens.weight.shape[0] * weights if isinstance(weights, float) else weights.sum()
 
-    def gradients(self, dloss: Tensor, y: Tensor, nll: Tensor, needs: Needs) -> Gradients:
-        """Returns the gradients of this device's logits and inputs; see the mathematics in `cross_entropy/__init__`."""
+    def gradients(self, dloss: Tensor, dlse: Tensor | None, y: Tensor, nll: Tensor, needs: Needs) -> Gradients:
+        """Returns the gradients of this device's logits and inputs; see the mathematics in `cross_entropy/__init__`.
+        An lse with a gradient adds it times the probability of each class."""
         tokens, options = self.tokens, self.options
         found = Gradients(tokens, needs)
         d = torch.where(self.counts, tokens.of_kept(dloss), 0.0).masked_fill(self.unknown, torch.nan)
@@ -251,16 +255,20 @@ class _Own:
         certain = (1.0 - epsilon) * self.of_target
         beside = share * self.sum_of_weights + 2.0 * options.z_loss * self.of_target * (y + nll)
         of_weights = share * self.own_weights()
+        from_lse = None if dlse is None else torch.where(self.counts, tokens.of_kept(dlse), 0.0)
         for part in tokens.chunks() if tokens.weight.shape[0] else ():
             dlogits, mine, column = self.logits(part), rows_of(self.mine, part), rows_of(self.column, part)
             slope = None if options.softcap is None else 1.0 - (dlogits / options.softcap).square()
             c, e, f, at, each = (rows_of(x, part).unsqueeze(1) for x in (certain, beside, nll, y, d))
             p = dlogits.sub_(at).sub_(f).exp_()
+            more = None if from_lse is None else p * rows_of(from_lse, part).unsqueeze(1)
             own = c * torch.expm1(-f) + e * p.gather(1, column)
             p.mul_(c + e).scatter_(1, column, torch.where(mine.unsqueeze(1), own, p.gather(1, column)))
             if epsilon > 0.0:
                 p.sub_(of_weights)
             p.mul_(each)
+            if more is not None:
+                p.add_(more)
             found.add(part, (p if slope is None else p.mul_(slope)).to(tokens.x.dtype))
         if needs.hidden and not tokens.weight.shape[0]:
             found.dx.zero_()

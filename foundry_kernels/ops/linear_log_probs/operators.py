@@ -17,6 +17,7 @@ from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.linear_cross_entropy import chunks, vocabulary_blocks
 from foundry_kernels.ops.linear_cross_entropy.calls import Inputs, Kernels, Needs, Saves
+from foundry_kernels.ops.linear_cross_entropy.operators import LSE_BACKWARD
 from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 from foundry_kernels.ops.linear_log_probs.options import LinearLogProbsOptions
 from foundry_kernels.ops.log_probs.operators import row_gradients
@@ -91,6 +92,7 @@ def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) ->
         define(prefix + FWD, strategy.forward, _fake_forward),
         define(prefix + BWD, strategy.backward, _fake_backward),
     )
+    LSE_BACKWARD[prefix] = _OPERATORS[prefix][1]
     forward, chunk_size = _OPERATORS[prefix][0], strategy.chunk_size
 
     def linear_log_probs(
