@@ -35,8 +35,8 @@ BWD = (
 )
 _NOTHING = Needs(False, False, False)
 
-#: The operator by which the lse gets its gradient, by the prefix of its name: the backward operator of linear_log_probs,
-#: which is built on this module and sets it.
+#: By the prefix of its name the operator that computes the gradients of an lse: the backward operator of
+#: linear_log_probs, which is built on this module and sets it.
 LSE_BACKWARD: dict[str, Any] = {}
 
 #: Rows of a gradient that are widened at a time: the copy stays in the cache.

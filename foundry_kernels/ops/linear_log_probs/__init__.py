@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from foundry_kernels.core import invariance
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.checks import check_bool, check_float
-from foundry_kernels.core.registry import resolve
+from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops import log_probs as of_logits
 from foundry_kernels.ops._register import register_op
-from foundry_kernels.ops.linear_cross_entropy import check_linear
+from foundry_kernels.ops.linear_cross_entropy import check_linear, is_vocab_sharded
 from foundry_kernels.ops.linear_cross_entropy.options import TILES
 from foundry_kernels.ops.linear_log_probs import reference
 from foundry_kernels.ops.linear_log_probs.options import LinearLogProbsOptions
@@ -95,7 +96,8 @@ def linear_log_probs(
 
     Under autocast hidden, weight and bias are first cast to its dtype, as in a linear layer. There is no second
     derivative. Memory is that of :func:`foundry_kernels.linear_cross_entropy` with reduction "none", and a few numbers
-    a token. Results have the same bits in each run.
+    a token. Results have the same bits in each run. DTensors: tokens may be sharded over devices, and so may the
+    classes (`weight` and `bias` as ``Shard(0)``), as for :func:`foundry_kernels.linear_cross_entropy`.
     """
     check_float("hidden", hidden)
     if (low := autocast_dtype(hidden)) is not None:
@@ -110,7 +112,19 @@ def linear_log_probs(
     if options.batch_invariant and chunk_size == "tiles":
         raise ValueError("chunk_size must be a number of tokens or None where batch_invariant is on; got 'tiles'")
     of_logits.check("hidden", hidden, target, options)
-    return of_logits.select(*resolve(LINEAR_LOG_PROBS, backend, hidden)(hidden, weight, target, bias, options))
+    function = resolve(LINEAR_LOG_PROBS, backend, hidden)
+    if not is_vocab_sharded(weight):
+        return of_logits.select(*function(hidden, weight, target, bias, options))
+    from foundry_kernels.ops.linear_cross_entropy.vocab_parallel import on_mesh_of
+    from foundry_kernels.ops.linear_log_probs import vocab_parallel
+
+    for name, x in (("hidden", hidden), ("bias", bias)):
+        if x is not None and not is_dtensor(x):
+            raise ValueError(f"{name} must be a DTensor if weight is vocab-sharded; got a plain tensor")
+    if chunk_size == "tiles":
+        raise ValueError("chunk_size must be a number of tokens or None if weight is vocab-sharded; got 'tiles'")
+    results = of_logits.select(*vocab_parallel.linear_log_probs(hidden, weight, target, bias, options))
+    return on_mesh_of(hidden, results) if torch.compiler.is_compiling() else results
 
 
 LINEAR_LOG_PROBS = register_op(linear_log_probs, reference.linear_log_probs, native_devices=("cpu",))
