@@ -33,13 +33,13 @@ TEST_PACKAGES := pytest pytest-benchmark pytest-xdist expecttest hypothesis tran
 # Prints the versions that the tests of a stack run on.
 VERSIONS = echo "on:" $$($(PY) -m pip --disable-pip-version-check list 2>/dev/null | \
 	awk '$$1 ~ /^(torch|triton|numpy|transformers|tokenizers)$$/ {print $$1, $$2 ","}') "$$($(PY) --version)"
-# Creates an environment with these packages. Prints its progress, or what this machine lacks.
+# Creates an environment with these packages. Prints its progress, or what is missing on this machine.
 INSTALL := $(PYTHON) bootstrap.py $(VENV)
 # Without a GPU only `make cuda-build` compiles the CUDA kernels: they take minutes.
 WITHOUT_GPU := $(if $(wildcard /dev/nvidia0 /dev/dxg),,CUDA_HOME=none)
 RUN_TESTS := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 PYTEST := $(RUN_TESTS) tests
-# The extension for this processor; where it was once built for all instruction sets, it stays so.
+# The extension for this processor, or for all instruction sets if it was built for all before.
 BUILT := $(VENV)/.built$(if $(wildcard $(VENV)/.built-all),-all)
 
 .PHONY: demo test test-slow test-all test-isa test-arm lint setup setup-test setup-all test-stack test-native test-releases resources \
@@ -49,20 +49,20 @@ BUILT := $(VENV)/.built$(if $(wildcard $(VENV)/.built-all),-all)
 demo: setup
 	$(PY) examples/train.py --steps 100 $(if $(TEXT),--text "$(TEXT)") $(ARGS)
 
-# Every operation, backend, direction, dtype and kind of proof, with its most telling cases.
+# Every operation, backend, direction, dtype and kind of proof, with selected cases.
 test: setup-test
 	@echo "The tests take about 10 minutes on 2 cores, plus 5 the first time. make test-all also runs the long sweeps: an hour and more."
 	$(PYTEST) -m "not slow" $(ARGS)
 
-# The long sweeps that `make test` leaves out: tests that tests/support/slow.py marks as slow, all instruction sets but this
-# processor's among them. THIRD=0, 1 or 2 runs a third of them; CI runs another third at each commit.
+# The long sweeps that `make test` leaves out: tests that tests/support/slow.py marks as slow, including instruction sets other
+# than this processor's. THIRD=0, 1 or 2 runs a third of them; CI runs another third at each commit.
 test-slow: setup-all
 	$(PYTEST) -m slow $(if $(THIRD),--third=$(THIRD)) $(ARGS)
 
 test-all: setup-all test test-slow
 
-# Tests that depend on instruction sets, as on older processors: our kernels, torch, oneDNN and MKL are restricted to AVX2, then
-# to AVX-512.
+# Tests that depend on instruction sets, as on older processors: this package's kernels, torch, oneDNN and MKL are restricted to
+# AVX2, then to AVX-512.
 test-isa: setup-all
 	$(PY) tests/support/forced_isa.py $(ARGS)
 
@@ -85,11 +85,11 @@ test-stack: $(VENV)/.test-packages
 		or one_graph_forward_and_backward or test_packing and test_compiled \
 		or (test_parity and triton and (opcheck or (float32 and (glu or rms_norm or cross_entropy))))"
 
-# Patched models on the oldest supported and the newest available transformers, in environments of their own.
+# Patched models on the oldest supported and the newest available transformers, in separate environments.
 test-releases: setup-test
 	$(PY) tests/support/releases.py $(ARGS)
 
-# Tests that depend most on torch: a few minutes, with the extension built for this processor only, as an installation has it.
+# Tests that depend most on torch: a few minutes, with the extension built for this processor only, like an installation.
 # .ci/run runs it on the newest stack at every third commit.
 test-native: $(VENV)/.test-packages $(VENV)/.built
 	@$(VERSIONS)
@@ -113,7 +113,7 @@ $(DOCS)/.packages: constraints.txt bootstrap.py
 	@$(PYTHON) bootstrap.py $(DOCS) mkdocs-material "mkdocstrings[python]" ruff
 	@touch $@
 
-# Compares random cases with the reference for SECONDS, other ones each time. Failures are kept in .hypothesis and tried first.
+# Compares random cases with the reference for SECONDS, new ones each time. Failures are stored in .hypothesis and tried first.
 fuzz: setup-all
 	$(PY) -m pytest tests/proof/test_fuzz.py -s -k test_random_cases --fuzz-seconds $(or $(SECONDS),120) $(ARGS)
 
@@ -121,7 +121,7 @@ fuzz: setup-all
 sanitize: setup-test
 	$(PY) tests/support/sanitize.py --seconds $(or $(SECONDS),120)
 
-# The quick benchmarks, within five minutes. BUDGET=0: all of them; ARGS=-v: print every row; ISA=avx2: our kernels, torch, oneDNN
+# The quick benchmarks, within five minutes. BUDGET=0: all of them; ARGS=-v: print every row; ISA=avx2: the kernels, torch, oneDNN
 # and MKL are restricted to that instruction set. Then `python -m benchmarks report build/bench.json NAME` saves the run with its
 # page and pictures, and `python -m benchmarks readme` updates README.md.
 bench: setup-all
@@ -171,7 +171,7 @@ gpu-cache: $(VENV)/.demo-packages
 	$(PY) -m benchmarks.gpu_cache --archive $(ARCHIVE) $(ARGS)
 
 # Runs everything that needs a GPU, with $(PYTHON), which must have torch. Needs no network.
-# GPU_CHECK=build,parity,suite,sanitize,bench runs these parts, GPU_CHECK=rest those that have not passed yet.
+# GPU_CHECK=build,parity,suite,sanitize,bench runs these parts, GPU_CHECK=rest the parts that have not passed yet.
 gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check
 

@@ -1,4 +1,4 @@
-"""Keeps results of the benchmarks, makes pages of them, and compares this tree with another commit."""
+"""Stores results of the benchmarks, makes pages from them, and compares this tree with another commit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks import compare, report
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["compare"]:  # which parses what follows
+    if argv[:1] == ["compare"]:  # it parses the remaining arguments
         return compare.main(argv[1:])
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

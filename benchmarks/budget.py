@@ -1,9 +1,9 @@
-"""Keeps a run within its time: the order of comparisons, and what is cut.
+"""Keeps a run within its time: orders the comparisons, and cuts some.
 
-Order: of each operation the smallest shapes that together have all its directions and dtypes; host times and models;
-then all other shapes and growth, the smallest first. If time is short, rounds are halved, then whole shapes are cut
-from the end, then `torch.compile` of the first shapes, then these. The plan is made anew before each comparison, with
-estimates corrected by what was measured so far.
+First come, for each operation, the smallest shapes that together have all its directions and dtypes; then host times
+and models; then all other shapes and growth, the smallest first. If time is short, rounds are halved, then whole shapes
+are cut from the end, then `torch.compile` of the first shapes, then these shapes. A new plan is made before each
+comparison, with estimates that are corrected by the measurements so far.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-#: Minutes of the quick set; the full one has no limit unless it is given one.
+#: Minutes for the quick set; the full set has no limit by default.
 DEFAULT = 5.0
-#: Fractions of the rounds, the first that fits.
+#: Fractions of the rounds; the first that fits is used.
 EFFORTS = (1.0, 0.5)
-#: Fraction of the time that is planned for: what comes last can be longer than expected.
+#: The planned fraction of the time, because the last comparisons may take longer than expected.
 _PLANNED = 0.95
-#: Seconds that an estimate weighs as, beside what was measured.
+#: The weight of an estimate relative to measurements, in seconds.
 _PRIOR = 5.0
 
 
@@ -29,11 +29,11 @@ FIRST, NEEDED, LATER, REST = -1, 0, 1, 2
 
 @dataclass(frozen=True)
 class Unit:
-    """Rows that are compared with each other: all are measured or none.
+    """Rows that are compared with each other; either all or none are measured.
 
-    shape: what is cut as a whole. kind: estimates of a kind share a correction. fixed, rounds, a_row: seconds before
-    the rounds, of all rounds, and of each row. waits: seconds of `fixed` that compile peers. op, what: the
-    operation, and its direction and dtype.
+    shape: units of a shape are cut together. kind: estimates of a kind share a correction. fixed, rounds, a_row:
+    seconds before the rounds, of all rounds, and of each row. waits: the seconds of `fixed` for compiling peers. op,
+    what: the operation, and its direction and dtype.
     """
 
     id: str
@@ -54,12 +54,12 @@ class Unit:
 
     @property
     def plain(self) -> Unit:
-        """The same without the peers that are compiled."""
+        """The unit without compiled peers."""
         return replace(self, fixed=self.fixed - self.waits, waits=0.0, kind="operation") if self.waits else self
 
 
 def collected(rows: Iterable[Unit]) -> list[Unit]:
-    """Returns the units of rows that each bring their own: counted, and what is `NEEDED` placed so."""
+    """Returns the distinct units of rows, with their numbers of rows and with `NEEDED` ones marked."""
     found: dict[str, Unit] = {}
     for unit in rows:
         known = found.get(unit.id)
@@ -69,8 +69,8 @@ def collected(rows: Iterable[Unit]) -> list[Unit]:
 
 
 def _needed(units: Sequence[Unit]) -> set[str]:
-    """Returns the shapes that together have every direction and dtype of every operation: one that has most of those
-    that are left, and of these the smallest."""
+    """Returns shapes that together have every direction and dtype of every operation. Greedily takes the shape with the
+    most missing ones, and the smallest of these."""
     has: dict[str, set[tuple[str, str]]] = {}
     sizes: dict[str, float] = {}
     for u in units:
@@ -85,16 +85,16 @@ def _needed(units: Sequence[Unit]) -> set[str]:
 
 
 def ordered(units: Sequence[Unit]) -> list[Unit]:
-    """Returns the units in the order in which they are measured, those of a shape in succession: what comes last is
-    what is cut first."""
+    """Returns the units in the order of measurement, with the units of a shape together. The last ones are cut
+    first."""
     place = {shape: index for index, shape in enumerate(reversed(_largest_first(units)))}
     return sorted(units, key=lambda u: place[u.shape])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The fraction of the rounds that is measured, the shapes that are cut, the seconds that the rest takes, and the
-    shapes of it without peers that are compiled."""
+    """The fraction of the rounds to measure, the shapes to cut, the seconds for the others, and the shapes without
+    compiled peers."""
 
     effort: float
     cut: tuple[str, ...]
@@ -103,7 +103,7 @@ class Plan:
 
 
 def plan(units: Sequence[Unit], seconds: float, factors: Mapping[str, float] | None = None) -> Plan:
-    """Decides what to do with `units` in `seconds`, by estimates that are multiplied by their kind's factor."""
+    """Plans `units` for `seconds`, by estimates times the factor of their kind."""
     by = factors or {}
 
     def total(chosen: Iterable[Unit], effort: float) -> float:
@@ -129,7 +129,7 @@ def plan(units: Sequence[Unit], seconds: float, factors: Mapping[str, float] | N
 
 
 def _steps(units: Sequence[Unit]) -> list[tuple[str, bool]]:
-    """Returns what is cut in turn: shapes, or (True) what is compiled of them."""
+    """Returns the cuts in order: shapes or, if True, only their compiled peers."""
     needed = {u.shape for u in units if u.place <= NEEDED}
     order = _largest_first(units)
     last = [shape for shape in order if shape in needed]
@@ -138,8 +138,7 @@ def _steps(units: Sequence[Unit]) -> list[tuple[str, bool]]:
 
 
 def _largest_first(units: Sequence[Unit]) -> list[str]:
-    """Returns the shapes in the order in which they are cut: the rest and then models, the largest first; then from the
-    end."""
+    """Returns the shapes in the order of cuts: the rest and then models, the largest first; then from the end."""
     sizes: dict[str, tuple[int, float, int]] = {}
     for u in units:
         place, size, index = sizes.get(u.shape, (u.place, 0.0, len(sizes)))
@@ -155,7 +154,7 @@ class Budget:
     minutes: float
     started: float
     clock: Callable[[], float] = time.monotonic
-    #: By id of a unit: the fraction of its rounds, None where it was cut.
+    #: The fraction of rounds by unit; None if it was cut.
     decided: dict[str, float | None] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
     #: Ids of units whose compiled peers were cut.
@@ -174,7 +173,7 @@ class Budget:
         return self.minutes * 60 - self.gone
 
     def remaining(self) -> Plan:
-        """Returns the plan of what has not begun."""
+        """Returns the plan for the units that have not started."""
         rest = [u for u in self.units if u.id not in self.decided]
         if not self.minutes:
             return Plan(1.0, (), sum(u.seconds() * self.factors.get(u.kind, 1.0) for u in rest))
@@ -194,7 +193,7 @@ class Budget:
         return {kind: spent / expected for kind, (spent, expected) in sums.items()}
 
     def admit(self, name: str) -> float | None:
-        """Returns the fraction of its rounds that a unit gets, None where it is cut; its first row decides."""
+        """Returns a unit's fraction of rounds, or None if it is cut. Its first row decides."""
         if name not in self._by_id:
             return 1.0
         if name not in self.decided:
@@ -210,7 +209,7 @@ class Budget:
             self.spent[name] = self.spent.get(name, 0.0) + seconds
 
     def announced(self) -> list[str]:
-        """Returns what is going to be measured, in a few lines."""
+        """Returns a few lines about the planned measurements."""
         found = self.remaining()
         rows = sum(u.rows for u in self.units)
         text = f"{rows} rows in {len(self.units)} comparisons"
@@ -227,14 +226,14 @@ class Budget:
         return lines
 
     def progress(self) -> str:
-        """Returns how far the run is: the rows that are done, of those that there is time for."""
+        """Returns the progress of the run: the finished rows, of those for which there is time."""
         left = self.remaining()
         done = sum(u.rows for u in self.units if self.decided.get(u.id) is not None)
         to_go = sum(u.rows for u in self.units if u.id not in self.decided and u.shape not in left.cut)
         return f"{minutes(self.gone)}: {done} of {done + to_go} rows, about {minutes(left.seconds)} to go"
 
     def kept(self) -> dict[str, object]:
-        """Returns what a page says of it."""
+        """Returns the fields for a page."""
         cut = [self._by_id[name] for name, effort in self.decided.items() if effort is None]
         shapes = dict.fromkeys(u.shape for u in cut)
         measured = {self._by_id[name].op for name, effort in self.decided.items() if effort is not None}
@@ -252,17 +251,17 @@ class Budget:
 
 
 def together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Returns what `Budget.kept` would say of two runs as one."""
+    """Returns the `Budget.kept` of two runs as one."""
     sums = ("minutes", "spent", "comparisons", "fewer_rounds", "not_compiled")
     found = {key: round(first.get(key, 0) + second.get(key, 0), 1) for key in sums if key in first or key in second}
-    if found["minutes"]:  # one without a budget had what it took
+    if found["minutes"]:  # without a budget, everything was measured
         found["minutes"] = round(sum(run["minutes"] or run["spent"] for run in (first, second)), 1)
     none_of = [op for op in first.get("none_of", ()) if op in second.get("none_of", ())]
     return {**found, "cut": first["cut"] | second["cut"], **({"none_of": none_of} if none_of else {})}
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
-    """Names, not more than a few: JSON files and pages have them all."""
+    """At most a few names; JSON files and pages have all of them."""
     more = f"; and {len(names) - most} more" if len(names) > most else ""
     return "; ".join(names[:most]) + more
 

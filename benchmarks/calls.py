@@ -1,4 +1,4 @@
-"""How the rows of a group are called: rotating inputs, scrubbed caches, results that are kept."""
+"""Calls the rows of a group, with rotating inputs, scrubbed caches and kept results."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from foundry_kernels.testing import make_cotangents
 
 
 class Arguments:
-    """Sets of the case's arguments, handed out in rotation."""
+    """Sets of the case's arguments, used in rotation."""
 
     def __init__(self, group: Group) -> None:
         first = group.case.make(group.dtype, DEVICE, drawn_on=DEVICE)
         more = [{n: copied(t) for n, t in first.items()} for _ in range(set_count(group) - 1)]
         self.sets = [first, *more]
-        #: Whether the first set has left the caches once all have been used.
+        #: Whether the first set is out of the caches after all sets were used.
         self.rotates = rotates(group, len(self.sets))
         self._turn = itertools.cycle(self.sets)
         self._cotangents: dict[tuple[object, ...], list[tuple[Tensor, ...]]] = {}
 
     def cotangents(self, out: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-        """Returns gradients for outputs like `out`, as many as there are sets; all contenders get the same."""
+        """Returns gradients for outputs like `out`, one for each set. All contenders get the same ones."""
         like = tuple((o.shape, o.dtype) for o in out)
         if like not in self._cotangents:
             made = make_cotangents(out, "contiguous", drawn_on=DEVICE)
@@ -44,31 +44,33 @@ class Arguments:
 
 
 def copied(t: Tensor | None) -> Tensor | None:
-    """Returns a copy with gradients of its own, where it takes any."""
+    """Returns a copy, which has its own gradient if it requires one."""
     return None if t is None else t.detach().clone().requires_grad_(t.requires_grad)
 
 
 class Contenders:
-    """The rows of a group that can run, ready to be timed (`prepare`), and why the others cannot (`why_not`)."""
+    """The rows of a group that can run, prepared for timing (`prepare`), and the reasons why others cannot
+    (`why_not`)."""
 
     def __init__(self, group: Group, names: tuple[str, ...] | None = None) -> None:
         self.group = group
         self.prepare: dict[str, Prepare] = {}
         self.why_not: dict[str, str] = {}
-        #: While it lasts, runs are not timed: no caches are scrubbed before them.
+        #: In this context, runs are not timed, and no caches are scrubbed before them.
         self.untimed: Callable[[], AbstractContextManager[None]] = nullcontext
         reason = too_large(group)
         if reason is not None:
             self.why_not = dict.fromkeys(group.names, reason)
             return
         shared = Arguments(group)
-        #: What is timed, to check the results of.
+        #: The arguments of the check; they are also timed.
         self.args = shared.sets[0]
         scrubs = group.memory != "warm" and not (group.direction != "backward" and shared.rotates)
         scrub = Scrub(DEVICE) if scrubs else None
         if scrub is not None:
             self.untimed = scrub.resting
-        # Of all contenders together: between two uses of a result's memory lie as many others as there are sets.
+        # Shared by all contenders, so that a result's memory is reused only after as many other results as there are
+        # sets.
         results: deque[object] = deque(maxlen=len(shared.sets) if group.memory == "cold" else 0)
         peers = group.peers
         for name in group.names if names is None else names:
@@ -87,9 +89,9 @@ class Contenders:
                     prepare = _call(group, group.function(name), own, scrub, results)
                 with self.untimed():
                     prepare()()
-                timer()  # what a GPU has to say comes late
+                timer()  # raises asynchronous errors of a GPU
                 if group.memory == "cold" and group.limit == "memcpy" and name not in LIMITS:
-                    # No page fault of the memory that results rotate through is left to time.
+                    # Page faults of the results' memory happen before the timing.
                     with self.untimed():
                         for _ in shared.sets:
                             prepare()()
@@ -99,13 +101,13 @@ class Contenders:
                 self.prepare[name] = prepare
 
 
-#: A call in 16 bits takes at most about as long as in float32, if it is not computed by plain loops.
+#: A 16-bit call takes at most about as long as in float32, unless it runs plain loops.
 _FALLBACK = 2.5
 
 
 def _falls_back(group: Group, name: str) -> str | None:
-    """Returns why torch's own products of 16 bits are no measure where oneDNN is restricted, or None. Fused kernels
-    may have others: each is compared with itself in float32, at a size of which one call does not take minutes."""
+    """Returns why torch's 16-bit matmuls are not a fair comparison if oneDNN is restricted, or None. Fused kernels may
+    have others, so each row is compared with itself in float32, at a size at which a call does not take minutes."""
     products = group.flops is not None and name not in (*OURS, "memcpy")
     if not isa.current.lacks_products(group.dtype.itemsize, products):
         return None
@@ -124,7 +126,7 @@ def _falls_back(group: Group, name: str) -> str | None:
 
 
 def _seconds(prepare: Prepare) -> float:
-    """Returns the seconds of the shorter of two calls; of one where it is long."""
+    """Returns the seconds of the shorter of two calls, or of one long call."""
     found: list[float] = []
     while len(found) < 2 and sum(found) < 0.1:
         run, start = prepare(), timer()
@@ -134,8 +136,8 @@ def _seconds(prepare: Prepare) -> float:
 
 
 def unavailable(error: Exception, ours: bool) -> str:
-    """Returns the reason, in a line, why a call could not be made here; raises it where it is a bug: our own kernels
-    may lack memory or a device, no more."""
+    """Returns a one-line reason why a call failed. Re-raises the error if it is a bug: this package's kernels may only
+    lack memory or a device."""
     text = str(error).strip().splitlines()
     first = f"{type(error).__name__}: {text[0] if text else ''}"[:200]
     lacking = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
@@ -152,7 +154,7 @@ def _limit(group: Group, name: str) -> Prepare:
         return lambda: lambda: a @ b
     size = max(group.bytes_moved // 2 // 4, 1)
     count = 1 if group.memory == "warm" else int(min(2 * cache_bytes(DEVICE) // (8 * size) + 1, MOST_SETS))
-    # A list: a pair that is made when its turn comes would lie in the caches.
+    # A list, because a pair that is created just before its use would be in the caches.
     pairs = itertools.cycle([tuple(torch.ones(2, size, device=DEVICE).unbind()) for _ in range(count)])
 
     def copy() -> Callable[[], object]:
@@ -162,20 +164,20 @@ def _limit(group: Group, name: str) -> Prepare:
     return copy if name == "memcpy" else lambda: next(pairs)[0].clone
 
 
-#: Rows and columns of the factors of the matrix product that is the limit.
+#: Rows and columns of the matmul that is the limit.
 MATMUL = {"cpu": 1024, "cuda": 8192}
 
 
 def _call(
     group: Group, function: Callable[..., Any], arguments: Arguments, scrub: Scrub | None, keep: deque[object]
 ) -> Prepare:
-    """Cold and fresh calls are prepared by scrubbing the caches where the rotation alone does not empty them: where the
-    sets are too small together, and behind the forward pass of a backward one. `keep` holds the latest results."""
+    """Before cold and fresh calls, the caches are scrubbed if rotation does not empty them: if the sets are too small
+    together, and between a forward pass and its timed backward pass. `keep` has the latest results."""
 
     def finish(call: Callable[[], object], clean: bool) -> Callable[[], object]:
         if scrub is not None and not clean:
             scrub()
-        return lambda: keep.append(call())  # results are not written to again while they are in the cache
+        return lambda: keep.append(call())  # the memory of results is not reused while it is in the cache
 
     if group.direction == "forward":
 
@@ -197,7 +199,7 @@ def _call(
     cotangents = itertools.cycle(arguments.cotangents(outputs(arguments.next())))
 
     def gradients(args: dict[str, Tensor | None], out: tuple[Tensor, ...], dy: tuple[Tensor, ...]) -> object:
-        # The call without an option leaves out the option's tensor; what others leave out, the check of results finds.
+        # A call without an option does not use the option's tensor. The check of results finds other unused tensors.
         wanted = [t for t in args.values() if t is not None and t.requires_grad]
         return torch.autograd.grad(out, wanted, dy, allow_unused=True)
 

@@ -1,5 +1,5 @@
-"""Whether a row computes what the reference does: at the row's own shape and of its own inputs, in all rows of the
-result or a sample of them, in outputs and, where gradients are timed, in gradients."""
+"""Checks that a row computes the same as the reference, with the row's own shape and inputs: all rows of the result or
+a sample, outputs and, if gradients are timed, gradients."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from benchmarks.calls import copied
 from benchmarks.suite import DEVICE, LIMITS, OURS, Group
 from foundry_kernels.testing import Expected, Result
 
-#: Root mean square error, relative to the result, up to which a peer computes the same: it need not be exact, as ours.
+#: The largest RMS error of a peer, relative to the result. Peers need not be as exact as this package.
 _SAME = {torch.float32: 1e-3}
 _SAME_LOW = 0.05
 
 
-#: What the last group expected: the next one has the same inputs if it is another direction or state of memory.
+#: The last group's expected results: the next group has the same inputs if it is another direction or state of memory.
 _latest: dict[tuple[object, ...], Expected] = {}
 
 
 class Check:
-    """What the reference makes of a group's arguments, or of a sample of their rows, in their dtype and in float64.
+    """The reference's results for a group's arguments, or for a sample of their rows, in their dtype and in float64.
 
-    Both are computed where the arguments are, on a GPU on that GPU. A contender computes the whole; where there is a
-    sample, the gradients that flow into other rows are 0, or these rows take no part in the loss.
+    Both are computed on the device of the arguments. A contender computes all rows. With a sample, the other rows'
+    gradients are 0, or these rows are not part of the loss.
     """
 
     def __init__(self, group: Group, args: dict[str, Tensor | None]) -> None:
@@ -54,8 +54,8 @@ class Check:
             self.expected = replace(made, reference=reference, oracle=oracle)
 
     def wrong(self, name: str) -> str | None:
-        """Returns why the result of a row is not that of the reference, or None. Ours must meet the parity
-        policy; a peer must compute the same, unless it draws other elements for dropout."""
+        """Returns how a row's result differs from the reference, or None. This package's rows must pass the parity
+        policy. A peer must compute the same, unless it draws other elements for dropout."""
         if name in (*LIMITS, "reference", *self.group.bench.UNCHECKED) or (
             name not in OURS and self.group.case.options.get("dropout_p")
         ):
@@ -71,8 +71,8 @@ class Check:
         return None
 
     def _result(self, name: str) -> Result:
-        args = {n: copied(t) for n, t in self.args.items()}  # a peer may write into its own
-        if self.group.direction == "forward":  # FlexAttention on a CPU takes no tensor that requires a gradient
+        args = {n: copied(t) for n, t in self.args.items()}  # a peer may overwrite its arguments
+        if self.group.direction == "forward":  # FlexAttention on a CPU does not support tensors that require gradients
             args = {n: t if t is None else t.detach() for n, t in args.items()}
         with torch.set_grad_enabled(self.group.direction != "forward"):
             made = self.group.function(name)(**args)
@@ -104,7 +104,7 @@ class Check:
         return cotangent if dim is None else torch.zeros_like(output).index_copy_(dim, self.rows, cotangent)
 
     def _dim(self, output: Tensor) -> int | None:
-        """Returns the dimension in which an output has rows; a sum has none."""
+        """Returns the dimension of an output's rows; None for a sum."""
         if self.sample is None:
             return None
         name, dim = next(iter(self.sample.dims.items()))

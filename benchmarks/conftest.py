@@ -1,4 +1,4 @@
-"""Options, the budget, progress, the verdict, and what a run leaves in its JSON beside pytest-benchmark's own."""
+"""Options, the budget, progress, the verdict, and additional data in pytest-benchmark's JSON."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def _minutes(text: str) -> float:
     return value
 
 
-_minutes.__name__ = "minutes"  # as argparse calls it where it refuses a value
+_minutes.__name__ = "minutes"  # the name in argparse's error messages
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A line a minute, and with -v one for each row as it is done and a table of the rounds."""
+    """Prints a line a minute; with -v also a line after each row, and a table of the rounds."""
     if (name := config.getoption("isa", None)) is not None:
         try:
             isa.force(name)
@@ -73,7 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lets -k choose by size: it has no "=", so that `T=512` is T512 to it."""
+    """Lets -k select by size. -k does not support "=", so `T=512` is also T512."""
     for item in items:
         if item.path.parent == _HERE:
             item.extra_keyword_matches.update(f"{letter}{size}" for letter, size in _SIZE.findall(item.name))
@@ -88,7 +88,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     from benchmarks import estimates, sources
     from benchmarks.suite import DEVICE
 
-    config.stash[_SOURCES] = sources.digests(DEVICE)  # as they are now, whatever is edited meanwhile
+    config.stash[_SOURCES] = sources.digests(DEVICE)  # before any edits during the run
     machine = estimates.machine()
     found = []
     for item in items:
@@ -119,7 +119,7 @@ def _write(config: pytest.Config, lines: list[str]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Counts the time of a row; the first that ends after another minute says how far the run is."""
+    """Counts the time of a row. The first row that ends after another minute prints the progress."""
     budget, name = item.config.stash.get(_BUDGET, None), item.stash.get(_UNIT, "")
     if budget is None or not name:
         return (yield)
@@ -146,7 +146,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_report_teststatus(report: object, config: pytest.Config) -> tuple[str, str, str] | None:
-    """The figures in place of PASSED, and no dots between the lines of progress."""
+    """Shows the figures in place of PASSED, and no dots between the lines of progress."""
     if not isinstance(report, pytest.TestReport) or report.failed:
         return None
     quiet = config.option.verbose < 0 and _BUDGET in config.stash
@@ -157,7 +157,7 @@ def pytest_report_teststatus(report: object, config: pytest.Config) -> tuple[str
 
 
 class Record:
-    """Keeps a row: its figures in pytest-benchmark's JSON, or the reason why there are none."""
+    """Stores a row: its figures in pytest-benchmark's JSON, or the reason why there are none."""
 
     def __init__(self, request: pytest.FixtureRequest, show: Callable[[str, object], None]) -> None:
         self._config, self._show = request.config, show
@@ -165,11 +165,11 @@ class Record:
         budget = request.config.stash.get(_BUDGET, None)
         #: Of the rounds.
         self.fraction = 1.0 if budget is None else budget.admit(request.node.stash.get(_UNIT, "")) or 1.0
-        #: Whether the peers that are compiled have no time.
+        #: Whether there is no time for compiled peers.
         self.plain = budget is not None and request.node.stash.get(_UNIT, "") in budget.plain
 
     def __call__(self, benchmark: Any, row: dict[str, Any], group: str, times: Sequence[float]) -> None:
-        """Keep a row of `group`, whose rounds took `times`; it fails where its result is wrong."""
+        """Stores a row of `group` with the `times` of its rounds. The test fails if the row's result is wrong."""
         from benchmarks.measure import replay
 
         benchmark.group = group
@@ -181,13 +181,13 @@ class Record:
             pytest.fail(f"no ratio is reported: {row['wrong']}")
 
     def absent(self, row: dict[str, Any]) -> None:
-        """Keep and skip a row that says why it could not be measured."""
+        """Stores and skips a row that could not be measured; the row has the reason."""
         if "why_not" in row:
             self._append(_ABSENT, row)
             pytest.skip(row["why_not"])
 
     def _append(self, key: pytest.StashKey[list[dict[str, Any]]], row: dict[str, Any]) -> None:
-        """Also to the file of `--rows`, at once: a run that is stopped keeps those that it had."""
+        """Also appends it to the file of `--rows` at once, so that an interrupted run loses no rows."""
         self._config.stash[key].append(row)
         if (path := self._config.getoption("rows", None)) is not None:
             with path.open("a") as file:
@@ -200,7 +200,7 @@ def record(request: pytest.FixtureRequest, record_property: Callable[[str, objec
 
 
 def in_a_line(row: dict[str, Any]) -> str:
-    """Returns the figures that fit behind the name of a row."""
+    """Returns the figures for the line after a row's name."""
     parts = [f"{row['median_us']:,.1f} us"] if "median_us" in row else []
     if "of_limit" in row:
         parts.append(f"{row['of_limit']:.0%} of {row['limit']}")
@@ -214,7 +214,7 @@ def in_a_line(row: dict[str, Any]) -> str:
 
 
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_json: dict[str, Any]) -> None:
-    """Keeps what the figures were measured with, and the rows that have none, beside them."""
+    """Adds the environment of the measurements, and the rows without figures."""
     import torch
 
     from foundry_kernels.tools.environment import versions
@@ -233,7 +233,7 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> Generator[None, object, object]:
-    """Prints what the run says behind all tables of it: it ends with what is slower than a peer."""
+    """Prints the verdict after all tables. It ends with the rows that are slower than a peer."""
     result = yield
     rows, budget = config.stash.get(_ROWS, []), config.stash.get(_BUDGET, None)
     if rows and budget is not None:

@@ -1,5 +1,5 @@
-"""What a comparison is expected to take on this machine, before any of it has run: bytes and products of its calls over
-the machine's rates, times how often they are called. `budget.Budget` corrects it by what the first ones took."""
+"""Estimates the time of a comparison on this machine before it runs: the bytes and matmuls of its calls, divided by the
+machine's rates, times the number of calls. `budget.Budget` corrects the estimates by the first measurements."""
 
 from __future__ import annotations
 
@@ -29,23 +29,22 @@ from benchmarks.suite import (
 from benchmarks.tables import shape_of
 from foundry_kernels.core.registry import OpSpec, short_dtype
 
-#: How much longer than at the machine's limit the contenders' calls take, on average: where there is an eager form of
-#: more passes over memory, where there is none, and where all are whole products.
+#: The average time of contenders' calls relative to the machine's limit: with an eager form, which needs several passes
+#: over memory; without one; and for matmuls.
 _OVER_LIMIT, _FUSED, _PRODUCTS = 4, 2, 1.3
-#: Runs of each contender beside the rounds: the first, warm-up, check, and those that show the memory. On a GPU also
-#: those between events, of calls that are not long.
+#: Runs of each contender besides the rounds: the first one, warm-up, check, and memory measurements. On a GPU also the
+#: runs between events, for calls that are not long.
 _RUNS, _RUNS_GPU, _RUNS_LONG = 7, 10, 5
-#: Seconds: making and first touching a gigabyte, where a CPU draws it; what each row takes anyhow; compiling a function
-#: forward, a model of two layers, and searching for a product; one row of host time. Processors differ by less than
-#: these vary.
+#: Seconds for drawing a gigabyte on a CPU; the fixed time of a row; compiling the forward pass of a function, and a
+#: model of two layers; the max-autotune search for a matmul; a row of host time. They vary more than processors differ.
 _TOUCH, _ROW, _COMPILE, _COMPILE_MODEL, _SEARCH, _HOST = 1.5, 0.1, 2.0, 25.0, 20.0, 0.3
-#: Of a GPU, which draws it itself, and where a row is a few milliseconds of delays and a captured graph.
+#: The same on a GPU, which draws the inputs itself, and where a row takes a few milliseconds for delays and a graph.
 _TOUCH_GPU, _ROW_GPU, _COMPILE_MODEL_GPU = 0.02, 0.05, 6.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes that a copy reads and writes, and operations of a product (float32; of a GPU bfloat16), a second."""
+    """Bytes a second that a copy reads and writes, and operations a second of a matmul (float32; bfloat16 on a GPU)."""
 
     copied: float
     products: float
@@ -57,7 +56,7 @@ class Machine:
 
 
 def machine() -> Machine:
-    """Measured in a part of a second."""
+    """Measures this machine in less than a second."""
     source, into = torch.ones(2, 2**24, device=DEVICE).unbind()  # 64 MB each
     size, dtype = (1024, torch.float32) if DEVICE == "cpu" else (4096, torch.bfloat16)
     a, b = torch.ones(2, size, size, dtype=dtype, device=DEVICE).unbind()
@@ -76,7 +75,7 @@ def _best(call: Callable[[], object]) -> float:
 
 def operation(group: Group, names: Sequence[str], machine: Machine) -> Unit:
     """Returns the estimate for the rows `names` of a group."""
-    # torch.compile is waited for where a shape is measured first.
+    # The first measurement of a shape waits for torch.compile.
     first = memories(group.op, group.case, group.dtype, not group.quick, DEVICE)[0]
     compiled = "torch.compile" in names and group.memory == first
     fixed, rounds = _times(group, names, machine, QUICK)
@@ -91,7 +90,7 @@ def operation(group: Group, names: Sequence[str], machine: Machine) -> Unit:
 
 
 def _times(group: Group, names: Sequence[str], machine: Machine, effort: tuple[float, int]) -> tuple[float, float]:
-    """Seconds beside the rounds, and of all rounds."""
+    """The seconds outside of the rounds, and the seconds of all rounds."""
     gpu = machine.device != "cpu"
     names = [n for n in names if not group.bench.peer_bytes(group.case, n) or too_large(group, n) is None]
     count = sum(n not in LIMITS for n in names)
@@ -99,7 +98,7 @@ def _times(group: Group, names: Sequence[str], machine: Machine, effort: tuple[f
     if group.limit == "GEMM" and not group.bench.peer_bytes(group.case, "eager"):
         over = _PRODUCTS
     call = over * machine.seconds(group.bytes_moved, group.flops or 0.0) + 50e-6
-    if group.direction == "backward":  # behind an untimed forward pass
+    if group.direction == "backward":  # after an untimed forward pass
         before = replace(group, direction="forward")
         call += over * machine.seconds(before.bytes_moved, before.flops or 0.0)
     sets = set_count(group)
@@ -119,7 +118,7 @@ def _times(group: Group, names: Sequence[str], machine: Machine, effort: tuple[f
 
 
 def growth(name: str, shape: str, groups: Sequence[Group], machine: Machine) -> Unit:
-    """Returns the estimate for all sizes along an axis; `groups` holds one for each."""
+    """Returns the estimate for all sizes along an axis; `groups` has one group for each size."""
     fixed = rounds = 0.0
     for group in groups:
         names = [n for n in group.names if n not in ("torch.compile", SEARCHED, "eager")]
@@ -130,8 +129,7 @@ def growth(name: str, shape: str, groups: Sequence[Group], machine: Machine) -> 
 
 
 def model(group: ModelGroup, machine: Machine) -> Unit:
-    """Returns the estimate for the models that are compared at a task. What is compiled for a step is for both passes
-    too."""
+    """Returns the estimate for the models of a task. A compiled model of a step is also used for both passes."""
     c, trains = group.config, group.task in ("forward+backward", "step")
     parameters = c.n_layers * c.dim * (2 * c.dim + 3 * c.ffn_width) + 2 * c.vocab_size * c.dim
     call = machine.seconds(0, 2 * parameters * group.tokens * (3 if trains else 1)) * 2 + 1e-3 * c.n_layers

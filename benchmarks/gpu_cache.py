@@ -1,11 +1,11 @@
-"""`make gpu-cache`: the Triton kernels of parity cases and benchmarks, compiled here for a GPU that is elsewhere.
+"""`make gpu-cache`: compiles the Triton kernels of parity cases and benchmarks for a GPU in another machine.
 
     make gpu-cache STACK=2.11 PYTHON=python3.12 VENV=.venv-3.12    # for Triton 3.6 in Python 3.12; needs no GPU
     make gpu-check                                  # there; it uses build/gpu-cache.tar.xz
 
-Triton's own launch, on a stub of the GPU (stub_gpu.py), gives each kernel its key: a hash of Triton's files, the
+Triton's own launch, on a stub of the GPU (stub_gpu.py), computes each kernel's key: a hash of Triton's files, the
 kernel's source, signature and options, and the architecture, but no path. Triton's index of its cache has absolute
-paths, so `unpack` writes it. The archive has the code and its description, no intermediate results.
+paths, so `unpack` writes the index. The archive has code and metadata, but no intermediate results.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from foundry_kernels.tools.inspect import aot
 
 ARCHIVE = Path(__file__).parents[1] / "build" / "gpu-cache.tar.xz"
 MANIFEST, INDEX = "manifest.json", "__grp__"
-#: What to compile: Triton's source object and the options of its launch.
+#: Triton's source object and the launch options.
 Kernel = tuple[Any, dict[str, Any]]
 
 
 def made_with() -> dict[str, str]:
-    """Returns what must be the same here and there, for a kernel that was compiled here to be found there."""
+    """Returns the properties that must be equal on both machines so that kernels are found."""
     import triton
     from triton.runtime.cache import triton_key
 
@@ -50,7 +50,7 @@ def made_with() -> dict[str, str]:
 
 
 def recorded(driver: StubDriver, run: Callable[[], None]) -> list[Kernel]:
-    """Returns the kernels that `run` launches, each once. In this process they cannot be launched any more."""
+    """Returns the distinct kernels that `run` launches. This process can no longer launch them."""
     import triton.compiler
 
     found: list[Kernel] = []
@@ -69,7 +69,7 @@ def recorded(driver: StubDriver, run: Callable[[], None]) -> list[Kernel]:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Returns the reason why nothing can be written into the folder, which is made if there is none, or None."""
+    """Returns the reason why the folder (which is created if needed) is not writable, or None."""
     probe = folder / f".probe-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def why_not_writable(folder: Path) -> str | None:
 
 
 def launch_all(text: str) -> None:
-    """Launches what the operations whose names contain `text` launch: the parity cases in each dtype, forward with and
+    """Makes all launches of the operations whose names contain `text`: the parity cases in each dtype, forward with and
     without gradients, and backward; and the benchmarks."""
     for op in fk.OPS.values():
         impl = op.impl("triton")
@@ -90,7 +90,7 @@ def launch_all(text: str) -> None:
         for case in op.cases.CASES[op.name]:
             for dtype in impl.dtypes:
                 launch_case(op, case, case.make(dtype))
-        if op.name == "linear_cross_entropy":  # its products would be computed; its kernels are those of the cases
+        if op.name == "linear_cross_entropy":  # its matmuls would run; the cases already have its kernels
             continue
         for case in op.bench.bench_cases(op.name, "cuda") if op.bench is not None else ():
             for dtype in aot.DTYPES:
@@ -107,12 +107,12 @@ def launch_case(op: OpSpec, case: Case, args: dict[str, torch.Tensor | None]) ->
 
 
 def fill(folder: Path, kernels: list[Kernel], target: Any, jobs: int) -> int:
-    """Compiles the kernels, and on Triton 3.6 the functions that launch them, into Triton's cache in `folder`, `jobs`
-    at a time; how many failed."""
+    """Compiles the kernels, and with Triton 3.6 also their launchers, to Triton's cache in `folder`, `jobs` at a time.
+    Returns the number of failures."""
     global _WORK
     _WORK = kernels, target, folder
     began, failed = time.monotonic(), 0
-    context = multiprocessing.get_context("fork")  # kernels cannot be sent: a child has them already
+    context = multiprocessing.get_context("fork")  # kernels cannot be pickled; forked children already have them
     with context.Pool(jobs) as pool:
         for done, error in enumerate(pool.imap_unordered(_compile, range(len(kernels)), chunksize=4), 1):
             if error:
@@ -142,8 +142,8 @@ def _compile(index: int) -> str:
 
 
 def _compile_launcher(src: Any, metadata: Any) -> None:
-    """Triton 3.6 compiles a C function for each signature, with gcc and the driver's library. Here there may be none:
-    the function is linked against an empty one of that name, and not loaded."""
+    """Triton 3.6 compiles a C function for each signature with gcc and the driver's library. Since this machine may
+    have no driver, the function is linked against an empty library with this name, and not loaded."""
     from triton import knobs
     from triton.backends.nvidia import driver
     from triton.runtime import build
@@ -164,9 +164,8 @@ def _compile_launcher(src: Any, metadata: Any) -> None:
 
 @contextmanager
 def linked_against_empty_libcuda(folder: Path) -> Iterator[None]:
-    """Puts an empty libcuda.so.1 into the folder. While it lasts, what the C compiler links names the libraries that it
-    is given as needed, although it finds nothing in them: many linkers would leave out the empty one, and on the GPU
-    the module would load without the driver's functions."""
+    """Puts an empty libcuda.so.1 into the folder. In this block, the C compiler marks all given libraries as needed.
+    Many linkers would omit the empty one, and on the GPU the module would then load without the driver's functions."""
     before = os.environ.get("CC")
     compiler = before or shutil.which("gcc") or "cc"
     library = [*shlex.split(compiler), "-shared", "-o", f"{folder}/libcuda.so.1", "-Wl,-soname,libcuda.so.1"]
@@ -189,13 +188,13 @@ def _not_loaded(name: str, path: str) -> Any:
 
 
 def pack(folder: Path, archive: Path, about: dict[str, Any]) -> None:
-    """Packs what a launch needs of Triton's cache in `folder`, and what it was made with."""
+    """Packs the files of Triton's cache in `folder` that launches need, and `about`."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     about_file = folder / MANIFEST
     about_file.write_text(json.dumps(about))
     partial = archive.with_name(archive.name + ".partial")
     with tarfile.open(partial, "w:xz", preset=6) as tar:
-        # By name: the variants of a kernel lie beside each other, and most of one is found in the one before.
+        # Sorted by name, because variants of a kernel compress well next to each other.
         for path in [about_file, *sorted(folder.glob("*/*"), key=lambda path: (path.suffix, path.name, path))]:
             if path.suffix in (".json", ".cubin", ".so") and not path.name.startswith(INDEX):
                 tar.add(path, str(path.relative_to(folder)))
@@ -203,10 +202,10 @@ def pack(folder: Path, archive: Path, about: dict[str, Any]) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> dict[str, Any]:
-    """Unpacks the archive into `folder`, for TRITON_CACHE_DIR; returns what it was made with.
+    """Unpacks the archive into `folder`, for TRITON_CACHE_DIR. Returns its `about`.
 
     Raises:
-        ValueError: it is damaged, or no such archive.
+        ValueError: it is damaged, or not such an archive.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -224,8 +223,7 @@ def unpack(archive: Path, folder: Path) -> dict[str, Any]:
 
 
 def why_it_would_miss(about: dict[str, Any], arch: int) -> str | None:
-    """Returns the reason why no kernel of an archive would be found by this Triton on a GPU of capability `arch`, or
-    None."""
+    """Returns the reason why this Triton would not find an archive's kernels on a GPU of capability `arch`, or None."""
     here = made_with() | {"arch": arch}
     for name in ("arch", "triton", "python"):
         if about.get(name) != here[name]:
@@ -234,7 +232,7 @@ def why_it_would_miss(about: dict[str, Any], arch: int) -> str | None:
 
 
 def main(argv: list[str]) -> int:
-    """Compile the kernels for a GPU that is elsewhere, and pack them."""
+    """Compile the kernels for a GPU in another machine, and pack them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_cache", description=main.__doc__)
     parser.add_argument("--arch", type=int, default=90, help="compute capability, 90 for 9.0 (default)")
     parser.add_argument("--multiprocessors", type=int, default=132, help="of that GPU (default: 132, as H100 and H200)")
@@ -242,7 +240,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilations at a time")
     parser.add_argument("--archive", type=Path, default=ARCHIVE, help=f"default: {ARCHIVE}")
     options = parser.parse_args(argv)
-    folder = options.archive.with_suffix("").with_suffix("")  # kept: what is in it is not compiled again
+    folder = options.archive.with_suffix("").with_suffix("")  # kept, so that its kernels are not compiled again
     if folder == options.archive:
         parser.error(f"--archive must end in .tar.xz; got {options.archive}")
     if (reason := why_not() or why_not_writable(options.archive.parent) or why_not_writable(folder)) is not None:

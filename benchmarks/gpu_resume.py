@@ -1,8 +1,8 @@
-"""A plugin for pytest: keeps the name of each test that passed as soon as it has, and leaves out those that did before.
-Of each that failed it keeps the name and the error, also where the run is then stopped and prints neither.
+"""A pytest plugin that records the tests that pass, and skips those that passed before. It also records failed tests
+with their errors, even if the run is interrupted before printing them.
 
-`--passed-file` is written as tests pass (also by a run that is then stopped), `--already-passed` is read. They are two
-files because with pytest-xdist each process reads the second, and all must find the same in it.
+`--passed-file` is written after each test, and `--already-passed` is read. These are two files because with
+pytest-xdist each process reads the second one, and all must read the same contents.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--passed-file") and not hasattr(config, "workerinput"):  # the process that hears of all tests
+    if config.getoption("--passed-file") and not hasattr(config, "workerinput"):  # receives all reports
         config.pluginmanager.register(Results(config.getoption("--passed-file"), config.getoption("--failed-file")))
 
 
@@ -53,7 +53,7 @@ class Results:
 
 
 def error_of(report: pytest.TestReport) -> str:
-    """Returns where it failed and the error's text, in a line."""
+    """Returns the location of the failure and the error's text in one line."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = report.longreprtext if crash is None else f"{crash.path}:{crash.lineno}: {crash.message}"
     return " ".join(text.split())[:600]

@@ -1,4 +1,5 @@
-"""What `make gpu-check` runs under compute-sanitizer: small cases of every kernel, forward and backward, no asserts."""
+"""`make gpu-check` runs this under compute-sanitizer: small cases of every kernel, forward and backward, without
+asserts."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 import foundry_kernels as fk
 from foundry_kernels.testing import Case, make_cotangents, run
 
-#: Cases of each kernel, of those that are small: all would take minutes.
+#: The number of small cases for each kernel; all cases would take minutes.
 FEW = 2
 
 

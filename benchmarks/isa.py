@@ -1,8 +1,8 @@
-"""Holds our kernels and torch to one instruction set, where the processor has more of them: `--isa avx2`.
+"""Restricts this package's kernels and torch to one instruction set: `--isa avx2`.
 
-torch, oneDNN and MKL read their switches from the environment when they are first used, so these are set before torch
-is imported. Inductor follows torch's for the width of its vectors and needs one of its own for the flags of its
-compiler. Processes that this one starts inherit all of them.
+torch, oneDNN and MKL read their switches from the environment at first use, so the switches are set before torch is
+imported. Inductor uses torch's switch for the width of its vectors, and has its own for the flags of its compiler.
+Child processes inherit all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-#: By name of an instruction set of ours, the environment that holds the others to it.
+#: The environment variables that restrict the libraries.
 _NAMES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "TORCHINDUCTOR_CPP_MARCH")
 SWITCHES = {
     name: dict(zip(_NAMES, values, strict=True))
@@ -25,32 +25,32 @@ SWITCHES = {
         "amx_bf16": ("avx512", "AVX512_CORE_AMX", "AVX512", "x86-64-v4"),
     }.items()
 }
-#: What torch calls its own set where it obeys; all others are AVX512 to it.
+#: torch's names for a restricted set; it calls all others AVX512.
 _TORCH = {"baseline": ("DEFAULT", "NO AVX"), "avx2": ("AVX2",)}
 
 
 @dataclass(frozen=True)
 class Isa:
-    """What a run uses: of `ours` and of torch the name of the instruction set, and whether it was forced."""
+    """The instruction sets of a run: the names of this package's (`ours`) and torch's, and whether they were forced."""
 
     ours: str
     torch: str
     forced: str | None = None
     obeyed: bool = True
-    #: Whether oneDNN multiplies matrices of 16-bit numbers.
+    #: Whether oneDNN has 16-bit matmuls.
     products16: bool = True
 
     def kept(self) -> dict[str, Any]:
-        """Returns what a run says of it."""
+        """Returns the fields for stored results."""
         found: dict[str, Any] = {"ours": self.ours, "torch": self.torch, "forced": self.forced}
         return found if self.forced is None else found | {"obeyed": self.obeyed, "switches": SWITCHES[self.forced]}
 
     def lacks_products(self, itemsize: int, products: bool) -> bool:
-        """Returns whether torch has no fast products of numbers of that size because it was forced."""
+        """Returns whether the restriction leaves torch without fast matmuls for numbers of this size."""
         return self.forced is not None and not self.products16 and products and itemsize == 2
 
 
-#: What this process uses; `force` and `found` set it.
+#: The instruction sets of this process; `force` and `found` set it.
 current = Isa("", "")
 
 
@@ -58,7 +58,7 @@ def switch(name: str, environment: MutableMapping[str, str] = os.environ) -> Non
     """Sets the switches of torch and its libraries; before torch is imported.
 
     Raises:
-        ValueError: there is no instruction set of that name.
+        ValueError: the instruction set does not exist.
     """
     if name not in SWITCHES:
         raise ValueError(f"there is no instruction set {name!r}; there are {', '.join(SWITCHES)}")
@@ -66,12 +66,12 @@ def switch(name: str, environment: MutableMapping[str, str] = os.environ) -> Non
 
 
 def force(name: str) -> Isa:
-    """Restricts this process to `name`: `switch`, then our kernels; asks torch what it made of it.
+    """Restricts this process to `name`: first `switch`, then this package's kernels. Returns the resulting sets.
 
     Raises:
-        ValueError: there is no such instruction set, or this machine or this build of the extension has not got it.
+        ValueError: the instruction set does not exist, or this machine or this build of the extension does not have it.
     """
-    # What is already loaded may have read its switches; where they are as they should be, it does not matter.
+    # Loaded libraries may have read their switches already; this is fine if the switches were right.
     early = "torch" not in sys.modules or all(os.environ.get(k) == v for k, v in SWITCHES.get(name, {}).items())
     switch(name)
     import torch
@@ -92,7 +92,7 @@ def force(name: str) -> Isa:
 
 
 def found() -> Isa:
-    """Returns what this process uses without being forced."""
+    """Returns the instruction sets of this process without a restriction."""
     import torch
 
     from foundry_kernels.core import extension
@@ -106,7 +106,7 @@ def _products16() -> bool:
 
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except (AttributeError, RuntimeError):  # a torch without oneDNN
+    except (AttributeError, RuntimeError):  # torch without oneDNN
         return False
 
 
@@ -117,5 +117,5 @@ def _remember(isa: Isa) -> Isa:
 
 
 def no_products() -> str:
-    """Returns why a row of torch's is no peer; see `Isa.lacks_products`."""
+    """Returns why a row of torch's is not a peer; see `Isa.lacks_products`."""
     return f"plain loops stand in for oneDNN's products of 16 bits, as oneDNN is restricted to {current.forced}"

@@ -1,8 +1,9 @@
-"""The format of kept results: JSON in which a row is a line, with only what pages, pictures and verdicts read.
+"""The format of stored results: JSON with one line for each row, and only with fields that pages, pictures and verdicts
+read.
 
-Rows of a kind are arrays under the names of their columns; those without figures are under "absent". A ratio and its
-noise are one array, `[ratio, low, high, itself]`, and so are the exponents of a line of growth. `dumps` drops what
-nothing reads, so that `loads(dumps(x))` is `slim(x)`.
+Rows of a kind are arrays under the names of their columns; rows without figures are under "absent". A ratio and its
+noise are one array, `[ratio, low, high, itself]`, and so are the exponents of a line of growth. `dumps` drops unused
+fields, so `loads(dumps(x))` is `slim(x)`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from benchmarks.tables import OUR_MODELS, OURS
 Row = dict[str, Any]
 
 _NAMES = ("op", "row", "direction", "dtype", "case", "memory")
-#: By kind, what is kept of a row.
+#: The stored columns by kind of row.
 COLUMNS = {
     "op": (
         *(*_NAMES, "median_us", "over", "peak_bytes", "saved_bytes", "GB/s", "TFLOP/s", "tokens/s"),
@@ -27,7 +28,7 @@ COLUMNS = {
     "scaling": (*_NAMES, "axis", "sizes", "lines", "theory"),
     "absent": ("kind", *_NAMES, "why_not"),
 }
-#: What a row must hold; one with a reason why it has no figures needs its names alone.
+#: The required fields of a row; a row with a reason why it has no figures only needs its names.
 _FIGURES = {
     "op": ("memory", "median_us"),
     "overhead": ("host_us",),
@@ -36,7 +37,7 @@ _FIGURES = {
 }
 _NOISE = ("low", "high", "itself")
 _EXPONENTS = ("time_exponent", "last_time_exponent", "memory_exponent", "last_memory_exponent")
-#: Of a peer's row what the roofline shows, and the time.
+#: The fields of a peer's row: those for the roofline, and the time.
 _OF_PEERS = {*_NAMES, "kind", "median_us", "GB/s", "TFLOP/s", "device_us", "wrong", "graph_why_not"}
 
 
@@ -50,7 +51,7 @@ def read(path: Path) -> Any:
 def check(kept: Any, path: Path) -> None:
     """
     Raises:
-        SystemExit: naming the file, and what it lacks.
+        SystemExit: the message names the file and the problem.
     """
 
     def refuse(problem: str) -> None:
@@ -76,7 +77,7 @@ def check(kept: Any, path: Path) -> None:
 
 
 def slim(kept: dict[str, Any]) -> dict[str, Any]:
-    """Returns the same results without what nothing reads."""
+    """Returns the results without unused fields."""
     return kept | {
         "rows": [_slim(row) for row in kept["rows"]],
         "absent": [{k: row[k] for k in COLUMNS["absent"] if k in row} for row in kept.get("absent", [])],
@@ -93,7 +94,7 @@ def _slim(row: Row) -> Row:
             found.pop("GB/s", None)
     if "of_limit" in found:
         found.pop("time_over_memcpy", None)
-    if "speedup_over" in found:  # nothing compares ours with each other, or a peer with more than its base
+    if "speedup_over" in found:  # rows of this package are not compared with each other, nor peers with each other
         ours = OUR_MODELS if kind == "model" else OURS
         all_of = {p for p in found["speedup_over"] if row["row"] in (*OURS, *ours) and p not in ours} | {
             row.get("base")
@@ -106,7 +107,7 @@ def _slim(row: Row) -> Row:
 
 
 def _slim_line(line: Row, axis: str) -> Row:
-    """Returns the exponents, the times, and what the pictures over tokens and width show."""
+    """Returns the exponents, the times, and the data of the pictures over tokens and width."""
     drawn: dict[str, tuple[str, ...]] = {"T": ("TFLOP/s", "peak_bytes")} if "TFLOP/s" in line else {"N": ("GB/s",)}
     return {k: v for k, v in line.items() if k in (*_EXPONENTS, "median_us", *drawn.get(axis, ()))}
 
@@ -125,7 +126,7 @@ def dumps(kept: dict[str, Any]) -> str:
 
 
 def loads(text: str) -> Any:
-    """What `dumps` was given, slim; other JSON as it is."""
+    """The slim input of `dumps`; other JSON is returned unchanged."""
     kept = json.loads(text)
     if not isinstance(kept, dict) or "absent" not in kept or not isinstance(kept["absent"], dict):
         return kept
@@ -156,7 +157,7 @@ def _packed_line(line: Row) -> Row:
 
 
 def _array(values: Row, names: tuple[str, ...]) -> list[Any]:
-    """Returns the values of `names`, None where there is none, up to the last that there is."""
+    """Returns the values of `names`, with None for missing ones, up to the last existing one."""
     found = [values.get(name) for name in names]
     while found and found[-1] is None:
         found.pop()

@@ -1,6 +1,6 @@
-"""Liger-Kernel beside ours, where it is installed (`pip install 'foundry-kernels[bench]' liger-kernel`) and can run.
+"""Liger-Kernel as a peer, if it is installed (`pip install 'foundry-kernels[bench]' liger-kernel`) and can run.
 
-Its kernels write over inputs and incoming gradients: `suite.py` gives it arguments of its own.
+Its kernels overwrite inputs and incoming gradients, so `suite.py` gives it separate arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def why_not(device: str) -> str | None:
 
 
 def peers(op: str, device: str) -> dict[str, Callable[..., Any] | str]:
-    """Its form of the operation, or the reason why it cannot run; empty where it has none."""
+    """Its form of the operation, or the reason why it cannot run; empty if it has none."""
     if op not in _FORMS:
         return {}
     reason = why_not(device)
@@ -36,12 +36,12 @@ def peers(op: str, device: str) -> dict[str, Callable[..., Any] | str]:
 
 
 def _calls(name: str, *more: float) -> Callable[..., Any]:
-    """Returns a function of the operation's arguments, in the order in which they are named, and `more`."""
+    """Returns a function that calls `name` with the operation's arguments in order, and `more`."""
     return lambda **args: getattr(importlib.import_module(_FUNCTIONAL), name)(*args.values(), *more)
 
 
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates by tables [1 or B, T, D] in q's dtype, as transformers gives them to it."""
+    """Rotates by tables [1 or B, T, D] in q's dtype, as from transformers."""
     wide = [torch.cat([table, table], -1).to(q.dtype) for table in (cos, sin)]
     cos, sin = (table if table.dim() == 3 else table[None] for table in wide)
     rotate = importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb

@@ -18,15 +18,15 @@ import torch
 
 
 def timer() -> float:
-    """Seconds; waits for work queued on the GPU first."""
+    """The time in seconds, after waiting for the GPU's queue."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class Replay:
-    """A clock that shows times which were measured before: pytest-benchmark's own rounds of one contender would come
-    after each other, and a slow moment of the machine would hit one alone. `give` it to the benchmark's fixture."""
+    """A clock that replays earlier measurements to pytest-benchmark (by `give`). pytest-benchmark would run all rounds
+    of one contender in succession, so that a slow moment of the machine would affect only one."""
 
     def __init__(self) -> None:
         self._shown: list[float] = []
@@ -39,7 +39,7 @@ class Replay:
         benchmark.pedantic(lambda: None, rounds=len(times))
 
 
-#: The clock of all rows here, `@pytest.mark.benchmark(timer=replay)`.
+#: The clock of all rows, for `@pytest.mark.benchmark(timer=replay)`.
 replay = Replay()
 
 Prepare = Callable[[], Callable[[], object]]
@@ -54,13 +54,13 @@ def interleaved(
     first: int = 2,
     again: int = 0,
 ) -> dict[str, list[float]]:
-    """Times of each contender. All take turns, so that a slow moment of the machine affects each alike.
+    """Times of each contender. All take turns, so that a slow moment of the machine affects all equally.
 
-    A contender prepares a round (untimed) and returns what is timed. Each timed run follows `warm_ups` untimed ones of
-    the same contender, so that the caches hold its data and not the previous one's. Stops after `rounds` or `seconds`,
-    whichever is first, but not before `least` rounds. Each contender has run `first` times before all. A run to which
-    the system gave new pages of memory is timed `again`, so many times at most: where memory is said to be reused, they
-    are not what is measured, and a virtual machine whose host has none ready takes milliseconds for each.
+    A contender prepares a round (untimed) and returns the timed function. Each timed run follows `warm_ups` untimed
+    runs of the same contender, so that the caches have its data. It stops after `rounds` or `seconds`, whichever is
+    first, but not before `least` rounds. Before all rounds, each contender runs `first` times. A run during which the
+    process got new pages of memory is repeated, at most `again` times: if memory should be reused, page faults must not
+    be measured, and in a virtual machine each can take milliseconds.
     """
     for prepare in contenders.values():
         for _ in range(first):
@@ -85,13 +85,13 @@ def interleaved(
 
 
 def new_pages() -> int:
-    """How many pages of memory the system has given to this process so far."""
+    """The number of page faults of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def settle(contenders: Mapping[str, Prepare], turns: int) -> None:
-    """Untimed turns of all, `turns` at most, until two have brought no new page of memory: none is left to time. Pages
-    may be of 2 MB, and a virtual machine may have to ask its host for one, which takes milliseconds: a few count."""
+    """Runs untimed turns of all contenders, at most `turns`, until two in succession had no new pages of memory. Pages
+    may have 2 MB, and a virtual machine may need milliseconds to get one from its host, so even a few matter."""
     quiet = 0
     for _ in range(turns):
         before = new_pages()
@@ -108,10 +108,10 @@ def median_ratio(numerator: list[float], denominator: list[float]) -> float:
 
 
 def device_times(contenders: Mapping[str, Prepare], rounds: int = 5) -> dict[str, list[float]]:
-    """Seconds between two events around a run, for all contenders in turn; needs CUDA.
+    """Seconds between two events around a run, for all contenders in turns; needs CUDA.
 
-    A delay is queued in front, so that the host has queued the whole run before the GPU gets there: what is measured is
-    the GPU's work, without the gaps in which it would wait for launches.
+    A delay is queued first, so that the host has queued the whole run before the GPU starts it. So the GPU's work is
+    measured, without waits for launches.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
@@ -129,11 +129,11 @@ def device_times(contenders: Mapping[str, Prepare], rounds: int = 5) -> dict[str
 
 
 def graph_time(runs: Sequence[Callable[[], object]], replays: int = 7) -> float:
-    """Seconds a run takes where `runs`, one after the other, are captured as a CUDA graph and replayed (median of the
-    replays over the number of runs). A backward pass must be captured with its forward pass."""
+    """Seconds for a run in a CUDA graph that captured `runs`, one after the other (the median replay divided by the
+    number of runs). A backward pass must be captured with its forward pass."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # what is lazily set up must not fall into the capture
+    with torch.cuda.stream(stream):  # lazy initialisation must happen before the capture
         for _ in range(3):
             runs[0]()
     torch.cuda.current_stream().wait_stream(stream)
@@ -146,13 +146,13 @@ def graph_time(runs: Sequence[Callable[[], object]], replays: int = 7) -> float:
 
 
 def host_times(call: Callable[[], object], batch: int = 100, batches: int = 15) -> list[float]:
-    """Seconds that the calling thread is busy with a call, by batches of calls, none of which is waited for. On a CPU
-    the call must do next to nothing, or its work is measured too."""
+    """Seconds that the calling thread is busy with a call, measured in batches without waiting for the GPU. On a CPU,
+    the call's work is included, so it must be tiny."""
     for _ in range(20):
         call()
     times = []
     for _ in range(batches):
-        start = timer()  # a GPU's queue is empty, and a batch of small calls fits in it
+        start = timer()  # the GPU's queue is empty, and a batch of small calls fits
         for _ in range(batch):
             call()
         times.append((time.perf_counter() - start) / batch)
@@ -161,7 +161,7 @@ def host_times(call: Callable[[], object], batch: int = 100, batches: int = 15) 
 
 @cache
 def cache_bytes(device: str, sysfs: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Size of the last-level cache; 32 MiB where the system does not tell."""
+    """Size of the last-level cache; 32 MiB if the system does not report it."""
     if device == "cuda":
         return torch.cuda.get_device_properties().L2_cache_size
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -174,7 +174,7 @@ def cache_bytes(device: str, sysfs: Path = Path("/sys/devices/system/cpu/cpu0/ca
 
 
 def free_bytes(device: str) -> int | None:
-    """Memory that can still be had, None where the system does not tell."""
+    """Free memory; None if the system does not report it."""
     if device == "cuda":
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + cached
@@ -186,7 +186,7 @@ def free_bytes(device: str) -> int | None:
 
 
 def release() -> None:
-    """Gives back what nothing refers to: results in cycles, and blocks that the C library keeps."""
+    """Frees unreferenced memory: results in reference cycles, and blocks that the C library keeps."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -195,8 +195,7 @@ def release() -> None:
 
 
 class Latest:
-    """The one comparison whose rows are asked for, one after the other: its tensors are released before the next is
-    measured, whichever suite that is of."""
+    """Caches the current comparison. Its tensors are released before the next one is measured, in any suite."""
 
     def __init__(self) -> None:
         self._key: object = None
@@ -214,13 +213,13 @@ class Latest:
             release()
 
 
-#: Of this process.
+#: The cache of this process.
 latest = Latest()
 
 
 class Scrub:
-    """Reads twice the last-level cache, so that nothing older is left in it, and nothing that has yet to be written
-    back, as there would be after writing. Does nothing while it is `resting`."""
+    """Reads memory of twice the last-level cache, so that older data is evicted. (Writing would leave dirty lines.)
+    Does nothing while it is `resting`."""
 
     def __init__(self, device: str) -> None:
         self._buffer = torch.zeros(2 * cache_bytes(device) // 4, device=device)
@@ -241,22 +240,22 @@ class Scrub:
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """p of the power law y = c x^p that fits best in logarithms (least squares); None for fewer than two sizes or a y
-    that is not positive. A constant part of y, which the first sizes feel most, pulls p down: see `last_exponent`."""
+    """The p of the power law y = c x^p, by least squares in logarithms; None for fewer than two sizes or if a y is not
+    positive. A constant part of y lowers p, mostly at small sizes; see `last_exponent`."""
     if len(set(x)) < 2 or min(*x, *y) <= 0:
         return None
     return statistics.linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
 
 
 def last_exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """`exponent` of the upper half of the sizes, three at least: what the growth tends to. A quadratic term shows here
-    first."""
+    """The `exponent` over the upper half of the sizes, at least three. It is closer to the asymptotic growth; a
+    quadratic term shows here first."""
     largest = sorted(zip(x, y, strict=True))[-max(3, (len(x) + 1) // 2) :]
     return exponent([a for a, _ in largest], [b for _, b in largest])
 
 
 def peak_bytes(prepare: Prepare, device: str) -> int:
-    """Most bytes that one run holds at a time beyond what was there before it."""
+    """The maximum increase of memory, in bytes, during a run."""
     run = prepare()
     run()
     run = prepare()
@@ -269,7 +268,7 @@ def peak_bytes(prepare: Prepare, device: str) -> int:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     enabled = gc.isenabled()
-    gc.disable()  # what is collected meanwhile would count as freed by the run
+    gc.disable()  # collected memory would count as freed by the run
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             kept = run()
@@ -286,10 +285,10 @@ def peak_bytes(prepare: Prepare, device: str) -> int:
 
 
 def saved_bytes(forward: Callable[[], object]) -> int:
-    """Bytes that autograd keeps for the backward pass of `forward`, inputs among them; memory shared by several saved
-    tensors counts once."""
+    """Bytes that autograd saves for the backward pass of `forward`, including inputs. Memory that several saved tensors
+    share counts once."""
     storages: dict[int, int] = {}
-    kept = []  # or a freed one's address could be another's
+    kept = []  # a freed tensor's address could be reused
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         kept.append(t)
@@ -303,8 +302,8 @@ def saved_bytes(forward: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def reused_memory() -> Iterator[None]:
-    """Lets the C library keep freed memory, however large the block, instead of returning it to the system: a fresh
-    tensor then costs no page faults, as in a program whose allocator caches. Does nothing outside of glibc."""
+    """Lets the C library keep freed memory of any size instead of returning it to the system. New tensors then cause no
+    page faults, as with a caching allocator. Does nothing without glibc."""
     library = ctypes.CDLL(None)
     mallopt, trim = getattr(library, "mallopt", None), getattr(library, "malloc_trim", None)
     if mallopt is None or trim is None:
@@ -318,4 +317,4 @@ def reused_memory() -> Iterator[None]:
     finally:
         mallopt(mmap_max, 65536)
         mallopt(trim_threshold, 128 * 1024)
-        trim(0)  # or the process would hold the most that it ever used, in pieces
+        trim(0)  # otherwise the process would keep its peak memory

@@ -37,9 +37,9 @@ _LOSS = {
     "eager": "eager",
     "compile": "torch.compile",
     "Liger": "Liger",
-    "fk chunk_size=tiles": "ours, by tiles (the default then)",
-    "fk chunk_size=2048": "ours, 2048 rows at a time",
-    "fk chunk_size=8192": "ours, all rows",
+    "fk chunk_size=tiles": "this package, tiles (the default then)",
+    "fk chunk_size=2048": "this package, 2048 rows at a time",
+    "fk chunk_size=8192": "this package, all rows",
 }
 _ROWS = ("rms_norm", "add_rms_norm", "layer_norm", "swiglu", "rope", "bias_gelu")
 _PEERS = ("F.rms_norm", "F.layer_norm", "compile", "compile(tanh)", "Liger")

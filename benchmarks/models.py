@@ -1,6 +1,6 @@
-"""Whole models, compared with each other: a Llama-style one on the reference and on our kernels, each also compiled;
-one of Hugging Face transformers unpatched, patched, and patched by Liger. In generation, with a cache, both; in
-serving, prompts of many lengths, one after the other and batched continuously."""
+"""Comparisons of whole models: a Llama-style model on the reference and on this package's kernels, each also compiled;
+a Hugging Face model unpatched, patched, and patched by Liger. In generation, both have a cache. In serving, prompts of
+many lengths run one after the other, or with continuous batching."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from foundry_kernels.models import Generator, ModelConfig, PagedKVCache, Transfo
 
 _OWN = ("reference", "reference, compiled", "reference, max-autotune", "ours", "ours, compiled")
 _PATCHED = ("patched by ours", "patched by ours, compiled", "patched by Liger")
-#: The rows of each family; all are compared with the first.
+#: The rows of each family; the first one is the baseline.
 FAMILIES = {
     "transformer": _OWN,
     "hugging-face": ("Hugging Face", "Hugging Face, compiled", *_PATCHED),
@@ -30,7 +30,7 @@ FAMILIES = {
     "generation": (*_OWN, "Hugging Face, static cache", "Hugging Face, static cache, compiled"),
     "serving": ("one after the other", "continuous batching"),
 }
-#: What takes too long to compile for the quick set, but for training.
+#: Rows that take too long to compile for the quick set, except for training.
 _FULL = (
     *("reference, max-autotune", "Hugging Face, compiled", "patched by ours, compiled"),
     "Hugging Face, static cache, compiled",
@@ -44,7 +44,7 @@ TASKS = {
     "serving": ("requests",),
 }
 
-#: By device and name; the first is the quick one. "1b" has the shape of Llama-3.2-1B, its vocabulary cut.
+#: By device and name; the first is for the quick set. "1b" has the shape of Llama-3.2-1B with a smaller vocabulary.
 SIZES: dict[str, dict[str, ModelConfig]] = {
     "cpu": {
         "small": ModelConfig(512, 2, 8, 2, 4096, 1024, hidden_dim=1408, norm_eps=1e-5),
@@ -55,29 +55,29 @@ SIZES: dict[str, dict[str, ModelConfig]] = {
         "small": ModelConfig(512, 2, 8, 2, 4096, 1024, hidden_dim=1408, norm_eps=1e-5),
     },
 }
-#: Of training, on a GPU: the shape of Llama-3.2-1B, and how many sequences at a time. Each model is measured by itself.
+#: Training on a GPU: the shape of Llama-3.2-1B, and the number of sequences. Each model is measured alone.
 _STEPS = {"llama-1b": ModelConfig(2048, 16, 32, 8, 128256, 8192, hidden_dim=8192, norm_eps=1e-5)}
 _SEQUENCES = 2
-#: Of generation: 3 and 100 million parameters.
+#: Generation: 3 and 100 million parameters.
 _GENERATION = {
     "3m": ModelConfig(256, 4, 8, 4, 1024, 1024, hidden_dim=688, norm_eps=1e-5),
     "100m": ModelConfig(768, 12, 12, 4, 16384, 2048, hidden_dim=2048, norm_eps=1e-5),
 }
-#: For whether a model runs, not how fast.
+#: A size for testing only that a model runs.
 TINY = "tiny"
 _TINY = ModelConfig(64, 1, 4, 2, 128, 256, hidden_dim=128, norm_eps=1e-5)
 _TOKENS = {TINY: 96, "small": 512, "medium": 1024, "1b": 4096, "llama-1b": 4096, "3m": 64, "100m": 64}
 _PROMPT, _NEW = 64, 32
-#: Of serving: lengths of the prompts, in the order in which they come; each gets `_SERVED` tokens.
+#: Serving: lengths of the prompts, in order of arrival; each gets `_SERVED` new tokens.
 REQUESTS = (8, 512, 39, 478, 72, 445, 106, 411, 140, 377, 174, 344, 208, 310, 241, 276)
 _SERVED = 96
-#: Relative difference of the losses up to which two models compute the same.
+#: The largest relative difference of losses for equal models.
 _SAME_LOSS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 @dataclass(frozen=True)
 class ModelGroup:
-    """Models of one shape and dtype, at one task."""
+    """Models of one shape and dtype for one task."""
 
     family: str
     size: str
@@ -101,7 +101,8 @@ class ModelGroup:
 
     @property
     def alone(self) -> bool:
-        """Whether each model is made and measured by itself: with their optimisers they do not fit a GPU together."""
+        """Whether each model is created and measured alone, because with their optimisers they do not fit a GPU
+        together."""
         return self.family == "training"
 
     @property
@@ -110,7 +111,7 @@ class ModelGroup:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a run reads, or makes while decoding or serving."""
+        """Tokens that a run reads or, in decoding and serving, generates."""
         if self.task == "requests":
             return _SERVED * len(REQUESTS)
         return _NEW if self.task == "decode" else self.sequences * _TOKENS[self.size]
@@ -121,8 +122,8 @@ class ModelGroup:
 
 
 def model_groups(full: bool) -> list[ModelGroup]:
-    """Quick: the first size in one dtype; in generation, a CPU takes long to compile, which is left out. In serving a
-    CPU has the first size only: with the second, one after the other takes minutes."""
+    """The quick set has the first size in one dtype. In generation on a CPU it omits compiled rows, which take long to
+    compile. Serving on a CPU only has the first size: with the second one, prompts one after the other take minutes."""
     dtypes = [torch.float32, torch.bfloat16] if full and DEVICE == "cpu" else []
     dtypes = dtypes or [torch.float32 if DEVICE == "cpu" else torch.bfloat16]
     groups = []
@@ -139,15 +140,15 @@ def model_groups(full: bool) -> list[ModelGroup]:
 
 
 class ModelContenders:
-    """Like `suite.Contenders`, but models: all start from the same weights, and those whose loss is not that of the
-    first are `wrong`."""
+    """Like `calls.Contenders`, for models. All start from the same weights, and a model with another loss than the
+    first one is `wrong`."""
 
     def __init__(self, group: ModelGroup, names: tuple[str, ...] | None = None) -> None:
         self.group = group
         self.prepare: dict[str, Prepare] = {}
         self.why_not: dict[str, str] = {}
         self.wrong: dict[str, str] = {}
-        #: Of the first step or before it; of generation none.
+        #: Losses of the first step or before it; none for generation.
         self.losses: dict[str, float] = {}
         torch.compiler.reset()
         generator = torch.Generator().manual_seed(0)
@@ -173,7 +174,7 @@ class ModelContenders:
                 if weights is not None:
                     plain.load_state_dict(_for(plain, weights))
                 prepare = _prepare(group, name, model, batch)
-                # Without gradients it would be compiled once more.
+                # Without gradients, it would be compiled again.
                 loss = None if group.generates or group.alone else _loss_without_gradient(model, batch)
                 made: Any = prepare()()
                 loss = float(made) if isinstance(made, Tensor) and group.alone else loss
@@ -182,7 +183,7 @@ class ModelContenders:
                 continue
             self.prepare[name] = prepare
             if group.generates and group.dtype == torch.float32:
-                generated = torch.cat(list(made))  # of our `generate` or Hugging Face's
+                generated = torch.cat(list(made))  # from this package's `generate` or Hugging Face's
                 tokens = generated if tokens is None else tokens
                 if not torch.equal(generated, tokens):
                     self.wrong[name] = "its tokens are not those of the first"
@@ -195,14 +196,14 @@ class ModelContenders:
 
 
 def other_loss(group: ModelGroup, loss: float, expected: float) -> str | None:
-    """Returns what is wrong with a loss, where the first model's is as expected, or None."""
+    """Returns how a loss differs from the first model's, `expected`, or None."""
     same = abs(loss - expected) <= _SAME_LOSS[group.dtype] * abs(expected)
     return None if same else f"its loss is {loss:.5f}, that of the first {expected:.5f}"
 
 
 def _too_large(group: ModelGroup, name: str) -> str | None:
-    """Returns why the model does not fit the memory that is left by those before it, or None: weights, gradients, the
-    optimiser's moments, activations, the logits in float32, and the scores of forms that keep their whole matrix."""
+    """Returns why the model does not fit the remaining memory, or None. It needs memory for weights, gradients, the
+    optimiser's moments, activations, the float32 logits, and the scores of attention that stores its matrix."""
     config, tokens = group.config, group.sequences * _TOKENS[group.size]
     trains = group.task in ("forward+backward", "step")
     layer = config.dim * (2 * config.dim + 2 * config.kv_heads * config.head_width + 3 * config.ffn_width)
@@ -264,8 +265,8 @@ def _hugging_face(group: ModelGroup, name: str) -> nn.Module | str:
     return model if group.generates else _compile(model, name)
 
 
-#: Our names of weights (Meta's), and those of Hugging Face's Llama, whose values are the same with `rope_interleaved`
-#: False.
+#: This package's (Meta's) names of weights, and those of Hugging Face's Llama. With `rope_interleaved` False, their
+#: values are the same.
 _NAMES = (
     "tok_embeddings:model.embed_tokens output:lm_head layers:model.layers norm:model.norm attention:self_attn "
     "attention_norm:input_layernorm ffn_norm:post_attention_layernorm wq:q_proj wk:k_proj wv:v_proj wo:o_proj "
@@ -275,15 +276,15 @@ _HUGGING_FACE = dict(pair.split(":") for pair in _NAMES.split())
 
 
 def _for(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the first model's weights under the names that this one has for them."""
+    """Returns the first model's weights under this model's names."""
     if weights.keys() == model.state_dict().keys():
         return weights
     return {".".join(_HUGGING_FACE.get(part, part) for part in name.split(".")): w for name, w in weights.items()}
 
 
 def _patch_by_liger(model: nn.Module) -> None:
-    """Liger also exchanges functions of the module that the model's class is from, for all models of the process; here
-    they are exchanged only while this one runs."""
+    """Liger also replaces functions of the module of the model's class, for all models of the process. Here they are
+    replaced only while this model runs."""
     home = vars(importlib.import_module(type(model).__module__))
     before = dict(home)
     importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)
@@ -302,7 +303,7 @@ def _patch_by_liger(model: nn.Module) -> None:
 
 
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Returns the loss of the next token; transformers shift the labels themselves."""
+    """Returns the loss of the next token; transformers' models shift the labels."""
     plain = getattr(model, "_orig_mod", model)
     if isinstance(plain, Transformer):
         return model(batch[:, :-1], batch[:, 1:])[1]
@@ -315,7 +316,7 @@ def _loss_without_gradient(model: nn.Module, batch: Tensor) -> float:
 
 
 def _serve(group: ModelGroup, name: str, model: Transformer) -> Prepare:
-    """All requests are there at the beginning; one pass over a batch reads up to 512 tokens of prompts."""
+    """All requests exist at the beginning. A pass over a batch reads up to 512 prompt tokens."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, group.config.vocab_size, (n,), generator=generator) for n in REQUESTS]
     page = 16
@@ -343,7 +344,7 @@ def _prepare(group: ModelGroup, name: str, model: Any, batch: Tensor) -> Prepare
         if not isinstance(model, Transformer):
             options: dict[str, Any] = {"do_sample": False, "cache_implementation": "static"}
             options["attention_mask"] = torch.ones_like(prompt)
-            if "compiled" in name:  # as it does by itself on a GPU
+            if "compiled" in name:  # as transformers does on a GPU
                 options["compile_config"] = importlib.import_module("transformers").CompileConfig(mode="default")
                 options["compile_config"]._compile_all_devices = True
             return lambda: lambda: model.generate(prompt, max_new_tokens=_NEW, **options)

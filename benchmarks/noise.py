@@ -1,8 +1,8 @@
-"""How far a ratio can be trusted. A ratio that is no further from 1 than its noise is too noisy to call.
+"""The noise of ratios. A ratio is too noisy to call if its distance from 1 is at most its noise.
 
-Two statistics of the same rounds. `against_itself`: the peer's odd rounds over its even ones, whose true ratio is 1;
-or, if that is larger, the distance within which 95 % of such ratios lie. `interval`: the 95 % interval of the ratio's
-median, by ranks.
+There are two statistics of the same rounds. `against_itself` is the ratio of the peer's odd rounds to its even ones,
+whose true value is 1, or, if it is larger, the distance within which 95 % of such ratios are. `interval` is the 95 %
+interval of the ratio's median, by ranks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 Row = dict[str, Any]
 
-#: Within this of 1, a ratio says nothing: runs of the same code differ by as much, by where their memory lies.
+#: Ratios within this factor of 1 mean nothing: runs of the same code differ by as much, depending on memory addresses.
 MARGIN = 1.05
-#: Rounds that are measured at least: from nine on, limits of 95 % leave out the smallest and the largest ratio, so that
-#: one round that the machine has spoiled does not matter.
+#: The minimum number of rounds. From nine on, 95 % limits exclude the smallest and the largest ratio, so that one
+#: disturbed round does not matter.
 LEAST = 9
-#: On a GPU, which nothing disturbs, where nine take longer than the time for them.
+#: The minimum on a GPU, which has few disturbances, if nine would take too long.
 LEAST_GPU = 4
 #: Standard deviations that hold 95 %; of a median in those of a mean; median deviations in a standard deviation.
 _WITHIN, _MEDIAN, _DEVIATION = 1.96, 1.2533, 1 / 0.6745
@@ -29,24 +29,23 @@ _STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 
 
 def against_itself(times: Sequence[float]) -> float | None:
-    """Returns how far from 1 a ratio of these times to themselves would be, 0.01 for 1 %; None for fewer than three
+    """Returns the distance from 1 of a ratio of these times to themselves, 0.01 for 1 %; None for fewer than three
     rounds."""
     logs = [math.log(t) for t in times]
     if len(logs) < 3:
         return None
     halves = statistics.median(odd - even for even, odd in zip(logs[::2], logs[1::2], strict=False))
-    # Of neighbours: a machine that slows down during all rounds slows the contenders of a round alike.
+    # Neighbouring rounds: if the machine slows down during all rounds, the contenders of a round are equally affected.
     steps = statistics.median(abs(b - a) for a, b in itertools.pairwise(logs))
     around = _STUDENT.get(len(logs), _WITHIN) * _MEDIAN * _DEVIATION * steps / math.sqrt(len(logs))
     return math.expm1(max(abs(halves), around))
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Returns the limits within which the median of `ratios` lies with 95 %; of two to five by
-    Student's t."""
+    """Returns the 95 % interval of the median of `ratios`; for two to five ratios by Student's t."""
     found, n = sorted(ratios), len(ratios)
     if n > max(_STUDENT):
-        rank, outside = 0, 2 * 0.5**n  # probability that the median is beyond the smallest or the largest
+        rank, outside = 0, 2 * 0.5**n  # the probability that the median is outside of all ratios
         while (outside := outside + 2 * math.comb(n, rank + 1) * 0.5**n) <= 0.05:
             rank += 1
         return found[rank], found[n - 1 - rank]
@@ -57,7 +56,7 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def of_peer(peer: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
-    """Returns what a row keeps of the ratio of a peer's times to ours, round by round."""
+    """Returns a row's fields for the ratio of a peer's times to this package's, round by round."""
     if len(ours) < 2:
         return {}
     low, high = interval([p / o for p, o in zip(peer, ours, strict=True)])
@@ -70,13 +69,13 @@ def of_peer(peer: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
 
 
 def itself(row: Row, peer: str) -> float | None:
-    """Returns how far a peer was from itself in the rounds of a row; None where that was not kept."""
+    """Returns a peer's difference from itself in the rounds of a row; None if it was not stored."""
     value = row.get("noise", {}).get(peer, {}).get("itself")
     return None if value is None else float(value)
 
 
 def drowned(row: Row, peer: str) -> bool:
-    """Returns whether the ratio over a peer is no further from 1 than the noise; False where that was not kept."""
+    """Returns whether the ratio over a peer is within the noise; False if the noise was not stored."""
     known = row.get("noise", {}).get(peer, {})
     ratio = max(row["speedup_over"][peer], 1e-9)
     return known.get("low", ratio) <= 1 <= known.get("high", ratio) or (
@@ -85,8 +84,8 @@ def drowned(row: Row, peer: str) -> bool:
 
 
 def call(row: Row, peer: str) -> str:
-    """Returns "faster", "slower", "even" (within `MARGIN`), or "noisy": too noisy to call, as the noise hides the ratio
-    and reaches beyond that margin."""
+    """Returns "faster", "slower", "even" (within `MARGIN`), or "noisy" if the noise hides the ratio and exceeds that
+    margin."""
     ratio, known = row["speedup_over"][peer], row.get("noise", {}).get(peer, {})
     reach = max(known.get("high", 1.0), 1 / max(known.get("low", 1.0), 1e-9), 1 + known.get("itself", 0.0))
     if drowned(row, peer) and reach > MARGIN:
@@ -95,15 +94,15 @@ def call(row: Row, peer: str) -> str:
 
 
 def of_ratio(ratio: float) -> str:
-    """Returns what a ratio is called that no noise hides."""
+    """Returns the name of a ratio without noise."""
     if 1 / MARGIN <= ratio < MARGIN:
         return "even"
     return "faster" if ratio > 1 else "slower"
 
 
 def in_short(rows: Sequence[Row], ours: Sequence[str]) -> str:
-    """Returns a sentence: how far the peers of a run were from themselves; empty where that was not kept. `ours`: the
-    names of rows that have peers, and are none."""
+    """Returns a sentence about the peers' differences from themselves in a run; empty if they were not stored. `ours`:
+    the names of this package's rows."""
     pairs = [(p, row) for row in rows if row.get("row") in ours for p in row.get("noise", {}) if p not in ours]
     known = [(value, p, row) for p, row in pairs if (value := itself(row, p)) is not None]
     if not known:

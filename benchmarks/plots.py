@@ -1,4 +1,4 @@
-"""Pictures of kept results, as SVG: speed-ups, TFLOP/s and memory over tokens, bandwidth over width, rooflines."""
+"""SVG pictures of stored results: speed-ups, TFLOP/s and memory over tokens, bandwidth over width, rooflines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Row = dict[str, Any]
 
 
 def draw(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
-    """Draws what there are rows for; returns titles and files, named after the results."""
+    """Draws the pictures for which there are rows. Returns titles and files, which are named after the results."""
     drawn = []
-    # Text as text, not as outlines of its letters: a fifth of the size.
+    # Text as text instead of outlines takes a fifth of the size.
     with matplotlib.rc_context({"svg.hashsalt": source.stem, "svg.fonttype": "none", "font.size": 9}):
         for title, name, panels, paint in _KINDS:
             found = panels(kept)
@@ -39,7 +39,7 @@ def draw(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
 
 
 def _rounded(svg: str) -> str:
-    """Returns the picture with coordinates to a hundredth of a point, and without what only indents or names parts."""
+    """Returns the picture with coordinates rounded to 0.01 points, and without indentation, comments and ids."""
     svg = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), svg)
     return re.sub(
         r"\n +(?=<)| *<!--.*?-->| id=\"(?:text|line2d|patch|[xy]tick|axes|figure|legend|matplotlib)[.\w]*\"", "", svg
@@ -47,7 +47,7 @@ def _rounded(svg: str) -> str:
 
 
 def names(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
-    """Returns what `draw` returns, without drawing."""
+    """Returns the result of `draw` without drawing."""
     return [(title, _path(source, name)) for title, name, panels, _ in _KINDS if panels(kept)]
 
 
@@ -56,7 +56,7 @@ def _path(source: Path, name: str) -> Path:
 
 
 def _scaling(kept: dict[str, Any], axis: str, key: str, products: bool) -> list[Row]:
-    """Rows along `axis` whose lines hold `key`; with matrix products or without."""
+    """Rows along `axis` whose lines have `key`, with or without matmuls."""
     found = [r for r in kept["rows"] if r.get("kind") == "scaling" and r["axis"] == axis]
     found = [r for r in found if any(any(line.get(key, ())) for line in r["lines"].values())]
     return [r for r in found if products == any("TFLOP/s" in line for n, line in r["lines"].items() if n in OURS)]
@@ -71,8 +71,7 @@ def _tokens(kept: dict[str, Any]) -> list[Row]:
 
 
 def _speedups(kept: dict[str, Any]) -> list[list[tuple[str, float, float | None]]]:
-    """Returns, in the dtype that has most of them, each operation with how many times faster it is than eager, and than
-    its rival."""
+    """Returns the speed-up of each operation over eager and over its rival, in the dtype with the most of them."""
     by_dtype: dict[str, list[tuple[str, float, float | None]]] = {}
     for op, rows in forward(kept).items():
         for dtype, row in rows.items():
@@ -122,7 +121,7 @@ def _memory(axes: Any, row: Row) -> None:
 
 
 def _roofs(kept: dict[str, Any]) -> list[list[Row]]:
-    """Returns for each dtype the rows of operations with matrix products, and those of the two limits."""
+    """Returns for each dtype the rows of operations with matmuls, and the rows of the two limits."""
     rows = [r for r in kept["rows"] if r.get("kind", "op") == "op"]
     panels = []
     for dtype in dict.fromkeys(r["dtype"] for r in rows):
@@ -135,7 +134,7 @@ def _roofs(kept: dict[str, Any]) -> list[list[Row]]:
 
 def _roofline(axes: Any, rows: list[Row]) -> None:
     top = max(r["TFLOP/s"] for r in rows if r["row"] == "GEMM")
-    slope = max(r["GB/s"] for r in rows if r["row"] == "memcpy") / 1e3  # TFLOP/s for each operation a byte
+    slope = max(r["GB/s"] for r in rows if r["row"] == "memcpy") / 1e3  # TFLOP/s at an intensity of 1 operation a byte
     points = [r for r in rows if r["row"] not in LIMITS]
     at = {id(r): r["TFLOP/s"] * 1e3 / r["GB/s"] for r in points}
     low, high = min(at.values()) / 2, max([*at.values(), 2 * top / slope]) * 2
@@ -152,7 +151,7 @@ def _roofline(axes: Any, rows: list[Row]) -> None:
 
 _Panels = Callable[[dict[str, Any]], list[Any]]
 _Paint = Callable[[Any, Any], None]
-#: Title, name of the file, what gives the panels, what paints one. README.md shows the first that there is.
+#: Title, name of the file, function for the panels, function for drawing one. README.md shows the first existing one.
 _KINDS: tuple[tuple[str, str, _Panels, _Paint], ...] = (
     ("How many times faster, forward", "speedups", _speedups, _bars),
     ("TFLOP/s over tokens", "tflops", _tokens, _rate),

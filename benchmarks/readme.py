@@ -1,8 +1,8 @@
-"""What is made from the kept results and from nothing else: README.md's headline with its chart, and on the page of all
-results what is slower than a peer.
+"""Makes README.md's headline with its chart, and the list of slower rows on the page of all results, from stored
+results only.
 
-A kernel that changes later leaves them as they are: the page says which commit was measured, and `python -m benchmarks
-changed` what has changed since.
+Later changes of kernels do not change them: the page names the measured commit, and `python -m benchmarks changed`
+lists the changes since.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 from benchmarks import noise, tables, verdict
 from benchmarks.report import RESULTS, ROOT, all_kept, page, pictures
 
-#: The page of all results, in the repository.
+#: The page of all results.
 INDEX = RESULTS.relative_to(ROOT) / "README.md"
 
 Results = dict[Path, dict[str, Any]]
 
 
 def write(source: Path | None = None, root: Path = ROOT) -> None:
-    """Makes these parts again, and the pages of results but for their pictures. The chart is of `source`, or of the
-    newest results."""
+    """Updates these parts, and the pages of results without their pictures. The chart shows `source` (default: the
+    newest results)."""
     found = all_kept(root / RESULTS.relative_to(ROOT))
     for each in found:
         page(each, draw=False)
@@ -35,12 +35,12 @@ def on_gpu(kept: dict[str, Any]) -> bool:
 
 
 def newest(found: Results) -> Path:
-    """Returns the newest results, of a run that was not restricted to fewer instructions if there is one."""
+    """Returns the newest results, preferably of a run without a restricted instruction set."""
     return next((path for path, kept in found.items() if not kept.get("isa", {}).get("forced")), next(iter(found)))
 
 
 def insert(path: Path, part: str, made: str) -> None:
-    """Writes what is made between the two marks of a part of a page."""
+    """Writes `made` between the two marks of a part of a page."""
     start, end = f"<!-- {part} -->", f"<!-- end of {part} -->"
     head, found, rest = path.read_text(encoding="utf-8").partition(start)
     if end not in rest or not found:
@@ -49,7 +49,7 @@ def insert(path: Path, part: str, made: str) -> None:
 
 
 def _headline(root: Path, kept: dict[str, Any], source: Path) -> str:
-    """The training steps in a sentence, and the chart."""
+    """A sentence about training steps, and the chart."""
     folder = source.resolve().parent.relative_to(root).as_posix()
     chart = next(iter(pictures(kept, source)), None)
     steps = [r for r in tables.of_kind(kept, "model") if r["direction"] == "step"]
@@ -70,7 +70,7 @@ def _headline(root: Path, kept: dict[str, Any], source: Path) -> str:
     return "\n\n".join(part for part in (text, f"![{chart[0]}]({folder}/{chart[1].name})" if chart else "") if part)
 
 
-#: Rows of models, what each is compared with, and what that is.
+#: Rows of models, their baselines, and the text about them.
 _STEPS = (
     ("patched by ours", "Hugging Face", "a small Hugging Face Llama, patched, in"),
     ("ours", "reference", "our own model, against plain PyTorch in"),
@@ -78,14 +78,15 @@ _STEPS = (
 
 
 def _slower(found: Results, source: Path) -> str:
-    """Of the results that are shown, and of the newest on a GPU, the worst of each operation too."""
+    """The rows that are slower than a peer. For the shown results and the newest ones on a GPU, includes the worst row
+    of each operation."""
     gpu = {path: of for path, of in found.items() if on_gpu(of)}
     whole = {source, newest(gpu)} if gpu else {source}
     return "\n".join(_behind(path, of, whole=path in whole) for path, of in found.items())
 
 
 def _behind(path: Path, kept: dict[str, Any], whole: bool) -> str:
-    """How many rows are behind a peer and, where `whole`, the worst of each operation."""
+    """The number of rows slower than a peer and, with `whole`, the worst of each operation."""
     found, held = verdict.slower(kept)
     anchor = verdict.TITLE.lower().replace(" ", "-")
     line = f"- {kept['device']}, {kept['date']}, {tables.of_commit(kept)}: "

@@ -1,4 +1,4 @@
-"""Keeps results, and makes pages from them: `python -m benchmarks report` and `readme`."""
+"""Stores results, and makes pages from them: `python -m benchmarks report` and `readme`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def keep(source: Path, target: Path, *more: Path) -> None:
-    """Keeps what matters of a run: the rows, what they were measured on and when, but not every round. Rows of `more`
-    runs, later ones on the same machine, are added or take the places of those that were there; of operations whose
-    kernels have changed meanwhile, and of models where any have, no earlier row stays."""
+    """Stores a run's rows, machine and date, but not every round. Rows of `more` runs, which are later ones on the same
+    machine, are added or replace earlier ones. If an operation's kernels have changed since, its earlier rows are
+    dropped; so are those of models if any kernel has changed."""
     kept = _results(source)
     for path in more:
         kept = _together(kept, _results(path), f"{path} and {source}")
-    # What a run needs most comes first in it; here the rows of a kind and an operation stand together.
+    # A run begins with its most important rows; here the rows of a kind and an operation are together.
     kinds, ops = (list(dict.fromkeys(row.get(key) for row in kept["rows"])) for key in ("kind", "op"))
     kept["rows"].sort(key=lambda row: (kinds.index(row.get("kind")), ops.index(row.get("op"))))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def keep(source: Path, target: Path, *more: Path) -> None:
 
 
 def _results(path: Path) -> dict[str, Any]:
-    """Returns the results of a run's file, or kept ones."""
+    """Returns the results of a run's file, or stored ones."""
     run: dict[str, Any] = read(path)
     if "rows" in run:
         check(run, path)
@@ -86,7 +86,7 @@ def _ids(kept: dict[str, Any]) -> list[str]:
 
 
 def _shape(row: Row) -> str:
-    """The shape of a row as a budget names what it cuts."""
+    """The shape of a row, as in a budget's list of cuts."""
     if row.get("kind") == "scaling":
         return f"growth of {row['op']} over {row['case'].removeprefix('by ')}"
     if row.get("kind") == "model":
@@ -98,7 +98,7 @@ _key = itemgetter("kind", "op", "row", "direction", "dtype", "case", "memory")
 
 
 def commit(run: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the commit that was measured, as pytest-benchmark asks git for it; None where it is no checkout."""
+    """Returns the measured commit, from pytest-benchmark; None without a git checkout."""
     info = run.get("commit_info", {})
     if not re.fullmatch("[0-9a-f]{40}", str(info.get("id"))):
         return None
@@ -113,10 +113,10 @@ def device(run: dict[str, Any]) -> str:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Kept results.
+    """Reads stored results.
 
     Raises:
-        SystemExit: naming the file, and what it lacks.
+        SystemExit: the message names the file and the problem.
     """
     kept: dict[str, Any] = read(path)
     check(kept, path)
@@ -124,7 +124,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def page(source: Path, draw: bool = True) -> Path:
-    """Makes the page of kept results, in the same folder, and draws its pictures or takes those that are there."""
+    """Makes the page of stored results, in the same folder, and draws its pictures or uses existing ones."""
     kept = load(source)
     parts = [f"# {source.stem}", tables.header(kept, source.name)]
     parts += [text for text in (tables.held(kept), tables.cut(kept)) if text]
@@ -146,7 +146,7 @@ def page(source: Path, draw: bool = True) -> Path:
 
 
 def pictures(kept: dict[str, Any], source: Path, draw: bool = False) -> list[tuple[str, Path]]:
-    """Draws the pictures, or returns those that exist; none of a run that was restricted to an instruction set."""
+    """Draws the pictures, or returns existing ones; none for a run with a restricted instruction set."""
     if kept.get("isa", {}).get("forced"):
         return []
     try:
@@ -172,7 +172,8 @@ def report(arguments: list[str]) -> None:
 
 
 def all_kept(folder: Path = RESULTS) -> dict[Path, dict[str, Any]]:
-    """Returns the kept results of a folder, by path, the newest first; `make gpu-check` keeps its report there too."""
+    """Returns the stored results of a folder by path, the newest first; the folder also has the report of `make
+    gpu-check`."""
     found = {path: load(path) for path in sorted(folder.glob("*.json")) if "gpu" not in read(path)}
     if not found:
         raise SystemExit(f"error: there are no results in {folder}")
@@ -180,6 +181,6 @@ def all_kept(folder: Path = RESULTS) -> dict[Path, dict[str, Any]]:
 
 
 def kept_path(name: str) -> Path:
-    """Returns the path of results that are named by name or path."""
+    """Returns the path of results from a name or path."""
     path = Path(name)
     return path if path.suffix == ".json" else RESULTS / f"{name}.json"

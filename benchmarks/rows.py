@@ -1,4 +1,4 @@
-"""The figures of a group of rows: the times of all contenders, measured in turn, and what follows from them."""
+"""The figures of a group of rows: the times of all contenders, measured in turns, and figures derived from them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from benchmarks.noise import LEAST, LEAST_GPU
 from benchmarks.suite import DEVICE, LIMITS, Group
 from foundry_kernels.core.registry import short_dtype
 
-#: Seconds for the rounds of a group, and rounds at most.
+#: Seconds for the rounds of a group, and the maximum number of rounds.
 QUICK, FULL = (0.6, 15), (2.0, 25)
-#: Seconds of a GPU's work in a graph at most: short calls need several, or the graph's own launch would show. Calls
-#: that take longer than `LONG` are not timed between events or in a graph: the host is a percent of them at most.
+#: The maximum seconds of a GPU's work in a graph. A graph has several short calls, so that its own launch does not
+#: matter. Calls longer than `LONG` are not timed between events or in a graph, because host time is at most a percent
+#: of them.
 _GRAPH, LONG = 0.004, 0.02
 
 
 class Measured:
-    """All contenders of a group, timed. `times` holds a list of seconds for each that could run; `why_not` the reason
-    of each that could not; `wrong` what is wrong with the result of each that computed something else (only where
-    `checked`: without, ratios mean nothing). `fraction`: of the rounds, where there is no time for all."""
+    """The timed contenders of a group. `times` has a list of seconds for each one that could run, and `why_not` the
+    reason for each one that could not. `wrong` has the difference for each wrong result (only if `checked`; otherwise
+    ratios mean nothing). `fraction`: the fraction of the rounds, if there is no time for all."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class Measured:
         with self.memory():
             contenders = Contenders(group, names)
             self.prepare, self.why_not = contenders.prepare, contenders.why_not
-            # After a few runs the caches hold what fits.
+            # After a few runs, the caches have the data that fits.
             warm_ups = 4 if group.memory == "warm" else 0
             self.untimed = contenders.untimed
             if DEVICE == "cpu":
@@ -63,11 +64,11 @@ class Measured:
         self.device_times = measure.device_times(short) if DEVICE == "cuda" and short else {}
 
     def memory(self) -> contextlib.AbstractContextManager[None]:
-        """Sets what the process does with freed memory while the group runs."""
+        """Sets how the process treats freed memory while the group runs."""
         return contextlib.nullcontext() if self.group.memory == "fresh" else measure.reused_memory()
 
     def row(self, name: str) -> dict[str, Any]:
-        """Returns what is known of a contender, as it stands in the results."""
+        """Returns a contender's row for the results."""
         group = self.group
         row: dict[str, Any] = {
             "kind": "op",
@@ -117,7 +118,7 @@ class Measured:
         return row
 
     def _of_limit(self, name: str) -> float:
-        """Returns the row's rate over that of its limit, medians of rounds: bytes a second, or operations a second."""
+        """Returns the row's rate relative to its limit's, from medians of rounds: bytes or operations a second."""
         faster = measure.median_ratio(self.times[self.group.limit], self.times[name])
         if self.group.limit == "memcpy":
             return faster
@@ -125,8 +126,8 @@ class Measured:
         return faster * self.group.flops / (2 * MATMUL[DEVICE] ** 3)
 
     def _on_device(self, name: str) -> dict[str, Any]:
-        """Measures what the GPU itself takes: between events, and in a replayed graph (not backward alone, whose
-        forward pass would have to be in the graph)."""
+        """Measures the GPU's own time: between events, and in a replayed graph. (A backward pass alone cannot be in a
+        graph, because its forward pass must be in it.)"""
         if name not in self.device_times:
             return {}
         found: dict[str, Any] = {"device_us": round(statistics.median(self.device_times[name]) * 1e6, 1)}

@@ -1,4 +1,4 @@
-"""Which sources a row was measured of: a digest of what each operation's kernels are made from, without comments."""
+"""A digest of the sources of each operation's kernels, without comments. Results store it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import foundry_kernels as fk
 from foundry_kernels.core.registry import OpSpec
 
 ROOT = Path(__file__).parents[1]
-#: What tests and benchmarks an operation, and decides nothing about how it runs.
+#: Files for tests and benchmarks, which do not affect how an operation runs.
 _BESIDE = ("cases.py", "bench.py", "fuzz.py", "sharding.py")
-#: By device, what belongs to the other one alone.
+#: By device: names of files for only the other device.
 _OTHER = {"cpu": ("triton", "cuda", "hopper"), "cuda": ("cpu",)}
-#: Sources of what a header declares that operations share.
+#: Sources of shared headers.
 _OF_HEADER = {
     "products.h": ("torch/products_cpu.cpp", "cpu/matmul.cpp", "cpu/decode_linear.cpp"),
     "../cuda/hopper/attention.h": ("cuda/hopper/*.cu",),
@@ -25,7 +25,7 @@ _C_COMMENTS = r"//[^\n]*|/\*.*?\*/"
 
 
 def digests(device: str, root: Path = ROOT) -> dict[str, str]:
-    """Returns a hash by operation. Edits of comments, docstrings and blanks change none."""
+    """Returns a hash by operation. Edits of comments, docstrings and blanks do not change it."""
     return {op.name: digest(files(op, device, root), root) for op in fk.OPS.values()}
 
 
@@ -39,8 +39,8 @@ def digest(paths: list[Path], root: Path = ROOT) -> str:
 
 
 def files(op: OpSpec, device: str, root: Path = ROOT) -> list[Path]:
-    """The operation's folder and modules beside it that it imports; of csrc the files that are called like it, like
-    operations of a folder that it imports or like operators that it looks up by their names; and what these include."""
+    """The operation's folder and the neighbouring modules that it imports; the files of csrc with its name, with the
+    names of operations in folders that it imports, or of operators that it looks up; and their includes."""
     folder = root / Path(*op.package.split("."))
     python = [p for p in sorted(folder.rglob("*.py")) if p.name not in _BESIDE]
     text = "\n".join(p.read_text(encoding="utf-8") for p in python)
@@ -70,7 +70,7 @@ def files(op: OpSpec, device: str, root: Path = ROOT) -> list[Path]:
 
 
 def changed(kept: dict[str, Any], now: dict[str, str]) -> list[str]:
-    """Returns the measured operations whose kernels are others `now`, or whose kernels results do not tell."""
+    """Returns the measured operations whose kernels differ `now`, or for which the results have no digest."""
     before = kept.get("sources", {})
     measured = dict.fromkeys(r["op"] for r in kept["rows"] if r.get("kind", "op") == "op")
     return [op for op in measured if op in now and before.get(op) != now[op]]

@@ -1,7 +1,7 @@
-"""A GPU that launches nothing: the host's part of a call to a Triton kernel, on a machine without a GPU.
+"""A GPU that launches nothing, to run the host's part of Triton calls on a machine without a GPU.
 
-Kernels are compiled for the architecture, arguments are bound and launchers called as on a GPU; the launch itself, the
-last call into the driver, does nothing. Tensors are the CPU's, and results are whatever was in memory.
+Kernels are compiled for the architecture, arguments are bound and launchers are called as on a GPU, but the last call,
+into the driver, does nothing. Tensors are on the CPU, and results are uninitialised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from foundry_kernels.core.registry import override
 
 
 class StubDriver:
-    """Triton's driver of a GPU, but for the launch."""
+    """Triton's driver of a GPU, without the launch."""
 
     def __init__(self, arch: int = 90, multiprocessors: int = 132) -> None:
         from triton.backends.compiler import GPUTarget
@@ -28,7 +28,8 @@ class StubDriver:
         self.utils = SimpleNamespace(load_binary=self._load, get_device_properties=self._properties)
 
     def launch(self, *args: Any) -> None:
-        """Takes what a compiled kernel takes: grid, stream, function, metadata, hooks and the kernel's arguments."""
+        """Has the arguments of a compiled kernel's launch: grid, stream, function, metadata, hooks and the kernel's
+        arguments."""
 
     def get_current_device(self) -> int:
         return 0
@@ -47,11 +48,11 @@ class StubDriver:
 
 
 def uncompiled(driver: StubDriver, src: Any, function: Any = None) -> Any:
-    """Returns a compiled kernel but for its code: what Triton launches in its place is given `function`."""
+    """Returns a compiled kernel without code. Triton passes `function` to the launch."""
     from triton.compiler import CompiledKernel
 
     kernel = CompiledKernel.__new__(CompiledKernel)
-    # Nothing is loaded, and so nothing is there to unload, which Triton 3.8 does where a kernel is no longer used.
+    # Nothing is loaded, so Triton 3.8 must not unload it when the kernel is no longer used.
     kernel.module, kernel._init_handles = None, lambda: None
     kernel.src, kernel.name, kernel._run = src, src.fn.__name__, driver.launch
     kernel.metadata, kernel.function = SimpleNamespace(target=driver.target), function
@@ -60,7 +61,7 @@ def uncompiled(driver: StubDriver, src: Any, function: Any = None) -> Any:
 
 
 def why_not() -> str | None:
-    """Returns the reason why there can be no stub in this process, or None."""
+    """Returns the reason why this process cannot use a stub, or None."""
     _triton.load()
     if _triton.MISSING is not None:
         return _triton.MISSING
@@ -71,7 +72,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def stub_gpu(driver: StubDriver) -> Iterator[None]:
-    """While it lasts, Triton kernels take CPU tensors and are launched by `driver`."""
+    """In this block, Triton kernels accept CPU tensors and are launched by `driver`."""
     from triton.runtime.driver import driver as drivers
 
     operators.serve_cpu_tensors()

@@ -1,7 +1,7 @@
-"""What is compared with what: the groups of rows that the registry yields, and how each row of a group is called.
+"""Defines the comparisons: groups of rows from the registry, and how to call each row.
 
-A row that cannot be measured (a peer that is not installed or refuses the call, too little memory) carries the reason
-in place of figures. A row whose result is not that of the reference carries times and no ratios.
+A row that cannot be measured (a peer is not installed or refuses the call, too little memory) has a reason in place of
+figures. A row with a wrong result has times but no ratios.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from foundry_kernels.testing.policy import options_on
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16) if DEVICE == "cpu" else (torch.bfloat16,)
 OURS = ("triton", "native", "reference")
-#: What rows are compared with: a copy of the same bytes into memory that exists, or a matrix product of the same dtype.
+#: The limits: a copy of the same bytes to existing or fresh memory, or a matmul of the same dtype.
 LIMITS = ("memcpy", "fresh memcpy", "GEMM")
-#: The peer that torch.compile makes where it tries the forms of products that it has, and the mode. CUDA graphs, which
-#: write each result over the last, are out: results are kept. See `graph_us` for what graphs give.
+#: The peer for which torch.compile tries all its forms of matmuls, and the mode. It does not use CUDA graphs, which
+#: overwrite the previous result, because results are kept. `graph_us` has the times in graphs.
 SEARCHED, SEARCH = "torch.compile, max-autotune", "max-autotune-no-cudagraphs"
 _MODES: dict[str, str | None] = {"torch.compile": None, SEARCHED: SEARCH}
 COMPILED = tuple(_MODES)
-#: Above this many operations a byte a call is compute-bound.
+#: With more operations a byte, a call is compute-bound.
 _INTENSITY = 32
-#: Sets of inputs that rotate at most; where it would take more to fill the caches, two do and the caches are scrubbed.
+#: The maximum number of rotating sets of inputs. If more would be needed to fill the caches, there are two sets and the
+#: caches are scrubbed.
 MOST_SETS = 64
 
 
@@ -44,9 +45,9 @@ MOST_SETS = 64
 class Group:
     """Rows that are compared with each other.
 
-    memory: "warm": the inputs lie in the caches, freed memory is used again; "cold": the inputs rotate over sets that
-    do not fit the last-level cache together, freed memory is used again; "fresh" (CPU): as cold, and outputs are new
-    memory, for which the system's page faults are paid.
+    memory: "warm": the inputs are in the caches, and freed memory is reused; "cold": the inputs rotate over sets that
+    do not fit the last-level cache together, and freed memory is reused; "fresh" (CPU): as cold, but outputs are new
+    memory with page faults.
     """
 
     op: OpSpec
@@ -61,7 +62,7 @@ class Group:
 
     @property
     def quick(self) -> bool:
-        """Whether the shape is timed without --full: the op's BENCH_QUICK holds the endings of the names that are."""
+        """Whether the shape is timed without --full: BENCH_QUICK of the op has the endings of these names."""
         return self.case.id.endswith(self.bench.BENCH_QUICK)
 
     @property
@@ -71,22 +72,22 @@ class Group:
 
     @property
     def ours(self) -> tuple[str, ...]:
-        """Our kernels; the reference where there are none."""
+        """This package's kernels, or the reference if there are none."""
         kernels = tuple(b for b in self.op.backends(DEVICE, self.dtype) if b != "reference")
         return kernels or ("reference",)
 
     @cached_property
     def peers(self) -> dict[str, Callable[..., Any] | str]:
-        """Returns what the op names, torch.compile of "eager", where it may help also as it searches longest, and
+        """Returns the op's peers, torch.compile of "eager", also with its longest search if this may help, and
         Liger."""
         found = dict(self.bench.peers(self.op.name, self.case, DEVICE))
         if "eager" in found:
             eager, key = found["eager"], (self.op.name, self.case.id, self.dtype)
             for name, mode in _MODES.items():
                 if name == SEARCHED and DEVICE == "cpu" and self.flops is None:
-                    continue  # on a CPU it searches for products alone
+                    continue  # on a CPU it only searches for matmuls
                 found[name] = eager if isinstance(eager, str) else _compiled(eager, key, mode)
-        if self.case.options.get("dropout_p"):  # its forms have no dropout
+        if self.case.options.get("dropout_p"):  # its functions have no dropout
             return found
         return found | liger.peers(self.op.name, DEVICE)
 
@@ -100,9 +101,9 @@ class Group:
         return (*self.ours, *self.peers, *self.limits)
 
     def chosen(self, full: bool) -> tuple[str, ...]:
-        """`names`; the quick set leaves out torch.compile's longest search, the slowest form of attention but for the
-        eager one, on a CPU what takes minutes to compile for all shapes of it, and on a GPU the form that takes longer
-        than PyTorch's others wherever these take the call."""
+        """`names`. The quick set omits torch.compile's longest search and the slowest form of attention except the
+        eager one; on a CPU also peers that take minutes to compile for all shapes, and on a GPU a form that is slower
+        than PyTorch's others if these support the call."""
         if full:
             return self.names
         slow: tuple[str, ...] = ("SDPA math", "torch.compile", "FlexAttention") if DEVICE == "cpu" else ("SDPA math",)
@@ -112,7 +113,7 @@ class Group:
 
     @property
     def limit(self) -> str:
-        """Names what bounds the call: "GEMM" or "memcpy"."""
+        """The name of the call's limit: "GEMM" or "memcpy"."""
         return "GEMM" if self.flops and self.flops >= _INTENSITY * self.bytes_moved else "memcpy"
 
     @cached_property
@@ -121,7 +122,7 @@ class Group:
 
     @cached_property
     def bytes_made(self) -> int:
-        """Returns the size of what the call makes: the outputs, or the gradients, or both."""
+        """Returns the size of the call's results: the outputs, or the gradients, or both."""
         args = _shapes(self.case, self.dtype)
         grads = [args[n] for n, a in self.case.args.items() if a is not None and a.grad]
         outputs = self.op.public(**args, **options_on("meta", self.case.options))
@@ -130,11 +131,11 @@ class Group:
 
     @cached_property
     def flops(self) -> int | None:
-        """Returns the FLOPs of the matrix products, None for an operation without."""
+        """Returns the FLOPs of the matmuls; None for an operation without matmuls."""
         return self.bench.flops(_shapes(self.case, self.dtype), self.case.options, self.direction)
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Returns what is called with the case's arguments for one of `names` that is no limit."""
+        """Returns the function for one of `names` (not a limit); it takes the case's arguments."""
         if name in OURS:
             options = options_on(DEVICE, self.case.options)
             return lambda **a: self.op.public(**a, **options, backend=name)
@@ -144,8 +145,8 @@ class Group:
 
 
 def groups(full: bool, device: str = DEVICE) -> Iterator[Group]:
-    """Returns all groups, those of one shape and dtype in succession. The quick ones: forward and backward, of the
-    states of memory one on a CPU, and of the shapes those whose names end as the op's BENCH_QUICK says."""
+    """Yields all groups; those of one shape and dtype follow each other. The quick set has forward and backward, one
+    state of memory on a CPU, and the shapes whose names have an ending of the op's BENCH_QUICK."""
     for op in fk.OPS.values():
         for case in timed_cases(op, device):
             if not full and not Group(op, case, torch.float32, "forward").quick:
@@ -159,13 +160,12 @@ def groups(full: bool, device: str = DEVICE) -> Iterator[Group]:
 
 
 def timed_cases(op: OpSpec, device: str = DEVICE) -> tuple[Case, ...]:
-    """Returns the shapes that the op's `bench` module names; none where it has no such module."""
+    """Returns the shapes of the op's `bench` module; none without such a module."""
     return () if op.bench is None else op.bench.bench_cases(op.name, device)
 
 
 def smallest_case(op: OpSpec) -> Case:
-    """Returns a case so small that a call is all overhead, with the arguments and options that are benchmarked, if
-    any."""
+    """Returns a case so small that a call is only overhead, with the arguments and options of benchmarks, if any."""
 
     def given(case: Case) -> set[str]:
         return {n for n, a in case.args.items() if a is not None}
@@ -182,8 +182,8 @@ def smallest_case(op: OpSpec) -> Case:
 
 
 def memories(op: OpSpec, case: Case, dtype: torch.dtype, full: bool, device: str) -> tuple[str, ...]:
-    """Returns the states of memory that make a difference to `case`; of the quick set on a CPU one, as the case's
-    name says."""
+    """Returns the states of memory that matter for `case`; in the quick set on a CPU only one, according to the case's
+    name."""
     group = Group(op, case, dtype, "forward")
     if group.limit == "GEMM":
         return ("cold",)
@@ -196,7 +196,8 @@ def memories(op: OpSpec, case: Case, dtype: torch.dtype, full: bool, device: str
 
 
 def _decodes(case: Case) -> bool:
-    """Returns whether a call is of single tokens: its weights and caches are never in a CPU's or GPU's cache."""
+    """Returns whether a call decodes single tokens. In models, its weights and key-value caches are never in the
+    processor's caches."""
     return "decode" in case.id
 
 
@@ -224,7 +225,7 @@ _compiled_functions: dict[str | None, Callable[..., Any]] = {}
 def _compiled(
     eager: Callable[..., Any], key: tuple[str, str, torch.dtype], mode: str | None = None
 ) -> Callable[..., Any]:
-    """torch.compile of `eager`, compiled anew for each `key`: the first shape must not make the next one's dynamic."""
+    """torch.compile of `eager`, compiled separately for each `key`, so that a second shape does not become dynamic."""
 
     def call(**args: Any) -> Any:
         global _compiled_for
@@ -243,18 +244,18 @@ def _compiled(
 
 
 def too_large(group: Group, name: str | None = None) -> str | None:
-    """Returns why the group, or its row `name` in addition, does not fit the free memory, or None. A form that needs
-    more than the others may have half of it on any device: it is the slowest, too."""
+    """Returns why the group, or additionally its row `name`, does not fit the free memory, or None. A form that needs
+    more than the others may use half of it on any device; it is also the slowest."""
     more = 0 if name is None else group.bench.peer_bytes(group.case, name)
     return needs_too_much(group_bytes(group) + more, 0.5 if more else None)
 
 
-#: The part of the memory that is free that is used, by device: a GPU is not shared, and its allocator leaves gaps.
+#: The fraction of the free memory to use, by device. A GPU is not shared, and its allocator leaves gaps.
 _USED = {"cpu": 0.5, "cuda": 0.9}
 
 
 def needs_too_much(needed: int, part: float | None = None) -> str | None:
-    """Returns the reason not to begin what needs as many bytes, or None. `part` of what is free is used."""
+    """Returns the reason why `needed` bytes are too many, or None. `part` of the free memory may be used."""
     free, part = free_bytes(DEVICE), _USED[DEVICE] if part is None else part
     if free is None or needed <= part * free:
         return None
@@ -263,24 +264,24 @@ def needs_too_much(needed: int, part: float | None = None) -> str | None:
 
 
 def group_bytes(group: Group) -> int:
-    """Returns the most that the group holds at a time, roughly, beside what the process holds anyhow."""
+    """Returns roughly the maximum of additional memory that the group needs."""
     case, sets = group.case, set_count(group)
     given, wide = case_bytes(case, group.dtype), case_bytes(case, torch.float32)
     made = max(group.bytes_moved - given, 0) if group.direction == "forward" else group.bytes_moved
-    needed = given * sets + made * (sets + 1)  # inputs in rotation; results that are kept, and their gradients
-    needed += 4 * wide  # what eager makes in float32 in between, or saves for its backward pass
+    needed = given * sets + made * (sets + 1)  # rotating inputs; kept results, and their gradients
+    needed += 4 * wide  # eager's float32 intermediates, or saved tensors
     needed += max(group.bytes_moved, 2 * cache_bytes(DEVICE) if group.memory != "warm" else 0)  # of memcpy
     needed += 2 * cache_bytes(DEVICE) if group.memory != "warm" else 0  # scrubs
     needed += CHECKS * checked_bytes(group) + 3 * given  # and a contender's own inputs and gradients
     return needed + group.bench.workspace_bytes(case)
 
 
-#: What a check holds at a time, of the size of the reference's arguments in float64.
+#: The memory of a check, in multiples of the reference's float64 arguments.
 CHECKS = 8
 
 
 def checked_bytes(group: Group) -> int:
-    """Size, in float64, of the arguments that the reference is given."""
+    """The size of the reference's arguments in float64."""
     size, sample = case_bytes(group.case, torch.float64), group.bench.sample(group.case)
     if sample is None:
         return size
@@ -295,7 +296,7 @@ def checked_bytes(group: Group) -> int:
 def set_count(group: Group) -> int:
     if group.memory == "warm":
         return 1
-    # Caches are scrubbed there: of products inputs are a small part, and a backward pass follows its forward pass.
+    # Caches are scrubbed there, because a matmul's inputs are small, and a backward pass follows its forward pass.
     if group.limit == "GEMM" or group.direction == "backward":
         return 2
     wanted = 2 * cache_bytes(DEVICE) // max(case_bytes(group.case, group.dtype), 1) + 1
@@ -303,5 +304,5 @@ def set_count(group: Group) -> int:
 
 
 def rotates(group: Group, count: int) -> bool:
-    """Returns whether the first of `count` sets of inputs has left the caches once all have been used."""
+    """Returns whether the first of `count` sets of inputs is out of the caches after all were used."""
     return group.memory != "warm" and count * case_bytes(group.case, group.dtype) >= 2 * cache_bytes(DEVICE)

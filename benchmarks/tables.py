@@ -1,4 +1,4 @@
-"""Markdown tables of kept results."""
+"""Markdown tables of stored results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.budget import listed
 
 OURS = ("triton", "native", "reference")
 LIMITS = ("memcpy", "fresh memcpy", "GEMM")
-#: The same call of ours without what it is asked for: it tells what that costs, and is no peer.
+#: The same call of this package without the option. It shows the option's cost, and is not a peer.
 WITHOUT = "without the option"
 
 Row = dict[str, Any]
@@ -38,12 +38,12 @@ def of_commit(kept: dict[str, Any]) -> str:
     if "commit" not in kept:
         return "of a commit that was not recorded"
     of = kept["commit"]
-    ids = [name[:10] for name in (of["id"], *of.get("more", ()))]  # whose kernels are the same
+    ids = [name[:10] for name in (of["id"], *of.get("more", ()))]  # their kernels are the same
     return f"of commit{'s' * (len(ids) > 1)} {' and '.join(ids)}" + (" with changes" if of["dirty"] else "")
 
 
 def held(kept: dict[str, Any]) -> str:
-    """Returns what the instruction set means, where the run was restricted to one."""
+    """Returns an explanation of the instruction set if the run was restricted to one."""
     isa = kept.get("isa", {})
     if not isa.get("forced"):
         return ""
@@ -59,7 +59,7 @@ def held(kept: dict[str, Any]) -> str:
 
 
 def cut(kept: dict[str, Any]) -> str:
-    """Returns what was left out to keep the budget."""
+    """Returns the text about rows that were left out for the budget."""
     budget = kept.get("budget", {})
     if not (lines := cuts(budget)):
         return ""
@@ -67,7 +67,8 @@ def cut(kept: dict[str, Any]) -> str:
 
 
 def cuts(budget: dict[str, Any], most: int | None = None) -> list[str]:
-    """Returns what was left out to keep the budget, the first `most` by name, and where there were fewer rounds."""
+    """Returns lines about the rows that were left out for the budget (the first `most` by name), and about fewer
+    rounds."""
     if not budget.get("minutes"):
         return []
     shapes = [f"{shape} ({rows} of {of} rows)" for shape, (rows, of) in budget["cut"].items()]
@@ -83,7 +84,7 @@ def cuts(budget: dict[str, Any], most: int | None = None) -> list[str]:
 
 
 def paragraph(text: str, indent: str = "") -> str:
-    """Returns the text in lines, of which those behind the first are indented."""
+    """Returns the text in lines; all but the first are indented."""
     return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
@@ -92,7 +93,7 @@ def of_kind(kept: dict[str, Any], kind: str) -> list[Row]:
 
 
 def _ours(rows: list[Row]) -> tuple[list[Row], list[str]]:
-    """Returns the rows of our backends, and all their peers."""
+    """Returns the rows of this package's backends, and all their peers."""
     ours = [r for r in rows if r["row"] in OURS]
     names = (n for r in ours for n in r.get("speedup_over", {}))
     return ours, [n for n in dict.fromkeys(names) if n not in OURS]
@@ -106,15 +107,14 @@ def markdown(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def _halves(kept: dict[str, Any]) -> list[list[Row]]:
-    """Rows of operations, those with matrix products apart: they have other peers and another unit."""
+    """Rows of operations, in two groups: those with matmuls have other peers and another unit."""
     rows = of_kind(kept, "op")
     products = {r["op"] for r in rows if "TFLOP/s" in r and r["row"] not in LIMITS}
     return [[r for r in rows if r["op"] not in products], [r for r in rows if r["op"] in products]]
 
 
 def shape_of(row: Row) -> str:
-    """Returns the shape, and the words behind it but for those that only say how large it is: "512x2048", "1x4096,
-    decode"."""
+    """Returns the shape and the words after it, without words about its size: "512x2048", "1x4096, decode"."""
     shape, *words = row["case"].split("-")
     words = [w for w in words if w not in ("cached", "large")]
     return f"{shape}, {'-'.join(words)}" if words else shape
@@ -127,18 +127,18 @@ def _ratio(row: Row, peer: str) -> str:
 
 
 def _over(row: Row, peer: str) -> str:
-    """Returns how many times as fast as a peer, marked where it is too noisy to call."""
+    """Returns the speed relative to a peer, marked if it is too noisy to call."""
     mark = "≈ " if noise.call(row, peer) == "noisy" else ""
     return f"{mark}{row['speedup_over'][peer]:.2f}"
 
 
 def _of_limit(row: Row, limit: str) -> str:
-    """Returns the row's rate in per cent of that of `limit`, where that is the row's own limit."""
+    """Returns the row's rate as a percentage of `limit`'s, if it is the row's own limit."""
     if row.get("limit") != limit:
         return "–"
     if "of_limit" in row:
         return f"{row['of_limit']:.0%}"
-    # Of a wrong result only the time is known.
+    # A wrong result only has a time.
     return f"{1 / row['time_over_memcpy']:.0%}" if limit == "memcpy" and row.get("time_over_memcpy") else "–"
 
 
@@ -157,7 +157,7 @@ def _mega(row: Row, key: str) -> str:
 
 
 def operations(kept: dict[str, Any]) -> str:
-    """Returns every row of our backends: its time, its memory and how it compares with the peers."""
+    """Returns every row of this package's backends: its time, its memory and the comparison with peers."""
     parts = []
     for rows in _halves(kept):
         ours, peers = _ours(rows)
@@ -178,13 +178,14 @@ def operations(kept: dict[str, Any]) -> str:
 
 
 def forward(kept: dict[str, Any]) -> dict[str, dict[str, Row]]:
-    """Returns by operation and dtype our forward pass on the shape that takes longest."""
+    """Returns this package's forward pass on the shape that takes longest, by operation and dtype."""
     rows = [r for half in _halves(kept) for r in _ours(half)[0] if r["direction"] == "forward"]
     return {op: _main([r for r in rows if r["op"] == op]) for op in dict.fromkeys(r["op"] for r in rows)}
 
 
 def summary(kept: dict[str, Any]) -> str:
-    """Returns a row an operation: its forward pass on the shape that takes longest, a number a cell."""
+    """Returns a row for each operation: its forward pass on the shape that takes longest, with a number in each
+    cell."""
     chosen = forward(kept)
     rows = [r for by_dtype in chosen.values() for r in by_dtype.values()]
     if not rows:
@@ -217,8 +218,8 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def _main(rows: list[Row]) -> dict[str, Row]:
-    """Returns by dtype the rows of the shape that takes longest, with cold inputs where they were measured, of one
-    backend: the first of `OURS` that there is."""
+    """Returns by dtype the rows of the shape that takes longest, with cold inputs if measured, for the first existing
+    backend of `OURS`."""
     backend = min((r["row"] for r in rows), key=OURS.index)
     rows = [r for r in rows if r["row"] == backend]
     longest = max(rows, key=lambda r: (r["memory"] == "cold", r["median_us"]))
@@ -226,17 +227,16 @@ def _main(rows: list[Row]) -> dict[str, Row]:
 
 
 def rival(row: Row) -> str:
-    """Returns the peer that is hardest to beat: of matrix products a fused kernel, else what the compiler makes of
-    eager."""
+    """Returns the strongest peer: a fused kernel for matmuls, otherwise compiled eager code."""
     return "SDPA flash" if row["limit"] == "GEMM" else "torch.compile"
 
 
-#: Rows of models that are ours.
+#: Rows of models on this package's kernels.
 OUR_MODELS = ("ours", "ours, compiled", "patched by ours", "patched by ours, compiled", "continuous batching")
 
 
 def models(kept: dict[str, Any]) -> str:
-    """Whole models, each compared with the first of its family."""
+    """Whole models, compared with the first one of their family."""
     lines = []
     for r in of_kind(kept, "model"):
         base = r.get("base", "")
@@ -247,7 +247,7 @@ def models(kept: dict[str, Any]) -> str:
 
 
 def overhead(kept: dict[str, Any]) -> str:
-    """Microseconds that the calling thread is busy with the smallest call."""
+    """Microseconds of host time of the smallest call."""
     rows = of_kind(kept, "overhead")
     names = list(dict.fromkeys(r["row"] for r in rows))
     by_op: dict[str, dict[str, Row]] = {}
@@ -261,7 +261,7 @@ def overhead(kept: dict[str, Any]) -> str:
 
 
 def scaling(kept: dict[str, Any]) -> str:
-    """Exponents of time and memory beside those that theory allows; ours in bold where they pass these."""
+    """Exponents of time and memory, and the theoretical ones; this package's are bold if they exceed these."""
     rows = of_kind(kept, "scaling")
     lines = []
     for r in rows:
@@ -281,17 +281,17 @@ def scaling(kept: dict[str, Any]) -> str:
     return markdown(["operation", "direction", "dtype", "over", "", *of_each], lines)
 
 
-#: By how much an exponent may pass that of theory: caches that are outgrown, and noise.
+#: The allowed excess of an exponent over theory, for outgrown caches and noise.
 SLACK = 0.25
 
 
 def _allowed(row: Row, kind: str) -> float:
-    """Returns the exponent of theory; of time over threads one that no measurement passes."""
+    """Returns the theoretical exponent; for time over threads, one that no measurement exceeds."""
     return float(row["theory"].get(kind, 1.0)) if row["axis"] != "threads" else 1.0
 
 
 def absent(kept: dict[str, Any]) -> str:
-    """Returns why rows have no figures or no ratios, each reason once."""
+    """Returns the reasons why rows have no figures or no ratios, without repetition."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for r in [*kept.get("absent", []), *kept["rows"]]:
         reason = r.get("why_not") or r.get("wrong") or r.get("graph_why_not")

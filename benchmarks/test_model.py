@@ -1,6 +1,6 @@
 """Whole models: forward pass (with the loss), forward and backward, a training step with AdamW, and generation.
 
-Peak memory is that of a run beyond weights, optimiser state and what else was there before it.
+Peak memory is the increase during a run, without weights, optimiser state and other earlier memory.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Measured:
 
 
 class _Alone:
-    """Models that are made, measured and let go one after the other, each when its row is asked for."""
+    """Models that are created, measured and released one after the other, each for its own row."""
 
     def __init__(self, group: ModelGroup) -> None:
         self.group = group

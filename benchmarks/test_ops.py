@@ -1,10 +1,10 @@
-"""Every registered operation that has benchmark shapes: our backends beside eager, torch.compile, torch's own, Liger,
-and the limit: a memcpy of the same bytes or a GEMM.
+"""Every registered operation with benchmark shapes: this package's backends, eager, torch.compile, torch's own
+functions, Liger, and the limit, a memcpy of the same bytes or a GEMM.
 
-`extra_info` of a row holds GB/s (or TFLOP/s), its speed-up over each peer and `of_limit`, its fraction of the limit's
-rate (medians of rounds in which all took turns), the peak memory of one run and, where there is a backward pass, the
-bytes saved for it; on a GPU also the time between events and that of a replayed graph. "memcpy" writes into a tensor
-that exists; "fresh memcpy" into a new one, which on a CPU also pays for page faults. See `suite.Group` on memory.
+`extra_info` of a row has GB/s (or TFLOP/s), the speed-up over each peer, `of_limit`, the fraction of the limit's rate
+(medians of rounds in which all took turns), the peak memory of a run and, with a backward pass, the saved bytes; on a
+GPU also the time between events and the time in a replayed graph. "memcpy" writes to an existing tensor, "fresh memcpy"
+to a new one, which on a CPU includes page faults. `suite.Group` explains the states of memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.benchmark(timer=replay)
 def test_op(benchmark: Any, group: Group, name: str, record: Record) -> None:
-    if benchmark.disabled:  # whether it runs, not how fast
+    if benchmark.disabled:  # only tests that it runs
         contenders = Contenders(replace(group, memory="warm"), (name,))
         if name in contenders.why_not:
             pytest.skip(contenders.why_not[name])

@@ -1,6 +1,7 @@
 """Host time of a call: the smallest case of each operation, without gradients.
 
-Without a GPU also that of the Triton kernels, ours and Liger's, with a stub in place of the launch; with gradients too.
+Without a GPU, also the host time of Triton kernels (this package's and Liger's) with a stub in place of the launch,
+with and without gradients.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def test_overhead(benchmark: Any, group: Group, name: str, record: Record) -> No
 
 
 def _small_case(op: OpSpec) -> Case:
-    """Returns the smallest with rows of whole 16 bytes, as models have: others would be copied."""
+    """Returns the smallest case with rows of a multiple of 16 bytes, as in models; others would be copied."""
     like = smallest_case(op)
     alike = [
         case

@@ -1,5 +1,5 @@
-"""How time and memory grow with the shape and with threads, and the fitted exponents beside those that theory has: this
-shows what should be linear and is quadratic. A row is one operation along one axis; its figures hold a line for each
+"""Growth of time and memory with the shape and with threads, as fitted exponents compared with theory. It finds
+functions that are quadratic instead of linear. A row is one operation along one axis; its figures have a line for each
 contender."""
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from benchmarks.suite import DEVICE, DTYPES, SEARCHED, Group, case_bytes, smalle
 from foundry_kernels.core.registry import OpSpec, short_dtype
 from foundry_kernels.testing import Case
 
-#: Seconds and rounds a point.
+#: Seconds and rounds for each point.
 _QUICK, _FULL = (0.2, 7), (1.0, 15)
-#: What a call of the quick set moves and computes at most on a CPU, but for the first three points.
+#: The maximum bytes and operations of a call of the quick set on a CPU; the first three points have no limit.
 _QUICK_BYTES, _QUICK_FLOPS = 3e8, 1e10
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """An operation at growing sizes of `axis`, a letter as the op says, or threads."""
+    """An operation at growing sizes of `axis`, which is a letter of the op or "threads"."""
 
     op: OpSpec
     axis: str
@@ -48,8 +48,8 @@ class Scaling:
 
 
 def scalings(full: bool) -> Iterator[Scaling]:
-    """Quick: in one dtype, over the first axis and threads, forward, and backward where the axis is the tokens of
-    products."""
+    """The quick set has one dtype, the first axis and threads, the forward pass and, for matmuls over tokens, the
+    backward pass."""
     for op in fk.OPS.values():
         if op.bench is None:
             continue
@@ -76,8 +76,8 @@ def _quick(op: OpSpec, points: tuple[tuple[int, Case], ...]) -> tuple[tuple[int,
 
 
 def _threads(op: OpSpec) -> dict[str, tuple[tuple[int, Case], ...]]:
-    """Of the quick set's shapes that which computes most, or holds most where that is no product: without masks and
-    dropout, and of one token last."""
+    """The shape of the quick set with the most computation, or the most memory without matmuls: preferably without
+    masks and dropout, and with more than one token."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     of = [group for case in timed_cases(op) if (group := Group(op, case, DTYPES[0], "forward")).quick]
     if not of or cores < 2:
@@ -104,7 +104,7 @@ def _with_threads(count: int | None) -> Iterator[None]:
 
 
 def _names(group: Group, full: bool) -> tuple[str, ...]:
-    """Leaves out forms that are compiled, which would be compiled for each shape, and slow ones."""
+    """Omits compiled forms, which would be compiled for each shape, and slow ones."""
     left_out = ("torch.compile", SEARCHED, "FlexAttention", *(() if full else ("eager", "SDPA math")))
     return tuple(n for n in group.names if n not in left_out)
 
@@ -115,7 +115,7 @@ def _measure(scaling: Scaling, effort: tuple[float, int], fraction: float) -> di
         group = Group(scaling.op, case, scaling.dtype, scaling.direction, "cold")
         with _with_threads(size if scaling.axis == "threads" else None):
             names = _names(group, effort == _FULL)
-            # The shapes of the suite are checked; here no contender is compared with another.
+            # test_ops checks results; here contenders are not compared with each other.
             measured = Measured(group, effort, names, least=3, checked=False, fraction=fraction)
             with measured.memory():
                 for name in (*measured.times, *measured.why_not):
@@ -132,9 +132,9 @@ def _measure(scaling: Scaling, effort: tuple[float, int], fraction: float) -> di
 
 
 def theory(scaling: Scaling) -> dict[str, dict[str, float]]:
-    """Returns the exponents that theory allows over the same sizes, the upper half: of time that of the operations or
-    bytes of a call, whichever grows faster, of memory that of the outputs and gradients that it makes. Time takes turns
-    with threads."""
+    """Returns the theoretical exponents over the upper half of the sizes: for time, that of the operations or bytes of
+    a call, whichever grows faster; for memory, that of its outputs and gradients. With threads, time should
+    decrease."""
     if scaling.axis == "threads":
         return {"theory": {"time": -1.0}}
     sizes = [size for size, _ in scaling.points]
@@ -146,7 +146,7 @@ def theory(scaling: Scaling) -> dict[str, dict[str, float]]:
 
 
 def fit(sizes: Sequence[float], line: dict[str, list[Any]]) -> dict[str, float]:
-    """Exponents of time and memory over the sizes that were measured; `last_`: over the upper half of them."""
+    """Exponents of time and memory over the measured sizes, and with the prefix `last_` over their upper half."""
     found = {}
     for name, key in (("time", "median_us"), ("memory", "peak_bytes")):
         known = {x: y for x, y in zip(sizes, line.get(key, ()), strict=False) if y}
@@ -172,7 +172,7 @@ def test_scaling(benchmark: Any, scaling: Scaling, record: Record) -> None:
     ours = Group(scaling.op, scaling.points[0][1], scaling.dtype, scaling.direction).ours[0]
     if benchmark.disabled:
         size, case = scaling.points[0]
-        threads = size if scaling.axis == "threads" else None  # these points are all of the largest shape
+        threads = size if scaling.axis == "threads" else None  # all these points have the largest shape
         case = case if threads is None else smallest_case(scaling.op)
         with _with_threads(threads):
             contenders = Contenders(Group(scaling.op, case, scaling.dtype, scaling.direction, "warm"), (ours,))

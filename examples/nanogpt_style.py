@@ -35,7 +35,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, t, c = x.shape
         heads = self.c_attn(x).view(b, t, 3, self.n_head, c // self.n_head)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)  # views [B, H, T, D]: the operations support any strides
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # views [B, H, T, D]; the operations support any strides
         q, k = fk.rope(q, k, cos, sin)
         y = fk.flash_attention(q, k, v, causal=True)
         return self.c_proj(y.transpose(1, 2).reshape(b, t, c))

@@ -1,10 +1,9 @@
-"""Fine-tune a model of Hugging Face transformers with these kernels: one line is new.
+"""Fine-tune a model of Hugging Face transformers with these kernels. Only one line is new.
 
     python examples/patch_hugging_face.py
     python examples/patch_hugging_face.py --family qwen3 --steps 50
 
-The model is a small one made from its configuration, so that nothing is downloaded; with `from_pretrained` the rest
-stays as it is.
+To download nothing, it creates a small model from a configuration. `from_pretrained` would change no other line.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python examples/plain_loop.py
     python examples/plain_loop.py --device cuda --steps 500
 
-The model is this package's own; parameters and optimizer are float32, the matrix products bfloat16, and the operations
-round once, whatever their input.
+The model is from this package. Parameters and optimizer are float32, matmuls are bfloat16, and each operation rounds
+only once.
 """
 
 from __future__ import annotations

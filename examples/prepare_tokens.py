@@ -1,9 +1,9 @@
-"""Create a token file for `train.py --tokens`, which memory-maps it: for large texts and tokens other than bytes.
+"""Create a token file for `train.py --tokens`, for large texts (it is memory-mapped) and for tokens other than bytes.
 
     python examples/prepare_tokens.py --text shakespeare.txt --out shakespeare.bin --vocab 2000
     python examples/train.py --tokens shakespeare.bin
 
-With --vocab, tokens are byte pairs, by an encoding that is trained on the text; without it, bytes.
+With --vocab, tokens are byte pairs of an encoding that is trained on the text; without it, bytes.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def answers(source: Tensor, lengths: Tensor, copy: bool) -> Tensor:
 
 
 def share_correct(model: EncoderDecoder, copy: bool, generator: torch.Generator) -> float:
-    """The share of new words that are answered correctly."""
+    """The fraction of new words with a correct answer."""
     source, lengths = words(256, generator)
     found = model.generate(source, LONGEST + 1, source_lengths=lengths, stop_token=STOP)
     wanted = answers(source, lengths, copy)
@@ -50,7 +50,7 @@ def names(tokens: list[int]) -> list[str]:
 
 
 def alignment(model: EncoderDecoder, source: list[int], said: list[int]) -> Any:
-    """Where the last layer attends in the source for each output token, averaged over its heads."""
+    """Draws the last layer's attention to the source for each output token, averaged over heads."""
     layer = model.decoder.config.n_layers - 1
     heads = [(layer, head) for head in range(model.decoder.config.n_heads)]
     read, written = torch.tensor([source]), torch.tensor([[START, *said[:-1]]])
@@ -76,7 +76,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
-    sinusoids = options.positions == "sinusoidal"  # beside which embeddings must be as wide
+    sinusoids = options.positions == "sinusoidal"  # then embeddings must have the same width
     config = ModelConfig(
         dim=64, n_layers=2, n_heads=4, vocab_size=29, max_seq_len=LONGEST + 2, tie_embeddings=True,
         positions=options.positions, norm_placement=options.norm_placement,

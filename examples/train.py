@@ -6,7 +6,7 @@
     python examples/train.py --family gpt2 --set positions=alibi --tokens shakespeare.bin
     torchrun --nproc-per-node 2 examples/train.py --parallel fsdp
 
-Each backend starts from the same weights and sees the same batches, so that losses differ by rounding only.
+Each backend starts from the same weights and sees the same batches, so losses differ only by rounding.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Interrupt:
 
 
 def choose_backends(asked: list[str] | None, recipe: Recipe) -> tuple[dict[str, str], int]:
-    """The backends to run, each with the kernels behind it, and the number of parameters.
+    """The backends to run, each with its kernels, and the number of parameters.
 
-    Without --backend: the reference, and "auto" if that is not the reference too.
+    Without --backend: the reference, and "auto" if it does not run on the reference.
     """
     rows, parameters = {}, 0
     with torch.device("meta"):
@@ -82,14 +82,14 @@ def choose_backends(asked: list[str] | None, recipe: Recipe) -> tuple[dict[str, 
             parameters = sum(p.numel() for p in model.parameters())
             if not asked and name == "auto" and set(served.values()) == {"reference"}:
                 print("Only the reference can run here, so there is nothing to compare it with.", file=sys.stderr)
-                print("`python -m foundry_kernels` says why.\n", file=sys.stderr)
+                print("`python -m foundry_kernels` shows the reasons.\n", file=sys.stderr)
                 continue
             rows[name] = kernels(served)
     return rows, parameters
 
 
 def prepare_folder(options: argparse.Namespace, backends: list[str], suffix: str) -> tuple[Path, dict[str, Path]]:
-    """The output folder, not created yet, and each backend's checkpoint in it."""
+    """The output folder, which is not created yet, and each backend's checkpoint in it."""
     if options.resume and options.out is None:
         raise UsageError("--resume needs --out, the folder of the run to continue")
     folder = options.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
@@ -192,14 +192,14 @@ def run_on(processes: Single, options: argparse.Namespace, recipe: Recipe, text:
 
 
 def opening(text: Text) -> list[int]:
-    """A few held-out tokens, from the first line that begins there."""
+    """A few held-out tokens, from the beginning of a line."""
     head = text.held_out[:2000].tolist()
     start = next((i + 1 for i, token in enumerate(head) if "\n" in text.vocabulary.decode([token])), 0)
     return head[start : start + PROMPT_TOKENS] or head[:PROMPT_TOKENS]
 
 
 def warm_up(recipe: Recipe) -> None:
-    """Run one small step, so that loading libraries at first use does not count in any backend's time."""
+    """Runs one small step, so that no backend's time includes the loading of libraries."""
     small = ModelConfig(dim=16, n_layers=1, n_heads=2, vocab_size=8, max_seq_len=8)
     with recipe.device:
         model = Transformer(small, "reference")

@@ -44,6 +44,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_log_probs",
     "log_probs",
+    "losses",
     "models",
     "nn",
     "patch",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from foundry_kernels import diagnostics as diagnostics
     from foundry_kernels import distributed as distributed
     from foundry_kernels import integrations as integrations
+    from foundry_kernels import losses as losses
     from foundry_kernels import models as models
     from foundry_kernels.compat.batch_invariant import batch_invariant as batch_invariant
     from foundry_kernels.integrations.handle import unpatch as unpatch
@@ -68,7 +70,7 @@ if TYPE_CHECKING:
 del TYPE_CHECKING
 
 #: What takes time to import and many programs do without (DTensor alone takes half a second).
-_FOLDERS = ("compat", "diagnostics", "distributed", "integrations", "models", "nn")
+_FOLDERS = ("compat", "diagnostics", "distributed", "integrations", "losses", "models", "nn")
 __getattr__, __dir__ = _late.names(
     __name__,
     {folder: f"{__name__}.{folder}" for folder in _FOLDERS}

@@ -1,6 +1,6 @@
 """Which backends of each operation work here, and why the others do not; or, with a command:
 
-python -m foundry_kernels check                   # whether every operation is right on the device at hand: 30 seconds
+python -m foundry_kernels check                   # tests every operation on this device, 30 seconds
 python -m foundry_kernels tune                    # the fastest launches and backends on this GPU, measured and kept
 python -m foundry_kernels inspect OP --arch 90    # what Triton kernels cost on a GPU that is not present
 python -m foundry_kernels size llama-2-7b         # a model's parameters, cache, FLOPs and training memory, by part

@@ -1,2 +1,2 @@
-"""Studies of minutes to hours, with what they found: GPT-2's choices against LLaMA's, what tutorials claim, longer
+"""Studies that take minutes to hours, with their results: GPT-2's choices against LLaMA's, claims of tutorials, longer
 contexts."""

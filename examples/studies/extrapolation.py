@@ -3,10 +3,10 @@ ALiBi, and none.
 
     python -m examples.studies.extrapolation --text shakespeare.txt --out runs/ablation
 
-Each is a GPT-2 that differs in its positions only, trained as `examples.studies.ablation` trains; in the same folder,
-its runs are not repeated. The phases: train, evaluate, report. A held-out text is cut into windows that do not overlap,
-of the trained length and of multiples of it: the same bytes are predicted whatever the length. The rotary models are
-trained without scaling, which is applied as they are evaluated.
+Each is a GPT-2 with other positions, trained as in `examples.studies.ablation`; in the same folder, runs are not
+repeated. The phases are train, evaluate and report. Held-out text is cut into windows that do not overlap, with the
+trained length and multiples of it, so that all lengths predict the same bytes. Rotary models are trained without
+scaling, which is only applied in the evaluation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from foundry_kernels.models import ModelConfig
 PHASES = ("train", "evaluate", "report")
 FACTORS = (1.0, 1.5, 2.0, 4.0, 8.0)
 
-#: The rows: the run (a variant of the ablation), and the scaling.
+#: The run (a variant of the ablation) and the scaling for each row.
 ROWS: dict[str, tuple[str, str | None]] = {
     "learned": ("gpt2", None),
     "sinusoidal": ("sinusoidal", None),
@@ -97,10 +97,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def predictions(text: Text, lengths: Sequence[int]) -> int:
-    """The number of bytes that whole windows of every length predict.
+    """The number of bytes that whole windows of any length predict.
 
     Raises:
-        UsageError: the held-out text is too short for that.
+        UsageError: the held-out text is too short.
     """
     unit = math.lcm(*lengths)
     count = min(HELD_OUT, len(text.held_out) - 1) // unit * unit
@@ -111,7 +111,7 @@ def predictions(text: Text, lengths: Sequence[int]) -> int:
 
 
 def extended(config: ModelConfig, kind: str | None, length: int) -> ModelConfig | None:
-    """The model for windows of `length`, or None if it has no positions for them."""
+    """The configuration for windows of `length`, or None if there are no positions for them."""
     if config.positions == "learned":
         return config if length <= config.max_seq_len else None
     scaling = None
@@ -123,7 +123,7 @@ def extended(config: ModelConfig, kind: str | None, length: int) -> ModelConfig 
 def evaluate(
     folder: Path, text: Text, configs: dict[str, ModelConfig], trained: int, lengths: list[int], tokens: int, seed: int
 ) -> None:
-    """Losses of one seed's models by row and length. Results in the folder are reused."""
+    """Computes the losses of one seed's models by row and length. Results in the folder are reused."""
     path = folder / f"extrapolation-seed{seed}.json"
     about = {"text": text.digest, "tokens": tokens}
     kept = load(path) or {}

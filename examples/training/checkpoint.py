@@ -1,4 +1,4 @@
-"""Checkpoints of `train.py`: written atomically, and rejected with the reason if they do not match the run."""
+"""Checkpoints of `train.py`. They are written atomically, and rejected if they do not match the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CheckpointError(Exception):
 
 
 def save(path: Path, settings: dict[str, Any], state: dict[str, Any]) -> None:
-    """Write to a temporary file beside `path`, flush and rename it: `path` never has half a checkpoint."""
+    """Writes a temporary file next to `path`, flushes and renames it, so that `path` is always complete."""
     content = {"format": FORMAT, "version": VERSION, "settings": settings, "state": state}
     temporary = None
     try:
@@ -40,7 +40,7 @@ def load(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """The state in `path`, if it is a checkpoint of a run with these settings.
 
     Raises:
-        CheckpointError: unreadable, corrupt, not one of this program's, or of a run with other settings.
+        CheckpointError: it is unreadable, corrupt, from another program, or from a run with other settings.
     """
     try:
         with warnings.catch_warnings():
@@ -55,7 +55,7 @@ def load(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if content.get("version") != VERSION:
         raise CheckpointError(
             f"{path} has checkpoint version {content.get('version')}; this program reads {VERSION}: "
-            "finish that run with the program that began it, or start it anew"
+            "finish that run with the program that started it, or start again"
         )
     theirs, state = content.get("settings"), content.get("state")
     if not isinstance(theirs, dict) or not isinstance(state, dict):

@@ -1,8 +1,8 @@
 """The log of a run: one line of JSON per event; a resumed run continues it.
 
-`start` has the settings; `step` loss, lr, grad_norm, tokens_per_second and peak_bytes (of memory, so far); `health`
-what the layers did in that step, and the concerns; `evaluation` loss, perplexity and bits_per_byte on held-out text;
-`summary` how the run ended. What is not finite is null.
+`start` has the settings; `step` has loss, lr, grad_norm, tokens_per_second and peak_bytes (memory so far); `health` has
+the layers' health in the step and the concerns; `evaluation` has loss, perplexity and bits_per_byte on held-out text;
+`summary` has the results of the run. Numbers that are not finite are null.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class LogError(Exception):
 
 
 class Log:
-    """Appends to `path` after `step`; removes what a killed run wrote after its checkpoint. None: no log."""
+    """Appends to `path` after `step`, and first removes the lines that a killed run wrote after its checkpoint. None:
+    no log."""
 
     def __init__(self, path: Path | None, step: int) -> None:
         self._path = path
@@ -57,7 +58,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The events of a log, without an incomplete last line.
 
     Raises:
-        LogError: the file cannot be read, or is no log.
+        LogError: the file cannot be read, or is not a log.
     """
     try:
         lines = path.read_text().split("\n")

@@ -29,7 +29,7 @@ from foundry_kernels.models import ModelConfig, Transformer
 from foundry_kernels.nn import update_selection_biases
 
 HELD_OUT_WINDOWS = 32
-END_STEPS = 20  # the final loss is a mean: a single batch says little
+END_STEPS = 20  # the final loss is a mean over these; a single batch is noisy
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Recipe:
     dtype: torch.dtype
     device: torch.device
     checkpoint_every: int
-    accumulate: int = 1  # parts of a batch
+    accumulate: int = 1  # number of parts of a batch
     evaluate_every: int = 0  # steps; 0: only at the end
     warm_up: int | None = None  # steps; None: a tenth of all
     diagnose_every: int = 0  # steps, and at the first step; 0: never
@@ -53,7 +53,7 @@ class Recipe:
     compile: bool = False
 
     def settings(self, backend: str, text: Text) -> dict[str, Any]:
-        """Settings, by option, that must equal a checkpoint's to resume it."""
+        """The settings, by option, that must equal those of a checkpoint to resume it."""
         return {f"model {name}": value for name, value in dataclasses.asdict(self.model).items()} | {
             "--backend": backend,
             "--batch": self.batch,
@@ -87,7 +87,7 @@ class Run:
 
     backend: str
     model: Transformer | None
-    losses: list[float] = field(default_factory=list)  # of each step's batch, before the step
+    losses: list[float] = field(default_factory=list)  # loss of each step's batch, before the step
     seconds: list[float] = field(default_factory=list)  # of each step
     evaluations: list[Evaluation] = field(default_factory=list)
     health: HealthHistory = field(default_factory=HealthHistory)
@@ -127,19 +127,19 @@ def train(
     processes: Single | None = None,
     log: Path | None = None,
 ) -> Run:
-    """Train from the seed, or resume from `checkpoint`.
+    """Trains from the seed, or resumes from `checkpoint`.
 
     Args:
-        checkpoint: written every `recipe.checkpoint_every` steps, at the end and where `stop` ends the run; or None.
+        checkpoint: written every `recipe.checkpoint_every` steps, at the end and when `stop` ends the run; or None.
         resume: continue from `checkpoint`, which must exist.
-        stop: asked after every step, with the number of steps done.
-        progress: show it on stderr.
-        processes: those that train together, of which this is one; None for this one alone.
+        stop: called after every step with the number of steps; True ends the run.
+        progress: whether to show the progress on stderr.
+        processes: the processes that train together; None for a single one.
         log: JSON, a line for each event (see `train_log`), continued with `resume`; or None.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, continued from or written.
-        LogError: so the log.
+        LogError: the log cannot be read or written.
     """
     settings = recipe.settings(backend, text)
     processes = processes or Single()
@@ -220,8 +220,8 @@ def _step(
     batch: tuple[Tensor, Tensor],
     step: int,
 ) -> tuple[Tensor, Tensor, Health | None]:
-    """Train on this process's part of the batch. Returns the mean loss, the norm of the gradients before clipping, and
-    on diagnosed steps the model's health before the step (attention and activations: of the last part)."""
+    """Trains on this process's part of the batch. Returns the mean loss, the norm of the gradients before clipping and,
+    on diagnosed steps, the model's health before the step (attention and activations are those of the last part)."""
     _seed_dropout(recipe, step, processes.rank)
     parts = [processes.share(part).to(recipe.device) for whole in batch for part in whole.chunk(recipe.accumulate)]
     losses = []
@@ -258,7 +258,7 @@ def health_in(log: Path) -> Iterator[tuple[int, Health]]:
 
 
 def _seed_dropout(recipe: Recipe, step: int, rank: int) -> None:
-    """The step's own seed, so that dropout in a resumed run is that of an uninterrupted one."""
+    """Sets the step's own seed, so that a resumed run has the dropout of an uninterrupted one."""
     if recipe.model.embedding_dropout or recipe.model.residual_dropout or recipe.model.attention_dropout:
         torch.manual_seed((recipe.seed * 1_000_003 + step * 1_009 + rank) % 2**63)
 

@@ -17,7 +17,7 @@ class PeakMemory:
     """Starts when it is created; `bytes()` is the peak since then minus the memory in use at the start.
 
     On CUDA this is the allocator's own count. On Linux it is the peak resident set, which the kernel resets on request.
-    Elsewhere the peak of a process cannot be reset: a stretch that stays below an earlier peak shows 0.
+    Elsewhere the peak of a process cannot be reset, so a part that stays below an earlier peak shows 0.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class PeakMemory:
         return max(0, self._peak() - self._start)
 
     def _reset(self) -> bool:
-        """Return free memory to the system, so that its next use counts, and reset the kernel's peak."""
+        """Returns free memory to the system, so that its next use counts, and resets the kernel's peak."""
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         try:

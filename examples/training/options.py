@@ -1,4 +1,4 @@
-"""The options of `train.py`, and the recipe that follows from them."""
+"""The options of `train.py`, and the recipe from them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parse(argv: list[str] | None, description: str | None = None) -> argparse.Na
     add("--text", type=Path, metavar="FILE", help="any file, read as bytes (default: the standard library's source)")
     add("--tokens", type=Path, metavar="FILE.bin", help="a token file of prepare_tokens.py, instead of a text")
     add("--backend", nargs="+", choices=("auto", *BACKENDS), metavar="NAME", help="default: reference auto")
-    add("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+    add("--device", help="cpu, cuda, cuda:1 (default: cuda if available)")
     add("--dtype", choices=DTYPES, default="float32", help="bfloat16: autocast, with parameters in float32")
     add("--steps", type=int, default=300)
     add("--batch", type=int, default=8)
@@ -74,7 +74,7 @@ def parse(argv: list[str] | None, description: str | None = None) -> argparse.Na
 
 
 def make_recipe(options: argparse.Namespace, prompt: int, vocab_size: int = Bytes.size) -> Recipe:
-    """Check the options; `prompt` is the prompt's length in tokens."""
+    """Checks the options. `prompt` is the prompt's length in tokens."""
     for name in ("steps", "batch", "accumulate", "seq_len", "checkpoint_every"):
         if getattr(options, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(options, name)}")
@@ -130,7 +130,7 @@ def make_model_config(options: argparse.Namespace, prompt: int, vocab_size: int)
 
 
 def _fields(assignments: list[str]) -> dict[str, Any]:
-    """FIELD=VALUE as fields of ModelConfig; a value is JSON, or else a string."""
+    """Parses FIELD=VALUE as fields of ModelConfig. A value is JSON, or otherwise a string."""
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     found: dict[str, Any] = {}
     for assignment in assignments:

@@ -1,10 +1,10 @@
-"""Several processes for `train.py`, started by torchrun, on torch's own engine: `--parallel ddp`, `fsdp`, `tp` or `cp`.
+"""Training with several processes, started by torchrun: `train.py --parallel ddp`, `fsdp`, `tp` or `cp`.
 
     torchrun --nproc-per-node 2 examples/train.py --parallel fsdp
 
-Whatever their number, they train the model that one process would: `--batch` is the batch of all of them together, of
-which with `cp` each process has a part of every sequence. A
-checkpoint holds no trace of how the model was sharded, so any number of processes, sharded in any way, can continue it.
+Any number of processes trains the same model as one process would. `--batch` is the total batch; with `cp`, each
+process has a part of every sequence. A checkpoint does not depend on the sharding, so any number of processes can
+continue it with any sharding.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Single:
 
     rank, size = 0, 1
     suffix = ".pt"
-    #: For `clip_grad_norm_`: torch 2.11's foreach form does not support partial sums, which the gradients of norms are
-    #: under tensor parallelism.
+    #: For `clip_grad_norm_`. Under tensor parallelism, the gradients of norms are partial sums, which torch 2.11's
+    #: foreach form does not support.
     foreach: bool | None = None
 
     @property
@@ -49,11 +49,11 @@ class Single:
         return self.rank == 0
 
     def same(self, make: Callable[[], T]) -> T:
-        """Returns what `make` returns in the first process."""
+        """Returns the first process's result of `make`."""
         return make()
 
     def check(self, model: ModelConfig, batch: int, seq_len: int) -> None:
-        """Raise ParallelError if the model, the batch or its sequences cannot be sharded."""
+        """Raises ParallelError if the model, the batch or its sequences cannot be sharded."""
 
     def divide(self, model: Transformer) -> nn.Module:
         """The module to train."""
@@ -83,11 +83,11 @@ class Single:
     def save(
         self, path: Path, settings: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, progress: Any
     ) -> None:
-        """Write a checkpoint to `path` atomically."""
+        """Writes a checkpoint to `path` atomically."""
         save(path, settings, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **progress})
 
     def load(self, path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-        """Returns the `progress` given to `save`, and what `restore` needs."""
+        """Returns the `progress` given to `save`, and the state for `restore`."""
         return load(path, settings)
 
     def restore(self, path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

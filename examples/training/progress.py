@@ -33,7 +33,7 @@ class Progress:
         )
 
     def step(self, loss: float) -> None:
-        """One more step is done."""
+        """Counts one more step."""
         self._step += 1
         self._bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         self._bar.update()

@@ -28,7 +28,7 @@ def kernels(backends: dict[str, str]) -> str:
 
 
 def header(recipe: Recipe, text: Text, rows: dict[str, str], parameters: int) -> str:
-    """`rows` maps each requested backend to the kernels behind it."""
+    """`rows` maps each requested backend to its kernels."""
     dtype = str(recipe.dtype).removeprefix("torch.")
     device = str(recipe.device)
     device += f" ({torch.get_num_threads()} threads)" if device == "cpu" else f" ({torch.cuda.get_device_name()})"
@@ -86,7 +86,7 @@ def table(runs: list[Run], recipe: Recipe, text: Text) -> str:
 
 
 def plot(logs: dict[str, Path], path: Path) -> str | None:
-    """Save the curves of the logs as PNG; returns the reason if that is not possible."""
+    """Saves the curves of the logs as PNG. Returns the reason if this is not possible."""
     try:
         import matplotlib
 
@@ -107,7 +107,7 @@ def plot(logs: dict[str, Path], path: Path) -> str | None:
     )
     upper = axes[0, 0]
     for index, (name, curve) in enumerate(losses.items()):
-        # A dashed line on top of a broad one: equal curves both stay visible.
+        # A dashed line on top of a broad one, so that equal curves stay visible.
         style = {"linewidth": 4.0, "alpha": 0.4} if index == 0 else {"linewidth": 1.2, "linestyle": "--"}
         [line] = upper.plot(list(curve), list(curve.values()), label=name, **style)
         held_out = _values(events[name], "evaluation")
@@ -135,7 +135,7 @@ def plot(logs: dict[str, Path], path: Path) -> str | None:
 
 
 def plot_health(run: Run, log: Path, path: Path) -> str | None:
-    """Save the health of a run over its steps as PNG; returns the reason if that is not possible."""
+    """Saves the health of a run over its steps as PNG. Returns the reason if this is not possible."""
     events = read(log)
     rates = {e["step"]: e["lr"] for e in events if e["event"] == "step"}
     try:

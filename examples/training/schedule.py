@@ -22,7 +22,7 @@ def learning_rates(lr: float, steps: int) -> list[float]:
 
 
 def plot_schedule(rates: list[float], path: Path) -> str | None:
-    """Save the learning rate of each step as a picture; returns the reason if that is not possible."""
+    """Saves the learning rate of each step as a picture. Returns the reason if this is not possible."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -41,6 +41,6 @@ def plot_schedule(rates: list[float], path: Path) -> str | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
+    except (OSError, ValueError) as error:  # ValueError: matplotlib does not support the format
         return f"no plot: cannot write {path}: {error}"
     return None

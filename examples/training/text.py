@@ -1,4 +1,4 @@
-"""The text of `train.py`: tokens in, batches out. Here a token is a byte; `tokens.py` has other tokens."""
+"""The text of `train.py`, and batches from it. Here a token is a byte; `tokens.py` has other tokens."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Text:
 
 
 def read_text(path: Path | None, length: int) -> Text:
-    """The file at `path`, or the standard library's source; windows of `length` bytes must fit both its parts.
+    """The file at `path`, or the standard library's source. Windows of `length` bytes must fit both of its parts.
 
     Raises:
         TextError: the file is missing, unreadable, empty or too short.
@@ -85,7 +85,7 @@ def read_text(path: Path | None, length: int) -> Text:
 
 
 def split(name: str, tokens: Tensor, length: int, digest: str, vocabulary: Bytes) -> Text:
-    """Hold out a tenth, at most 100,000 tokens.
+    """Holds out a tenth of the tokens, at most 100,000.
 
     Raises:
         TextError: windows of `length` tokens do not fit both parts.

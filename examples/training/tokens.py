@@ -1,7 +1,7 @@
 """Token files: the tokens of a text in `FILE.bin`, which is memory-mapped, and their description in `FILE.json`.
 
-FILE.bin holds nothing but tokens, in the narrowest of uint8, uint16 and uint32. They are bytes, or those of a byte-pair
-encoding that was trained on the text (by https://github.com/huggingface/tokenizers) and is in FILE.json.
+FILE.bin contains only tokens, in the narrowest of uint8, uint16 and uint32. Tokens are bytes, or byte pairs of an
+encoding in FILE.json, which was trained on the text (by https://github.com/huggingface/tokenizers).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNK = 1 << 20  # bytes tokenized at a time
 
 
 class BytePairs(Bytes):
-    """A byte-level byte-pair encoding: it encodes any text without loss."""
+    """A byte-level byte-pair encoding, which encodes any text without loss."""
 
     unit = "token"
 
@@ -56,7 +56,7 @@ class BytePairs(Bytes):
 
 
 def train_byte_pairs(text: Path, size: int) -> BytePairs:
-    """An encoding of at most `size` tokens, trained on the first nine tenths: the rest may be held out.
+    """An encoding of at most `size` tokens, trained on the first nine tenths because the rest may be held out.
 
     Raises:
         TextError: the text cannot be read or is not UTF-8, or the library is missing.
@@ -72,7 +72,7 @@ def train_byte_pairs(text: Path, size: int) -> BytePairs:
 
 
 def write_tokens(text: Path, out: Path, vocabulary: Bytes) -> int:
-    """Write the tokens of `text` to `out`, FILE.bin, and FILE.json beside it; returns how many there are.
+    """Writes the tokens of `text` to `out`, which is FILE.bin, and FILE.json next to it. Returns the number of tokens.
 
     Raises:
         TextError: the text cannot be read, or the files cannot be written.
@@ -109,7 +109,7 @@ def write_tokens(text: Path, out: Path, vocabulary: Bytes) -> int:
 
 
 def open_tokens(path: Path, length: int) -> Text:
-    """The tokens in `path`, mapped into memory; windows of `length` must fit the part to train on and the held-out one.
+    """Memory-maps the tokens in `path`. Windows of `length` must fit the training part and the held-out part.
 
     Raises:
         TextError: a file is missing, damaged, too short or not of this format, or the library is missing.
@@ -129,14 +129,14 @@ def open_tokens(path: Path, length: int) -> Text:
             vocabulary = BytePairs(json.dumps(about["tokenizer"]))
         except TextError:
             raise
-        except Exception as error:  # damage may raise any exception
+        except Exception as error:  # damaged files raise errors of many types
             raise TextError(f"{_beside(path)} is damaged: its tokenizer does not load: {error}") from None
     tokens = torch.from_file(str(path), shared=False, size=path.stat().st_size // dtype.itemsize, dtype=dtype)
     return split(str(path), tokens, length, digest, vocabulary)
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """Reads the description beside the tokens."""
+    """Reads the description of the tokens."""
     beside = _beside(path)
     if path.suffix != ".bin" or not beside.exists():
         raise TextError(f"{path} is not a token file: prepare_tokens.py makes FILE.bin and FILE.json")

@@ -1,12 +1,12 @@
 """Shared code of the Triton kernels. It can be imported without Triton, and then states why Triton is missing.
 
-Triton's own variable TRITON_INTERPRET=1, set before this package is imported, makes every kernel run on the CPU in
-Triton's interpreter: slow, and how the kernels are tested without a GPU.
+If Triton's variable TRITON_INTERPRET=1 is set before this package is imported, every kernel runs on the CPU in Triton's
+interpreter. It is slow; the kernels are tested this way without a GPU.
 
 Importing Triton and the kernels takes as long as the rest of the package. So they are imported on first use: when CUDA
-is initialised, which is before any tensor is on a GPU (see `tuning.start`); when an operator is looked up that torch
-does not know yet, as by a saved graph; and by the call of a kernel, for example on fake tensors. In the interpreter
-they are imported with the package.
+is initialised, before any tensor is on a GPU (see `tuning.start`); when someone looks up an operator that torch does
+not know yet, as a saved graph does; and when a kernel is called, for example on fake tensors. In the interpreter they
+are imported with the package.
 """
 
 from __future__ import annotations

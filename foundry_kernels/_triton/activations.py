@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def gate_factor(b_g, ACTIVATION: tl.constexpr):
-    """Returns activation(g) / g, of "sigmoid" the activation itself; of "relu" 1 for NaN."""
+    """Returns activation(g) / g; for "sigmoid", the activation itself. For "relu", NaN gives 1."""
     if ACTIVATION == "silu" or ACTIVATION == "sigmoid":
         return 1.0 / (1.0 + tl.exp(-b_g))
     elif ACTIVATION == "relu":
@@ -48,7 +48,8 @@ def derivative(b_g, b_factor, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def times_slope(b_d, b_slope, ACTIVATION: tl.constexpr):
-    """What reaches the activation's input of a gradient d: for "relu" nothing where it is 0, be d infinite or NaN."""
+    """d * slope, the gradient of the activation's input. "relu" gives 0 where the slope is 0, even if d is infinite or
+    NaN."""
     if ACTIVATION == "relu":
         return tl.where(b_slope > 0.0, b_d, 0.0)
     else:

@@ -1,4 +1,4 @@
-"""The GPUs that kernels are chosen for: one entry of facts for each compute capability, and which one is at hand.
+"""Facts about GPUs, one entry for each compute capability, and the compute capability of a device.
 
 Launchers choose tiles by a device's `name` and not by its number: tuned tiles are next to the kernels, device facts are
 here.
@@ -21,10 +21,12 @@ OLDEST = (8, 0)
 class Device:
     """Facts about the GPUs of a compute capability; sizes in bytes.
 
-    name: what tables of tiles are keyed on: GPUs for which the same tiles are right.
-    multiprocessors: of a common GPU, by which work is split: the same for all of a `name`, so that they make the same
-    sums. block_shared, sm_shared: shared memory of a program and of a multiprocessor. warps: of a multiprocessor;
-    most_warps: of a program. matrix: the instruction that a dot of 16-bit tiles becomes.
+    name: the key in tables of tiles; GPUs that use the same tiles share it.
+    multiprocessors: their number on a common GPU. It is the same for all GPUs of a `name`: work is split by it, so
+        they add in the same order.
+    block_shared, sm_shared: shared memory of a program and of a multiprocessor.
+    warps, most_warps: the most of a multiprocessor and of a program.
+    matrix: the instruction that a dot of 16-bit tiles compiles to.
     """
 
     name: str
@@ -44,7 +46,7 @@ DEVICES = {
     80: Device("ampere", 108, 163 * _KB, 164 * _KB, 64),  # A100
     86: Device("small", 128, 99 * _KB, 100 * _KB, 48),  # A10, RTX 3090
     87: Device("ampere", 108, 163 * _KB, 164 * _KB, 48),  # Orin
-    89: Device("small", 128, 99 * _KB, 100 * _KB, 48),  # L4, RTX 4090, whose multiprocessors these are
+    89: Device("small", 128, 99 * _KB, 100 * _KB, 48),  # L4, RTX 4090 (which has 128)
     90: Device("hopper", 132, 227 * _KB, 228 * _KB, 64, "wgmma.mma_async"),  # H100, H200
     100: Device("blackwell", 148, 227 * _KB, 228 * _KB, 64, "tcgen05.mma"),  # B200
     103: Device("blackwell", 148, 227 * _KB, 228 * _KB, 64, "tcgen05.mma"),  # B300
@@ -65,7 +67,7 @@ def device_of(capability: int) -> Device:
 
 @cache
 def too_old(device: int | None = None) -> str | None:
-    """The reason why the kernels are not for this GPU, or the current one, or None."""
+    """The reason why the kernels do not support this GPU (default: the current one), or None."""
     capability = torch.cuda.get_device_capability(device)
     if capability >= OLDEST:
         return None
@@ -75,8 +77,8 @@ def too_old(device: int | None = None) -> str | None:
 
 @cache
 def why_no_gpu() -> str | None:
-    """The reason why there is no GPU that the kernels are for, or None where torch sees one. torch warns once per
-    process if a driver is too old, so this must be the first call that asks."""
+    """The reason why there is no GPU that the kernels support, or None if there is one. torch warns once per process if
+    a driver is too old, so this must be the first call that asks."""
     if torch.version.cuda is None:
         return "no CUDA device; torch is a CPU build"
     with warnings.catch_warnings(record=True) as said:
@@ -98,15 +100,14 @@ def programs(device: torch.device) -> int:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of the device's total memory. In the interpreter, and while launches are recorded, those of a common
-    GPU."""
+    """Bytes of the device's memory. In the interpreter, and while launches are recorded, those of a common GPU."""
     if _RECORDED is not None or device.type != "cuda":
         return 80 << 30
     return torch.cuda.get_device_properties(device).total_memory
 
 
 def capability(device: torch.device) -> int:
-    """Compute capability of `device`, 90 for 9.0, by which launches are chosen; 0 in the interpreter."""
+    """Compute capability of `device`, 90 for 9.0; 0 in the interpreter. Launch configs depend on it."""
     if _RECORDED is not None:
         return _RECORDED
     return 0 if device.type != "cuda" else _capability(device)

@@ -12,8 +12,8 @@ _INTERPRET = tl.constexpr(INTERPRET)
 
 @triton.jit
 def round_to(x, dtype: tl.constexpr):
-    """x rounded to dtype, to nearest even. The interpreter alone truncates float32 to bfloat16: there the bits are
-    rounded first, so that what it shows is what a GPU computes."""
+    """x rounded to dtype, to nearest even. The interpreter would truncate float32 to bfloat16, so there the bits are
+    rounded first."""
     if _INTERPRET and dtype == tl.bfloat16 and x.dtype == tl.float32:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -37,8 +37,8 @@ def dot(a, b, acc=None):
 
 @triton.jit
 def row_offset(row, n1, n2, s0, s1, s2, RANK: tl.constexpr):
-    """Element offset of row number `row` (int64), rows being numbered over dimensions (n0, n1, n2) of strides
-    (s0, s1, s2); a lower RANK uses the last ones only."""
+    """Element offset of row number `row` (int64), where rows are numbered over dimensions (n0, n1, n2) with strides
+    (s0, s1, s2). A lower RANK uses only the last ones."""
     if RANK == 1:
         return row * s2
     elif RANK == 2:
@@ -49,8 +49,8 @@ def row_offset(row, n1, n2, s0, s1, s2, RANK: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """Accurate to float32 relative to the result. Where the quotient of exponentials would cancel, a polynomial
-    takes over: the least-squares fit of tanh(x) / x over |x| < 0.62, within 5e-9."""
+    """Has float32's relative accuracy. Near 0, where 1 - 2 / (exp(2|x|) + 1) would cancel, it is a polynomial instead:
+    the least-squares fit of tanh(x) / x over |x| < 0.62, within 5e-9."""
     size = tl.abs(x)
     far = 1.0 - 2.0 / (tl.exp2(size * 2.8853900817779268) + 1.0)  # 2 log2(e)
     far = tl.where(x < 0, -far, far)
@@ -73,7 +73,7 @@ def reciprocal_rms(sum_of_squares, n_cols, eps):
 
 @triton.jit
 def normalized(b_x, rstd, x_dtype: tl.constexpr, ROUND_FIRST: tl.constexpr, COMPUTE: tl.constexpr):
-    """x * rstd as a forward pass multiplies it by the weight."""
+    """x * rstd, in the precision in which the forward pass multiplies it by the weight."""
     b_n = b_x * rstd
     if ROUND_FIRST:
         b_n = round_to(b_n, x_dtype).to(COMPUTE)
@@ -82,8 +82,8 @@ def normalized(b_x, rstd, x_dtype: tl.constexpr, ROUND_FIRST: tl.constexpr, COMP
 
 @triton.jit
 def dropout_factors(seed_ptr, row, start, threshold, scale, shape: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """What dropout (see `core.dropout`) multiplies a block of this shape by, whose columns are BLOCK_COLS (at least 4)
-    from `start`, a multiple of 4, on. `row` (int64) is a number, or [R, 1] of them for a block [R, BLOCK_COLS].
+    """The factors of dropout (see `core.dropout`) for a block of this shape: its columns are the BLOCK_COLS (at least
+    4) from `start` on, a multiple of 4. `row` (int64) is one row, or rows [R, 1] for a block [R, BLOCK_COLS].
 
     A counter's four words are joined in one thread, in the order of their columns."""
     group = start // 4 + tl.arange(0, BLOCK_COLS // 4)

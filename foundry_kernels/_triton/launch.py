@@ -1,17 +1,18 @@
 """Launches Triton kernels without Triton's own launch path, which takes 15 to 40 µs of host time per launch.
 
-`kernel[grid](...)` works out at each call what the kernel is specialised on (dtypes, None, which numbers are 1 or
-multiples of 16, which pointers are aligned), looks the compiled kernel up by the text of all that, and calls it. Here
-all but the tensors is worked out once. A launcher keeps a `Plan` for each combination of shapes, strides and options;
-a plan keeps the compiled kernel for each kind of its tensors: dtype, on a CPU or not, aligned to 16 bytes or not, which
-is finer than what Triton specialises on. The first launch of each is made by Triton, which returns the kernel to keep.
-So a kept kernel is only called with the very numbers that it was first launched with, and with tensors that Triton
-cannot tell from the first ones. It gets their addresses, which its launcher would ask each for, and then the driver.
+At each call, `kernel[grid](...)` determines what the kernel is specialised on (dtypes, None, which numbers are 1 or
+multiples of 16, which pointers are aligned), looks up the compiled kernel by a text of all this, and calls it. Here
+everything except the tensors is determined once. A launcher keeps a `Plan` for each combination of shapes, strides and
+options; a plan keeps the compiled kernel for each kind of its tensors: dtype, on a CPU or not, aligned to 16 bytes or
+not. Triton itself distinguishes no more kinds. The first launch of each is made by Triton, which returns the kernel to
+keep. So a kept kernel is only called with the numbers of its first launch, and with tensors for which Triton would
+choose the same kernel. It gets their addresses, for which its launcher would otherwise ask each tensor and then the
+driver.
 
 Only this file relies on undocumented behaviour of Triton. With untested versions all kernels are launched by
 `kernel[grid](...)`. The same applies in the interpreter, while hooks are installed (a profiler's), and while
-`JITFunction.run` is replaced. Triton's environment variables count at the first launch of a specialisation, and that
-the globals of a kernel are constant is checked then.
+`JITFunction.run` is replaced. Triton reads its environment variables, and checks that the globals of a kernel are
+constant, at the first launch of a specialisation.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ try:
 
     # This module is imported late: by then somebody may have replaced `run`.
     DIRECT = triton.__version__.startswith(KNOWN) and JITFunction.run.__module__ == JITFunction.__module__
-except ImportError:  # no Triton, or one that is arranged differently
+except ImportError:  # no Triton, or its modules are elsewhere
     DIRECT = False
 
 if DIRECT:
@@ -50,7 +51,7 @@ if DIRECT:
 _LOOKED_AT = frozenset({"launch_enter_hook", "launch_exit_hook", "debug", "add_stages_inspection_hook"})
 _COMPILED_INTO = frozenset({"instrumentation_mode", "fpsan_homomorphic_casts"})
 
-#: What a launch may name besides the kernel's arguments.
+#: Options that a launch may set besides the kernel's arguments.
 _OPTIONS = frozenset({"num_warps", "num_stages", "maxnreg"})
 
 
@@ -68,7 +69,7 @@ class Plan:
 def launch(kernel: Any, plan: Plan, *tensors: Any) -> None:
     """``kernel[plan.grid](*tensors, *plan.numbers, **plan.constants)``; a tensor may be None."""
     if not (DIRECT and type(kernel) is JITFunction and _undisturbed(kernel)):
-        # The interpreter drops what a kernel does not have; a compiled one refuses it by itself.
+        # The interpreter ignores arguments that a kernel does not have; a compiled kernel refuses them.
         if unknown := plan.constants.keys() - _OPTIONS - set(getattr(kernel, "arg_names", plan.constants)):
             raise TypeError(f"{kernel.__name__} has no {', '.join(sorted(unknown))}")
         kernel[plan.grid](*tensors, *plan.numbers, **plan.constants, **compiler_options())
@@ -84,26 +85,26 @@ def launch(kernel: Any, plan: Plan, *tensors: Any) -> None:
             plan.kept[key] = (kernel, compiled.run, compiled, *_rest(kernel, plan, len(tensors)))
         return
     _, run, compiled, x, y, z, rest = kept
-    # No metadata, and no hooks to give it to.
+    # No hooks, so no metadata for them.
     run(
         x, y, z, driver.get_current_stream(device), compiled.function, compiled.packed_metadata, None, None, None,
         *pointers, *rest,
     )  # fmt: skip
 
 
-#: What a launch is looked up by, and what it takes in place of the tensors; None of what is neither a tensor nor None.
+#: The key of a launch, and what replaces its tensors; None if an argument is neither a tensor nor None.
 Pointers = tuple[Any, tuple[Any, ...]]
 
 
 def _pointers_in_python(kernel: Any, device: int, tensors: tuple[Any, ...]) -> Pointers:
-    """What `pointers` of the extension returns but for the form of the key, and whatever the tensors may be."""
+    """The Python version of the extension's `pointers`. Its key has another form, and it accepts all tensors."""
     kinds: list[Any] = []
     taken: list[Any] = []
     for x in tensors:
         if isinstance(x, Tensor):
             address = x.data_ptr()
             kinds += (x.dtype, address % 16 == 0, x.is_cpu)
-            taken.append(x if x.is_cpu else address)  # one on a CPU is for the launcher to refuse
+            taken.append(x if x.is_cpu else address)  # Triton's launcher refuses a tensor on a CPU
         else:
             kinds.append(None if x is None else _specialize(kernel.device_caches[device][3], x, False, True, True))
             taken.append(x)

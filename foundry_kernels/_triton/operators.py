@@ -56,7 +56,7 @@ def define(
     results are all tensors, returns an empty tensor.
 
     The operator takes the fields of `options`, classes whose `SCHEMA` is in the schema, one by one; the launcher, the
-    fake and what is returned take an object of each.
+    fake and the returned function take one object for each class.
     """
     name = schema.split("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -71,7 +71,7 @@ def define(
     if INTERPRET:
         _ON_CPU.add(name)
     torch.library.register_fake(f"foundry_kernels::{name}", _filled(_with_objects(fake, layout)), lib=_LIBRARY)
-    tensors: list[tuple[int, int | None]] = []  # which argument, and which field of one that is an object
+    tensors: list[tuple[int, int | None]] = []  # (argument, its field if it is an object)
     for i, kind in enumerate(layout):
         if kind is not None:
             tensors += [(i, at) for at in kind._tensors_at]
@@ -122,7 +122,7 @@ def _asked_by_position(tensors: list[tuple[int, int | None]]) -> Callable[[tuple
 
 
 def _with_objects(function: Callable[..., Any], layout: list[type[Options] | None]) -> Callable[..., Any]:
-    """The function of an operator's arguments, of which the fields of each class in `layout` become an object."""
+    """A function of the operator's arguments. It collects the fields of each class in `layout` into an object."""
     if not any(layout):
         return function
 
@@ -133,7 +133,7 @@ def _with_objects(function: Callable[..., Any], layout: list[type[Options] | Non
             if kind is not None:
                 made, args = kind.from_operator_args(args)
                 given.append(made)
-            elif args:  # the dispatcher leaves out what is at its default at the end
+            elif args:  # the dispatcher omits trailing arguments that have their defaults
                 given.append(args[0])
                 args = args[1:]
         return function(*given)
@@ -156,7 +156,7 @@ def _filled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plain_keys() -> int:
-    """The bits of the dispatch keys of tensors that are just memory on a device."""
+    """The bits of the dispatch keys that plain tensors have."""
     key, bits = torch._C.DispatchKey, 0
     for each in ("CPU", "CUDA"):
         for kind in ("", "Autograd", "Autocast"):
@@ -173,8 +173,8 @@ _keys = torch._C._dispatch_keys
 #: The innermost transform of torch.func that is active, or None.
 _transform = torch._C._functorch.peek_interpreter_stack
 
-#: The index of the device of the tensors among the arguments of a call, -1 for the CPU, or None where the dispatcher
-#: has to see it: one of them is not just memory, or `_watched`. A function of the extension (csrc/triton_calls.cpp).
+#: The device index of a call's tensors, -1 for the CPU, or None if the dispatcher must see the call: a tensor is not
+#: plain, or `_watched`. A function of the extension (csrc/triton_calls.cpp).
 _usual_device: Callable[[tuple[Any, ...]], int | None] | None = triton_call("usual_device")
 
 

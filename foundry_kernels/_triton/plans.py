@@ -12,8 +12,8 @@ _PLANNERS: list[Any] = []
 
 def planned(function: Callable[..., T]) -> Callable[..., T]:
     """Caches the results of `function` for its last 1024 combinations of arguments: numbers, dtypes, a device; no
-    tensors. The function may only read its arguments, properties of the device, and state whose changes call
-    `forget_plans`."""
+    tensors. The function may only read its arguments, properties of the device, and state that calls `forget_plans`
+    when it changes."""
     cached = lru_cache(maxsize=1024)(function)
     _PLANNERS.append(cached)
     return cached

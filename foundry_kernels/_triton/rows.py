@@ -1,4 +1,4 @@
-"""Shared code of launchers: rows of tensors by at most three strides, memory, dtypes, and sums of partial results."""
+"""Shared code of launchers: rows as at most three strides, memory, dtypes, and sums of partial results."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def row_strides(
 ) -> tuple[int, int, int, list[tuple[int, int, int]]] | None:
     """Finds at most three strides that reach the rows (all dimensions but the last) of tensors of one shape.
 
-    Returns `(rank, n1, n2, strides)` for `row_offset`, `strides` holding one triple a tensor (zeros for None), or None
-    where the tensors need more than three dimensions or have a last stride other than 1.
+    Returns `(rank, n1, n2, strides)` for `row_offset`, where `strides` has one triple for each tensor (zeros for None).
+    Returns None if the tensors need more than three dimensions or have a last stride other than 1.
     """
     present = [s for s in strides if s is not None]
     width = shape[-1]
@@ -65,7 +65,7 @@ def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
 
 @planned
 def _plan_sum(parts: int, width: int, dtype: torch.dtype) -> Plan:
-    # A line of memory of each part, on many multiprocessors: 3 dependent steps for the programs of an H100.
+    # Each program reads one cache line of each part, so that many multiprocessors work: 3 dependent steps on an H100.
     constants = {"COMPUTE": compute_dtype(dtype), "BLOCK_ROWS": 128, "BLOCK_COLS": 32, "num_warps": 8}
     return Plan((triton.cdiv(width, 32),), (parts, width), constants)
 

@@ -1,5 +1,5 @@
-"""Measured launches: the config (tile, warps, stages) of a Triton kernel that replaces the built-in one on the current
-GPU, and the backend that `backend="auto"` tries first.
+"""Measured launches: for the current GPU, the configs (tile, warps, stages) that replace the built-in ones of Triton
+kernels, and the backend that `backend="auto"` tries first.
 
 They are read from two files with the same format: `tuned.json` in this package, measured by the authors, and the user's
 file, which `python -m foundry_kernels tune` writes into the cache folder and which takes precedence. An entry belongs
@@ -44,7 +44,7 @@ PACKAGED = Path(__file__).with_name("tuned.json")
 #: The GPU name in Triton's interpreter, whose measurements do not apply to any GPU.
 INTERPRETER = "Triton's interpreter"
 
-#: A config with this flag launches another kernel instead of the one whose candidate it is.
+#: A config with this flag launches another kernel instead of the one that it is a candidate for.
 ANOTHER = "GLUON"
 #: The kernel that each such kernel replaces, by name.
 STANDS_FOR = {"flash_attention_fwd_gluon_kernel": "flash_attention_fwd_kernel"}
@@ -169,8 +169,7 @@ def pretend(gpu: str | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A launch config that a launcher requested: the candidates, of which the first is built in, and the one that it
-    got."""
+    """A launcher's request for a launch config: the candidates, the built-in one first, and the one that it got."""
 
     kernel: str
     key: str
@@ -184,12 +183,12 @@ _watching: list[Callable[[Choice], None]] = []
 
 
 def choose(kernel: str, tags: str, configs: Sequence[LaunchConfig], device: torch.device) -> LaunchConfig:
-    """Returns the config for a launch of `kernel`: the one of `configs` that was measured to be the fastest on this
-    GPU, or else the first one, the built-in config. All of them give right results. A launcher calls this when it plans
-    a launch, not when it launches.
+    """Returns the config for a launch of `kernel`: the one of `configs` that measured fastest on this GPU, or else the
+    first one, the built-in config. All of them give right results. A launcher calls this when it plans a launch, not
+    when it launches.
 
-    tags: what separates launches that share the built-in config but may have different best ones, such as the size of
-    the dtype.
+    tags: distinguishes launches that share the built-in config but may have different best ones, for example by the
+        size of the dtype.
     """
     key, config, origin = config_key(tags, configs[0]), configs[0], "built in"
     if (kernel, key) in _forced:
@@ -260,8 +259,8 @@ def _order_backends() -> None:
 
 def start() -> None:
     """Registers callbacks for the initialisation of CUDA, which happens before any tensor is on a GPU: they import the
-    kernels and set the order of `backend="auto"`. The name of a GPU is not available earlier, and later a call may be
-    traced already."""
+    kernels and set the order of `backend="auto"`. Earlier, the GPU's name is unknown; later, torch.compile may already
+    be tracing a call."""
     for call in (_triton.load, _order_backends):
         torch.cuda._lazy_call(call)
     _triton.await_operators()

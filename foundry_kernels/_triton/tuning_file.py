@@ -19,7 +19,7 @@ LaunchConfig = dict[str, int]  # tile, warps, stages; flags among them
 
 
 class TuningFileError(ValueError):
-    """A tuning file that cannot be read or written; the message names it and says why."""
+    """A tuning file cannot be read or written; the message names it and says why."""
 
 
 @dataclass
@@ -80,11 +80,11 @@ def read(path: Path) -> Table:
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise TuningFileError(f"{path} is no tuning file that can be read ({error})") from error
+        raise TuningFileError(f"{path} cannot be read as a tuning file ({error})") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise TuningFileError(f'{path} is no tuning file: its "format" must be {FORMAT!r}')
+        raise TuningFileError(f'{path} is not a tuning file: its "format" must be {FORMAT!r}')
     if found.get("version") != VERSION:
-        raise TuningFileError(f"{path} is of version {found.get('version')!r}; this package reads version {VERSION}")
+        raise TuningFileError(f"{path} has version {found.get('version')!r}; this package reads version {VERSION}")
     entries = found.get("entries")
     if not isinstance(entries, list):
         raise TuningFileError(f'{path} is damaged: its "entries" must be a list')
@@ -105,11 +105,11 @@ def _check(entry: Entry) -> None:
     for name, kind in kinds.items():
         _of_kind(repr(name), getattr(entry, name), kind)
     for kernel, rows in entry.rows.items():
-        for key, found in _of_kind(f"what replaces the rows of {kernel}", rows, dict).items():
+        for key, found in _of_kind(f"the rows of {kernel}", rows, dict).items():
             of = f"of {kernel}, {key}"
-            row = _of_kind(f"the row {of}", _of_kind(f"what is said {of}", found, dict)["row"], dict)
+            row = _of_kind(f"the row {of}", _of_kind(f"the entry {of}", found, dict)["row"], dict)
             if not row or not all(isinstance(v, int) for v in row.values()):
-                raise ValueError(f"the row {of} must be whole numbers or flags by name")
+                raise ValueError(f"the row {of} must map names to integers or flags")
             float(_of_kind(f"the speedup {of}", found.get("speedup", 0), (int, float)))
     for op, by_dtype in entry.auto.items():
         for dtype, order in _of_kind(f"the orders of {op}", by_dtype, dict).items():

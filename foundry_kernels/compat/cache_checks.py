@@ -44,7 +44,7 @@ def check_tensors(
     if n_kv_heads == 0 or n_heads % n_kv_heads:
         raise ValueError(f"q must have a multiple of k_cache's {n_kv_heads} heads; got {n_heads}")
     check_shape("k_cache", k_cache, (rows, size, n_kv_heads, head_dim), "q's head dimension")
-    check_shape("v_cache", v_cache, (rows, size, n_kv_heads, v_cache.shape[3]), "that of k_cache but for the last")
+    check_shape("v_cache", v_cache, (rows, size, n_kv_heads, v_cache.shape[3]), "that of k_cache except for the last")
     for name, n in (("q", head_dim), ("v_cache", v_cache.shape[3])):
         if not 1 <= n <= MAX_HEAD_DIM:
             raise ValueError(f"{name} must have a head dimension of 1 to {MAX_HEAD_DIM}; got {n}")

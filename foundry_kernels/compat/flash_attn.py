@@ -36,7 +36,7 @@ def flash_attn_func(
         q: ``[B, T, H, D]``, any strides, dtypes as for :func:`foundry_kernels.flash_attention`.
         k: ``[B, S, Hk, D]``; H must be a multiple of Hk.
         v: ``[B, S, Hk, Dv]``.
-        dropout_p: in [0, 1): the probability that a weight is dropped out. The seed comes from torch's default
+        dropout_p: in [0, 1): the probability that a weight is dropped. The seed comes from torch's default
             generator of q's device; it drops other weights than flash-attn.
         softmax_scale: factor on the scores; ``1 / sqrt(D)`` if None.
         causal: the last query sees the last key, and none sees a later one.
@@ -54,7 +54,7 @@ def flash_attn_func(
     Returns:
         ``out [B, T, H, Dv]``, or ``(out, softmax_lse [B, H, T] float32, S_dmask)``. A query that sees no key has output
         0 and lse -inf (where flash-attn has +inf). ``S_dmask [B, H, T, S]`` of q's dtype, or None without dropout, is
-        the softmax, negative where a weight was dropped out, without division by the probability of being kept; it
+        the softmax, negative where a weight was dropped, without division by the probability of being kept; it
         takes no gradient.
 
     Raises:

@@ -42,7 +42,7 @@ def scaled_dot_product_attention(
             to ``[..., H, T, S]``; a bias that requires a gradient gets one. Or an
             :class:`foundry_kernels.AttentionMask`, whose B is that of all dimensions in front of the heads together, or
             a ``CausalBias`` of `torch.nn.attention.bias`, which is not materialized.
-        dropout_p: in [0, 1]: the probability that a weight is dropped out, whatever the mode of a module. The seed
+        dropout_p: in [0, 1]: the probability that a weight is dropped, whatever the mode of a module. The seed
             comes from torch's default generator of the query's device; it drops other weights than PyTorch.
         is_causal: query i sees keys 0 .. i, the first query being aligned with the first key. Not with `attn_mask`, as
             in PyTorch; :func:`foundry_kernels.flash_attention` takes both.

@@ -6,10 +6,10 @@
     health = recorder.health()
     print("\\n".join(health.concerns()))
 
-The model may be any: of this package, of transformers, patched or not, of torch.nn or one's own. Entropy and the
-largest logit come from the attention kernels themselves, a number a row, or are computed in blocks of rows: no T x S
-matrix is made. `python -m foundry_kernels.diagnostics CHECKPOINT --text FILE` draws a page of it; `attention`,
-`positions` and `initialization` are commands that draw one picture (:mod:`foundry_kernels.diagnostics.pictures`).
+Any model works: of this package, of transformers (patched or not), of torch.nn, or your own. Entropy and the largest
+logit of each row come from the attention kernels, or are computed in blocks of rows; no T x S matrix is allocated.
+`python -m foundry_kernels.diagnostics CHECKPOINT --text FILE` draws a page of them. The commands `attention`,
+`positions` and `initialization` draw one picture each (:mod:`foundry_kernels.diagnostics.pictures`).
 """
 
 from foundry_kernels.diagnostics.clip import QKClip

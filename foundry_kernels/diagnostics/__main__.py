@@ -1,6 +1,6 @@
 """python -m foundry_kernels.diagnostics CHECKPOINT --text FILE: one page of heat maps and curves, and their numbers.
 
-`attention`, `positions` and `initialization` in place of CHECKPOINT are commands that draw one picture each.
+With `attention`, `positions` or `initialization` in place of CHECKPOINT, it draws one picture.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", type=Path, help="a folder saved by transformers, a checkpoint of examples/train.py, or a file "
         'of torch.save({"config": dataclasses.asdict(config), "model": model.state_dict()})')  # fmt: skip
-    add("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text that the model is run on")
-    add("--out", type=Path, default=Path(), metavar="DIR", help="for health.png and health.json (default: here)")
-    add("--batch", type=int, default=4, help="windows of the text")
-    add("--seq-len", type=int, default=256, help="tokens of a window, at most those that the model takes")
-    add("--heads", nargs="*", default=["0.0"], metavar="LAYER.HEAD", help="heads whose attention is drawn")
-    add("--map-tokens", type=int, default=48, help="tokens of the text that these maps show")
+    add("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text to run the model on")
+    add("--out", type=Path, default=Path(), metavar="DIR", help="folder for health.png and health.json (default: .)")
+    add("--batch", type=int, default=4, help="number of windows of the text")
+    add("--seq-len", type=int, default=256, help="tokens of a window, at most the model's max_seq_len")
+    add("--heads", nargs="*", default=["0.0"], metavar="LAYER.HEAD", help="heads to draw the attention of")
+    add("--map-tokens", type=int, default=48, help="tokens in these maps")
     return parser.parse_args(argv)
 
 
 def windows(tokens: list[int], batch: int, length: int) -> torch.Tensor:
-    """[B, length + 1], spread evenly over the text."""
+    """[B, length + 1]: windows spread evenly over the text."""
     if len(tokens) < length + 1:
         raise CheckpointError(f"the text has {len(tokens)} tokens; windows of {length} need {length + 1}")
     starts = torch.linspace(0, len(tokens) - length - 1, batch).long()

@@ -1,4 +1,4 @@
-"""The checkpoints that the command reads, and how their texts become tokens."""
+"""Reads the checkpoints of the command, and tokenizes texts for them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from foundry_kernels.ops.rope import RopeScaling
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be read; the message is for the user."""
+    """A checkpoint cannot be read; the message is for the user."""
 
 
 def load(path: Path) -> tuple[Transformer, Tokens]:
-    """Returns a model of one part with its tokens; see :func:`read`.
+    """Returns a model that is not an encoder-decoder, and its tokens; see :func:`read`.
 
     Raises:
-        CheckpointError: as :func:`read`, or an encoder with a decoder.
+        CheckpointError: as :func:`read`, or the model is an encoder with a decoder.
     """
     model, tokens = read(path)
     if isinstance(model, EncoderDecoder):
@@ -34,21 +34,21 @@ def load(path: Path) -> tuple[Transformer, Tokens]:
 
 
 def read(path: Path) -> tuple[Transformer | EncoderDecoder, Tokens]:
-    """Returns a model, and what makes tokens of a text: the tokenizer that lies with the model, or its bytes.
+    """Returns a model and its :class:`Tokens`: those of the tokenizer next to the model, or bytes.
 
     Args:
-        path: a folder that transformers has saved (a language model, an encoder, an encoder with a decoder); or a file
-            of ``torch.save({"config": dataclasses.asdict(config), "model": model.state_dict()}, path)``; or a
-            checkpoint of `examples/train.py`.
+        path: a folder saved by transformers (a language model, an encoder, an encoder with a decoder); or a file of
+            ``torch.save({"config": dataclasses.asdict(config), "model": model.state_dict()}, path)``; or a checkpoint
+            of `examples/train.py`.
 
     Raises:
-        CheckpointError: there is none, it is none of these, or `from_hf` does not know such a model.
+        CheckpointError: it does not exist, is not one of these, or `from_hf` does not support the model.
     """
     with _refusing(path):
         if path.is_dir():
             return _from_folder(path)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of foreign pickles and then raises
+            warnings.simplefilter("ignore")  # torch warns about other pickles before it raises
             content = torch.load(path, map_location="cpu", weights_only=True)
         config, state, tokenizer = _content(content)
         model = Transformer(config)
@@ -61,18 +61,18 @@ def read(path: Path) -> tuple[Transformer | EncoderDecoder, Tokens]:
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Makes any error one that names the checkpoint."""
+    """Turns any error into one that names the checkpoint."""
     try:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged file raises whatever the damaged part leads to
+    except Exception as error:  # damaged files raise errors of many types
         lines = str(error).strip().splitlines() or [""]
         raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {lines[0][:200]}") from None
 
 
 def load_config(path: Path) -> ModelConfig:
-    """Returns the configuration of a checkpoint that :func:`load` takes, without its weights.
+    """Returns the configuration of a checkpoint for :func:`load`, without loading its weights.
 
     Raises:
         CheckpointError: as :func:`load`.
@@ -89,16 +89,17 @@ def load_config(path: Path) -> ModelConfig:
 
 
 def _kind_of(path: Path) -> tuple[Any, Any, type[Transformer] | type[EncoderDecoder]]:
-    """The configuration of a folder, the class of transformers that loads it, and the one of ours that takes it."""
+    """The configuration of a folder, the class of transformers that loads it, and the class in this package that
+    replaces it."""
     if not (path / "config.json").exists():
-        raise CheckpointError(f"{path} has no config.json: it is no folder that transformers has saved")
+        raise CheckpointError(f"{path} has no config.json: transformers has not saved it")
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     if config.is_encoder_decoder:
         return config, transformers.AutoModelForSeq2SeqLM, EncoderDecoder
     if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        return config, transformers.AutoModel, Transformer  # an encoder: its head predicts no next token
+        return config, transformers.AutoModel, Transformer  # an encoder: its head does not predict the next token
     return config, transformers.AutoModelForCausalLM, Transformer
 
 
@@ -121,11 +122,11 @@ def _content(content: Any) -> tuple[ModelConfig, dict[str, Any], str | None]:
     if isinstance(content, dict) and {"settings", "state"} <= content.keys():
         fields = {k.removeprefix("model "): v for k, v in content["settings"].items() if k.startswith("model ")}
         return _config(fields), content["state"]["model"], content["state"].get("tokenizer")
-    raise CheckpointError("it holds neither config and model, nor a run of examples/train.py")
+    raise CheckpointError("it has neither config and model, nor a run of examples/train.py")
 
 
 def _config(fields: dict[str, Any]) -> ModelConfig:
-    if fields.get("positions", "rope") != "rope":  # a file of a release whose default, True, was written into each
+    if fields.get("positions", "rope") != "rope":  # older releases wrote the default True to each file
         fields = {name: value for name, value in fields.items() if name != "rope_interleaved"}
     scaling = fields.get("rope_scaling")
     return ModelConfig(**{**fields, "rope_scaling": RopeScaling(**scaling) if isinstance(scaling, dict) else scaling})
@@ -141,7 +142,8 @@ def _tokens_of(tokenizer: str) -> Tokens:
 
 
 def _spelling(token_of: Callable[[int], str | None], tokenizer: Any) -> Callable[[int], str]:
-    """How tokens are spelled whose strings `token_of` returns; `tokenizer` is of tokenizers, or None."""
+    """Returns a function that spells tokens, from their strings by `token_of`. `tokenizer` is from the library
+    tokenizers, or None."""
     bytewise = tokenizer is not None and '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
 
     def spell(token: int) -> str:
@@ -153,5 +155,7 @@ def _spelling(token_of: Callable[[int], str | None], tokenizer: Any) -> Callable
 
 def _bytes_of(model: Transformer | EncoderDecoder) -> Tokens:
     if model.config.vocab_size < 256:
-        raise CheckpointError(f"a vocabulary of {model.config.vocab_size} has no place for bytes, and no tokenizer")
+        raise CheckpointError(
+            f"a vocabulary of {model.config.vocab_size} is too small for bytes: a tokenizer is needed"
+        )
     return Tokens(lambda text: list(text.encode()), spell_byte)

@@ -14,8 +14,8 @@ from foundry_kernels.models import Transformer
 from foundry_kernels.models.validate import EXPERT_FIELDS, refuse_choices
 from foundry_kernels.nn import Attention
 
-#: The fields of a model's configuration that may have other values than their default, any or these: with them a logit
-#: is a dot product of projections by `wq` and `wk`, plus terms that are never positive.
+#: The configuration fields that may differ from their defaults, and their allowed values (None: any). With these, a
+#: logit is a dot product of projections by `wq` and `wk`, plus terms that are never positive.
 CLIPPED: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len")),
     **dict.fromkeys(("init", "init_std")),
@@ -30,27 +30,28 @@ CLIPPED: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("n_experts", *EXPERT_FIELDS)),
     "positions": ("rope", "alibi", "learned", "sinusoidal", "none"),
 }
-_REASONS = {"qk_norm": "it bounds the logits by itself"}
+_REASONS = {"qk_norm": "it already bounds the logits"}
 
 
 class QKClip:
-    """After each optimizer step, scales down the query and key projections of heads whose largest logit of the step
-    was above `limit`, so that it would have been `limit`.
+    """After each optimizer step, scales down the query and key projections of heads whose largest logit in the step was
+    above `limit`. With the new weights it would have been `limit`.
 
         clip = QKClip(model, limit=100.0)
         optimizer.register_step_post_hook(clip)
 
-    A logit is a product of a query and a key: where a key head has one query head both are multiplied by
-    ``sqrt(limit / max_logit)``, where it has several only the queries, by ``limit / max_logit``, as the others' keys
-    are theirs too. Biases are scaled with their rows. What ALiBi adds is not scaled; it is never positive.
+    A logit is the dot product of a query and a key. If a key head has one query head, both are multiplied by
+    ``sqrt(limit / max_logit)``. If it has several, only the queries are multiplied, by ``limit / max_logit``, because
+    query heads share the keys. Biases are scaled with their rows. ALiBi's bias is not scaled; it is never positive.
 
     The largest logits come from the attention kernels in all forward passes since the last step, including those of
     gradient accumulation, and stay on their device without synchronization.
 
     Args:
-        model: a :class:`foundry_kernels.models.Transformer` with the choices in `CLIPPED`: not with QK-norm, which
-            bounds the logits by itself. A bias that a call adds to the scores counts, though no weight made it.
-        limit: the largest logit that is left alone, above 0.
+        model: a :class:`foundry_kernels.models.Transformer` with the choices in `CLIPPED`; QK-norm is not supported,
+            because it already bounds the logits. A bias that a call adds to the scores counts too, although no weight
+            produced it.
+        limit: logits up to this one are not changed; above 0.
 
     Raises:
         TypeError: another model.
@@ -62,13 +63,13 @@ class QKClip:
 
     def __init__(self, model: Transformer, limit: float = 100.0) -> None:
         config = check_model(model).config
-        refuse_choices(config, CLIPPED, "has no logits to be clipped", _REASONS)
+        refuse_choices(config, CLIPPED, "is not supported by QKClip", _REASONS)
         if not 0.0 < limit < float("inf"):
             raise ValueError(f"limit must be finite and above 0; got {limit}")
         self.limit = limit
         if SigmaReparam.is_in(model.state_dict()):
             raise ValueError(
-                "model must have plain weights: SigmaReparam's weights cannot be clipped, they are made anew"
+                "model must have plain weights: SigmaReparam recomputes its weights, so they cannot be clipped"
             )
         self._attentions = attentions_of(model)
         self._largest: list[Tensor | None] = [None] * len(self._attentions)
@@ -106,13 +107,13 @@ class QKClip:
                 self._largest[index] = None
 
     def remove(self) -> None:
-        """Takes the hooks off the model."""
+        """Removes the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
 
 def _scale(attention: Attention, factor: Tensor) -> None:
-    """[H] factors of the logits into the weights; those of 1 leave every bit."""
+    """Multiplies the weights by the heads' factors [H]; a factor of 1 changes no bit."""
     shared = attention.n_heads != attention.n_kv_heads
     each = factor if shared else factor.sqrt()
     for layer in (attention.wq,) if shared else (attention.wq, attention.wk):
@@ -123,7 +124,7 @@ def _scale(attention: Attention, factor: Tensor) -> None:
 
 
 def with_statistics(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Asks attention for its statistics, as a hook before it; one behind it is to give them to `taken`."""
+    """A forward pre-hook that requests attention's statistics. A forward hook must remove them by `taken`."""
     return args, kwargs | {"return_stats": True}
 
 
@@ -131,7 +132,7 @@ _latest: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary
 
 
 def taken(attention: nn.Module, result: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, entropy, max_logit) of a result of attention, from which another hook may have taken the last two."""
+    """(y, entropy, max_logit) of a result of attention. Another hook may have removed the last two."""
     if isinstance(result, Tensor):
         return result, *_latest[attention]
     y, entropy, max_logit = result

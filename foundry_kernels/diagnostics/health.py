@@ -9,26 +9,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-#: A head whose entropy is a smaller fraction of the largest one looks at one token and nothing else.
+#: A head with a smaller fraction of the largest entropy attends to only one token.
 LEAST_ENTROPY = 0.05
-#: Activations with a smaller fraction of the directions that they could have are nearly the same for every token; and
-#: a head with one of the directions that its queries and keys could have scores by next to nothing.
+#: Activations with a smaller fraction of their largest possible rank are nearly the same for all tokens; a head with
+#: such a rank of queries and keys has nearly constant scores.
 LEAST_RANK = 0.05
-#: A head whose query-key product has an effective rank below this scores by one direction.
+#: A head whose query-key product has a smaller effective rank uses only one direction for its scores.
 LEAST_QK_RANK = 1.5
-#: Ranks that have fallen below this fraction of what they were. (Those of random weights are near the most: in 400
-#: steps of the example, in which nothing was wrong, those of query-key products fell from 15 to 5 of 16.)
+#: Ranks that have fallen below this fraction are a concern. (Random weights have nearly the largest ranks: in 400
+#: healthy steps of the example, the ranks of query-key products fell from 15 to 5 of 16.)
 RANK_KEPT = 0.25
-#: Logits beyond this leave bfloat16's steps of half a nat, and grow from step to step where they are not clipped.
+#: Above this, bfloat16 rounds logits to half a nat, and logits grow in each step unless they are clipped.
 MOST_LOGIT = 100.0
-#: Logits that have grown so many times are on their way there from half of it.
+#: From half of `MOST_LOGIT`, a growth by this factor is a concern too.
 LOGIT_GROWTH = 10.0
-#: A layer whose gradient is so many times larger or smaller than the median of all, or a median that has grown so.
+#: A concern is a layer whose gradient differs from the median of all layers by this factor, or a median that has grown
+#: by it.
 GRADIENTS_APART = 100.0
-#: A median of the layers' gradients that has become so many times smaller, which training to a small loss does not do.
+#: A concern is a median of the layers' gradients that has shrunk by this factor; training to a small loss shrinks it
+#: less.
 GRADIENTS_GONE = 1e4
 
-#: The gradient norms of a layer: a field of `LayerHealth`, and whose they are.
+#: The gradient norms of a layer: a field of `LayerHealth`, and its description.
 _GRADIENTS = (
     ("gradient_norm", "gradients"),
     ("attention_gradient_norm", "gradients of attention"),
@@ -38,23 +40,23 @@ _GRADIENTS = (
 
 @dataclass(frozen=True)
 class LayerHealth:
-    """One layer, or of a layer with several attentions one of these.
+    """One layer, or one attention of a layer with several.
 
     Attributes:
-        entropy: of each head, the mean over all rows of attention's entropy, as a fraction of the mean of the largest
-            that there is (the logarithm of the number of keys seen): 0 is one key, 1 is all alike.
-        max_logit: of each head, the largest score of any row, after scale, cap and ALiBi (whose bias grows with the
-            key's position in transformers' BLOOM, and falls with its distance in the kernels here).
-        qk_rank: of each head, :func:`qk_ranks`; empty where neither weights nor queries and keys were recognised.
-        activation_rank: the effective rank of the tokens' activations behind the layer; `most_ranks` is the most, 0
-            where the layer returns none.
+        entropy: for each head, the mean entropy of attention over all rows, as a fraction of the mean of the largest
+            possible entropy (the logarithm of the number of visible keys): 0 is one key, 1 is all keys equally.
+        max_logit: for each head, the largest score of any row, after scale, cap and ALiBi. (ALiBi's bias grows with the
+            key's position in transformers' BLOOM, and falls with its distance in the kernels here.)
+        qk_rank: for each head, :func:`qk_ranks`; empty if neither weights nor queries and keys were recognised.
+        activation_rank: the effective rank of the tokens' activations after the layer. `most_ranks` is the largest
+            possible one, or 0 if the layer returns no activations.
         gradient_norm: Euclidean norm of all gradients of the layer, or None without a backward pass.
-        attention_gradient_norm, feed_forward_gradient_norm: likewise, of its two branches, or None where it has not
-            such a one.
-        name: of the attention in the model.
-        most_qk_ranks: the most that `qk_rank` could be; None is the head_dim of all.
-        qk_rank_of: "weights", the product of the projections; or "activations", the scores before scale and mask of
-            queries and keys as attention got them, where the projections are not recognised.
+        attention_gradient_norm, feed_forward_gradient_norm: the same for its two branches, or None without such a
+            branch.
+        name: the attention module's name in the model.
+        most_qk_ranks: the largest possible `qk_rank`; None is head_dim.
+        qk_rank_of: "weights" for the product of the projections; or, if these are not recognised, "activations" for the
+            product of attention's queries and keys, without scale and mask.
     """
 
     entropy: list[float]
@@ -72,18 +74,18 @@ class LayerHealth:
 
 @dataclass(frozen=True)
 class Health:
-    """All layers, the first one first."""
+    """The health of all layers, in order."""
 
     layers: list[LayerHealth]
     head_dim: int
 
     def concerns(self, since: Health | None = None, *, rank_kept: float = RANK_KEPT) -> list[str]:
-        """Returns a line for each thing that is wrong or soon will be; empty if nothing is.
+        """Returns a line for each problem, also for those that are about to arise.
 
         Args:
-            since: the health of the same model before, at the beginning of its training perhaps: what has changed for
-                the worse since is a reason to worry too.
-            rank_kept: a rank that has fallen below this fraction of what it was has.
+            since: an earlier health of the same model, for example at the start of its training. What has become worse
+                since then is also a concern.
+            rank_kept: a rank that has fallen below this fraction has become worse.
 
         Raises:
             ValueError: `since` has other layers or heads.
@@ -93,7 +95,7 @@ class Health:
         return [*self._concerns(since, rank_kept), *self._of_all(since)]
 
     def check_same_model(self, since: Health) -> None:
-        """Raises ValueError where `since` has other layers or heads."""
+        """Raises ValueError if `since` has other layers or heads."""
         ours, theirs = ([len(layer.entropy) for layer in health.layers] for health in (self, since))
         if ours != theirs:
             raise ValueError(f"since must be of the same model, with {ours} heads in its layers; got {theirs}")
@@ -115,7 +117,7 @@ class Health:
             yield f"entropy collapse, head {_list(low)} below {LEAST_ENTROPY:.0%} of the largest entropy"
         if high := [h for h, value in enumerate(layer.max_logit) if value > MOST_LOGIT]:
             largest = max(layer.max_logit)
-            yield f"logits of head {_list(high)} up to {largest:.0f}: QKClip or SigmaReparam holds them down"
+            yield f"logits of head {_list(high)} up to {largest:.0f}: QKClip or SigmaReparam limits them"
         elif before is not None:
             pairs = enumerate(zip(layer.max_logit, before.max_logit, strict=True))
             if grown := [h for h, (now, was) in pairs if now > max(MOST_LOGIT / 2, LOGIT_GROWTH * was)]:
@@ -137,9 +139,9 @@ class Health:
                 yield f"the rank of the {product} of head {_list(fallen)} has fallen, from {was:.1f} to {now:.1f}"
 
     def _of_all(self, since: Health | None) -> Iterator[str]:
-        """Of the gradients of all layers."""
+        """Yields concerns about the gradients of all layers."""
         now = _median(layer.gradient_norm for layer in self.layers)
-        if not math.isfinite(now):  # there are none, or what is not finite was said of its layer
+        if not math.isfinite(now):  # there are no gradients, or their layers have a concern already
             return
         if now == 0.0:
             yield "gradients vanish, most layers have none at all"
@@ -152,16 +154,16 @@ class Health:
             yield f"gradients explode, the median of the layers' norms has grown from {was:.1e} to {now:.1e}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns what JSON can hold: the layers as they are, and the concerns. What is not finite is None."""
+        """Returns the layers and the concerns as values for JSON; numbers that are not finite become None."""
         found: dict[str, Any] = plain({**dataclasses.asdict(self), "concerns": self.concerns()})
         return found
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Health:
-        """Returns the health that :meth:`as_dict` was made of, but that a number that was not finite is NaN.
+        """Returns the health from the result of :meth:`as_dict`. Numbers that were not finite are NaN.
 
         Raises:
-            KeyError, TypeError: it is no such dict.
+            KeyError, TypeError: it is not such a dict.
         """
         fields = {field.name for field in dataclasses.fields(LayerHealth)}
         layers = []
@@ -201,7 +203,7 @@ def _of_gradients(layer: LayerHealth, middles: dict[str, float]) -> Iterator[str
         else:
             continue
         if name == "gradient_norm":
-            return  # the branches' say the same
+            return  # the branches' norms would repeat this
 
 
 def _median(norms: Any) -> float:
@@ -222,7 +224,7 @@ def _list(heads: list[int]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """What JSON can hold: numbers that are not finite become None."""
+    """The value for JSON: numbers that are not finite become None."""
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The health of a model over a whole run: what has changed, and a picture of it over the steps."""
+"""The health of a model over a whole run: its changes, and a picture over the steps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from foundry_kernels.diagnostics.health import RANK_KEPT, Health, LayerHealth
 
 
 class HealthHistory:
-    """The health of one model at several steps of its training, the first one first.
+    """The health of one model at several steps of its training.
 
         history = HealthHistory()
         history.append(step, recorder.health())
-        print("\\n".join(history.concerns()))  # at the last of them, and since the first
+        print("\\n".join(history.concerns()))  # at the last step, and since the first
 
     Attributes:
-        steps: the numbers of the steps, which rise.
-        healths: what was recorded at them.
+        steps: the numbers of the steps, in increasing order.
+        healths: the health at each step.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class HealthHistory:
         """Adds the health at a step.
 
         Raises:
-            ValueError: the step is not behind the last one, or the health is that of another model.
+            ValueError: the step is not after the last one, or the health is of another model.
         """
         if self.steps and step <= self.steps[-1]:
             raise ValueError(f"step must be above the last one, {self.steps[-1]}; got {step}")
@@ -41,7 +41,7 @@ class HealthHistory:
         self.healths.append(health)
 
     def concerns(self, *, rank_kept: float = RANK_KEPT) -> list[str]:
-        """Returns the concerns about the last health, those since the first one too; empty if there are none.
+        """Returns the concerns about the last health, including changes since the first one.
 
         Args:
             rank_kept: as for :meth:`Health.concerns`.
@@ -60,7 +60,7 @@ def _least(values: list[float]) -> float:
     return min(values, default=math.nan)
 
 
-#: The panels: title, what of a layer it shows, and the scale of the axis.
+#: The panels: title, value for a layer, and scale of the axis.
 _PANELS: tuple[tuple[str, Callable[[LayerHealth], float | None], str], ...] = (
     ("entropy of attention, of the largest; mean of heads", lambda layer: _mean(layer.entropy), "linear"),
     ("largest logit of all heads", lambda layer: max(layer.max_logit, default=math.nan), "linear"),
@@ -74,17 +74,18 @@ _PANELS: tuple[tuple[str, Callable[[LayerHealth], float | None], str], ...] = (
 def write_history_png(
     path: Path, history: HealthHistory, curves: Mapping[str, Mapping[int, float]], title: str = ""
 ) -> None:
-    """Draws the layers' health over the steps, a line a layer, below curves of the run such as loss and learning rate.
+    """Draws the health over the steps, with one line for each layer, below curves of the run such as loss and learning
+    rate.
 
     Args:
-        curves: a panel for each: its title, and values by step.
+        curves: the panels above: values by step, by title.
 
     Raises:
         ImportError: matplotlib is missing.
         ValueError: the history is empty.
     """
     if not len(history):
-        raise ValueError("history must have the health of a step at least; it is empty")
+        raise ValueError("history must have the health of at least one step; it is empty")
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Attention maps: the one thing here that makes T x T matrices, of one text."""
+"""Attention maps. Only these functions allocate T x T matrices, for one text."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from foundry_kernels.models import EncoderDecoder, Transformer
 from foundry_kernels.nn import Attention
 from foundry_kernels.ops.flash_attention import flash_attention, reference
 
-#: What of an encoder with a decoder attends.
+#: The attentions of an encoder with a decoder.
 PARTS = ("encoder", "decoder", "cross")
 Maps = dict[tuple[int, int], Tensor]
 
 
 def attention_weights(q: Tensor, k: Tensor, **options: Any) -> Tensor:
-    """Returns the weights of attention ``[B, H, T, S]`` of queries ``[B, H, T, D]`` and keys ``[B, Hk, S, D]``:
-    ``softmax(q k^T / sqrt(D))`` over the keys that a query sees, by the reference, in q's dtype.
+    """Returns the attention weights ``[B, H, T, S]`` of queries ``[B, H, T, D]`` and keys ``[B, Hk, S, D]``:
+    ``softmax(q k^T / sqrt(D))`` over the keys that a query sees. The reference computes them, in q's dtype.
 
     Args:
         options: `causal`, `scale`, `window`, `softcap`, `alibi_slopes`, `attn_mask`, `sinks` and `align` of
@@ -39,19 +39,19 @@ def attention_weights(q: Tensor, k: Tensor, **options: Any) -> Tensor:
 
 @torch.no_grad()
 def attention_maps(model: Transformer, tokens: Tensor, heads: Sequence[tuple[int, int]]) -> Maps:
-    """Returns the weights of attention of one text, by the reference.
+    """Returns the attention weights for one text, computed by the reference.
 
     Args:
-        model: a :class:`foundry_kernels.models.Transformer`; it is run in evaluation mode, and left as it was.
+        model: a :class:`foundry_kernels.models.Transformer`. It runs in evaluation mode, and its mode is restored.
         tokens: ``[1, T]`` int32 or int64.
         heads: pairs of a layer and a query head.
 
     Returns:
-        for each pair ``[T, T]``, in the dtype of the model's values: row t is where token t looks, and sums to 1.
+        for each pair ``[T, T]`` in the dtype of the model's values. Row t has the weights of token t and sums to 1.
 
     Raises:
-        TypeError: another model, or tokens that are no integers.
-        ValueError: a layer or head that there is not, or tokens of another shape.
+        TypeError: another model, or tokens that are not integers.
+        ValueError: a layer or head does not exist, or tokens have another shape.
     """
     attentions = attentions_of(check_model(model))
     _check("tokens", tokens, heads, attentions)
@@ -62,21 +62,21 @@ def attention_maps(model: Transformer, tokens: Tensor, heads: Sequence[tuple[int
 def encoder_decoder_maps(
     model: EncoderDecoder, source: Tensor, tokens: Tensor, part: str, heads: Sequence[tuple[int, int]]
 ) -> Maps:
-    """Returns the weights of attention of a text and another that is made of it, by the reference.
+    """Returns the attention weights for a source text and a target text, computed by the reference.
 
     Args:
-        model: a :class:`foundry_kernels.models.EncoderDecoder`; it is run in evaluation mode, and left as it was.
-        source: ``[1, S]`` int32 or int64, tokens of the encoder.
-        tokens: ``[1, T]`` int32 or int64, what the decoder reads.
-        part: "encoder" or "decoder", each of its own tokens, or "cross", the decoder's of the encoder's.
+        model: a :class:`foundry_kernels.models.EncoderDecoder`. It runs in evaluation mode, and its mode is restored.
+        source: ``[1, S]`` int32 or int64, the encoder's tokens.
+        tokens: ``[1, T]`` int32 or int64, the decoder's tokens.
+        part: "encoder" or "decoder" for self-attention, or "cross" for the decoder's attention to the encoder.
         heads: pairs of a layer and a query head of that part.
 
     Returns:
         for each pair ``[S, S]``, ``[T, T]`` or ``[T, S]``, in the dtype of the model's values.
 
     Raises:
-        TypeError: another model, or tokens that are no integers.
-        ValueError: an unknown part, a layer or head that there is not, or tokens of another shape.
+        TypeError: another model, or tokens that are not integers.
+        ValueError: an unknown part, a layer or head that does not exist, or tokens of another shape.
     """
     if not isinstance(model, EncoderDecoder):
         raise TypeError(f"model must be a foundry_kernels.models.EncoderDecoder; got {type(model).__name__}")
@@ -92,7 +92,7 @@ def encoder_decoder_maps(
 
 
 def _unit_values(k: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values whose outputs are the weights: the rows of a unit matrix, in each head."""
+    """Values for which the outputs are the weights: the rows of a unit matrix in each head."""
     return torch.eye(k.shape[2], dtype=dtype, device=k.device).expand(*k.shape[:2], -1, -1)
 
 
@@ -110,7 +110,7 @@ def _check(name: str, tokens: Tensor, heads: Sequence[tuple[int, int]], attentio
 def _maps(
     model: torch.nn.Module, attentions: list[Attention], heads: Sequence[tuple[int, int]], run: Callable[[], Any]
 ) -> Maps:
-    """The weights of these heads of `attentions` while `run` calls the model."""
+    """The weights of these heads of `attentions` in a call of the model by `run`."""
     found: Maps = {}
     running: int | None = None
 

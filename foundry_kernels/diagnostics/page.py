@@ -1,4 +1,4 @@
-"""One page of what was recorded: heat maps over layers and heads, curves over layers, and chosen attention maps."""
+"""Draws a page of recorded health: heat maps over layers and heads, curves over layers, and chosen attention maps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foundry_kernels.diagnostics.health import Health, plain
 
-#: The heat maps: a field of `LayerHealth`, its title, and the range of its colours (None: that of the data).
+#: The heat maps: a field of `LayerHealth`, its title, and the range of its colours (None: the data's range).
 _GRIDS = (
     ("entropy", "entropy of attention, of the largest", 0.0, 1.0),
     ("max_logit", "largest logit", None, None),
@@ -21,7 +21,8 @@ _GRIDS = (
 
 
 def write_json(path: Path, health: Health, about: dict[str, Any]) -> None:
-    """`about` beside the layers and the concerns. Numbers that are not finite become null, as JSON has none."""
+    """Writes the layers, the concerns and `about`. Numbers that are not finite become null, because JSON has no
+    others."""
     path.write_text(json.dumps(plain({**about, **health.as_dict()}), indent=1) + "\n")
 
 

@@ -1,5 +1,4 @@
-"""Which modules are attention, and which of their weights make queries and keys: known by class and by the names that
-models give them."""
+"""Finds the modules that are attention, and their weights for queries and keys, by the names of classes and layers."""
 
 from __future__ import annotations
 
@@ -24,18 +23,18 @@ PAIRS = (
     ("query_proj", "key_proj"),
     ("linear_q", "linear_k"),
 )
-#: Names of one layer whose outputs are all queries, then all keys, then all values.
+#: Names of layers whose outputs are all queries, then all keys, then all values.
 FUSED = ("c_attn", "qkv", "Wqkv", "qkv_proj")
-#: Classes with a layer of such a name and another order of its outputs.
+#: Classes with such a layer whose outputs have another order.
 OTHER_ORDER = ("CodeGen", "GPTBigCode")
-#: Classes whose `query_key_value` has each head's query, key and value together.
+#: Classes whose `query_key_value` has the query, key and value of each head together.
 BY_HEAD = ("GPTNeoX", "Bloom")
 _NAME = re.compile(r"attention|attn", re.IGNORECASE)
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a softmax that runs in `module` is taken for that of attention: its parts say so, or the name of its
-    class where no module inside of it is attention."""
+    """Whether a softmax in `module` is attention's. This depends on the module's parts or, if no module in it is
+    attention, on the name of its class."""
     if _has_projections(module):
         return True
     if _NAME.search(type(module).__name__) is None:
@@ -50,7 +49,7 @@ def _has_projections(module: nn.Module) -> bool:
 
 
 def query_key_layers(module: nn.Module) -> tuple[nn.Linear, nn.Linear] | None:
-    """The linear layers of a module that make its queries and its keys, or None where it has no such two."""
+    """The linear layers of a module for its queries and keys, or None."""
     for names in PAIRS:
         q, k = (getattr(module, name, None) for name in names)
         if isinstance(q, nn.Linear) and isinstance(k, nn.Linear) and _is_float(q) and _is_float(k):
@@ -59,18 +58,19 @@ def query_key_layers(module: nn.Module) -> tuple[nn.Linear, nn.Linear] | None:
 
 
 def _is_float(layer: nn.Linear) -> bool:
-    """Whether its weight is not quantised. A parametrized one is not made for this: its parts may count that."""
+    """Whether its weight is not quantised. This does not compute a parametrized weight, because parametrizations may
+    count calls."""
     parametrized: Any = layer
     found = parametrized.parametrizations.weight.original if is_parametrized(layer, "weight") else layer.weight
     return isinstance(found, Tensor) and found.is_floating_point()
 
 
 def query_key_weights(module: nn.Module, heads: int, head_dim: int | None) -> tuple[Tensor, Tensor] | None:
-    """The weights of queries ``[H, D, N]`` and of keys ``[Hk, D, N']``, by head; None where they are not recognised.
+    """The weights of queries ``[H, D, N]`` and of keys ``[Hk, D, N']`` by head, or None if they are not recognised.
 
     Args:
         heads: query heads.
-        head_dim: None where it is not known; queries, keys and values are taken to be equally wide then.
+        head_dim: None if unknown; then queries, keys and values are assumed to have the same width.
     """
     if (layers := query_key_layers(module)) is not None:
         q, k = (whole(layer.weight.detach()) for layer in layers)
@@ -105,7 +105,7 @@ def _weight(layer: Any) -> Tensor | None:
     weight = whole(weight.detach())
     if isinstance(layer, nn.Linear):
         return weight
-    return weight.mT if type(layer).__name__ == "Conv1D" else None  # that of transformers is [in, out]
+    return weight.mT if type(layer).__name__ == "Conv1D" else None  # transformers' weight is [in, out]
 
 
 def _by_head(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor] | None:
@@ -116,13 +116,13 @@ def _by_head(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor] | None:
 
 
 def whole(x: Tensor) -> Tensor:
-    """x itself, or all of a tensor that is sharded: all processes are to ask for it."""
+    """x itself, or a full copy of a sharded tensor; all processes must call this."""
     gathered: Tensor = x.full_tensor() if is_dtensor(x) else x  # type: ignore[attr-defined]
     return gathered
 
 
 def pairs_of(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The names and layers of all queries and keys in `model`, each once."""
+    """The names and layers of all query and key projections in `model`, without repetition."""
     seen: set[nn.Module] = set()
     names = {module: name for name, module in model.named_modules()}
     for module in list(model.modules()):

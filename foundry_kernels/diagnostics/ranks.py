@@ -12,17 +12,17 @@ from foundry_kernels.nn import Attention
 
 @torch.no_grad()
 def effective_rank(x: Tensor) -> Tensor:
-    """Returns the exponential of the entropy of the singular values, each as a fraction of their sum.
+    """Returns the exponential of the entropy of the singular values, as fractions of their sum.
 
     Args:
         x: ``[..., M, N]`` floating-point, M and N at least 1.
 
     Returns:
-        ``[...]`` float32 (float64 for float64), from 1, where one direction holds everything, to min(M, N), where all
-        are alike; 0 for a matrix of zeros, NaN for one that is not finite.
+        ``[...]`` float32 (float64 for float64), from 1 for a single direction to min(M, N) for equal singular values; 0
+        for a matrix of zeros, NaN for one that is not finite.
 
     Raises:
-        TypeError: x is no floating-point tensor.
+        TypeError: x is not a floating-point tensor.
         ValueError: x has fewer than two dimensions, or an empty last one.
 
     Roy and Vetterli, "The effective rank: a measure of effective dimensionality", 2007, EUSIPCO.
@@ -41,8 +41,8 @@ def effective_rank(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def qk_ranks(attention: Attention) -> Tensor:
-    """[H]: for each query head the effective rank of ``W_q^T W_k``, by which it scores two inputs before any rotation;
-    at most head_dim."""
+    """[H]: for each query head, the effective rank of ``W_q^T W_k``, at most head_dim. The scores before any rotation
+    are a bilinear form with this matrix."""
     heads, width = attention.n_heads, attention.head_dim
     q, k = (whole(layer.weight).unflatten(0, (-1, width)) for layer in (attention.wq, attention.wk))
     return product_ranks(q, k, heads)
@@ -50,10 +50,10 @@ def qk_ranks(attention: Attention) -> Tensor:
 
 @torch.no_grad()
 def product_ranks(q: Tensor, k: Tensor, heads: int) -> Tensor:
-    """[H]: the effective ranks of ``q_h^T k_h`` of ``[H, D, N]`` and ``[Hk, D, N']``, NaN where these are not finite.
+    """[H]: the effective ranks of ``q_h^T k_h`` for ``[H, D, N]`` and ``[Hk, D, N']``, NaN if these are not finite.
 
-    The product is N x N'; its singular values are those of ``R_q R_k^T`` from the two factors' QR decompositions, which
-    is at most D x D.
+    The product is N x N'. It has the singular values of ``R_q R_k^T``, from the QR decompositions of both factors,
+    which is at most D x D.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     finite = q.isfinite().all() & k.isfinite().all()

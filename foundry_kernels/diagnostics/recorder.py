@@ -19,7 +19,7 @@ from foundry_kernels.models import Transformer
 from foundry_kernels.models.blocks import TransformerBlock
 from foundry_kernels.nn import Attention
 
-#: Rows of activations, queries and keys whose rank is taken: the singular values of more take long and say the same.
+#: Ranks are computed from this many rows of activations, queries and keys: more rows take long and give the same ranks.
 _ROWS = 512
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -36,19 +36,19 @@ def attentions_of(model: Transformer) -> list[Attention]:
 
 @dataclass
 class _Attended:
-    """A call of an attention module, of one forward pass."""
+    """A call of an attention module in a forward pass."""
 
     module: nn.Module
     block: nn.Module
     rows: Rows
     head_dim: int | None
-    q: Tensor | None  # [H, rows, D], where the weights are not recognised
+    q: Tensor | None  # [H, rows, D], if the weights are not recognised
     k: Tensor | None
     activations: Tensor | None = None
 
 
 class Recorder:
-    """What `record` yields. Every forward pass replaces what the one before left."""
+    """The result of `record`. Every forward pass replaces the recorded values of the previous one."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -63,7 +63,7 @@ class Recorder:
         if self._is_new:
             self._attended, self._is_new = [], False
         if isinstance(frame.seen, _Attended) and frame.seen.rows.entropy.shape == seen.rows.entropy.shape:
-            frame.seen.rows = frame.seen.rows + seen.rows  # an attention that calls it for a part at a time
+            frame.seen.rows = frame.seen.rows + seen.rows  # an attention that works on one part at a time
             return
         head_dim = None if seen.q is None else seen.q.shape[-1]
         q, k = seen.q, seen.k
@@ -76,7 +76,8 @@ class Recorder:
         self._attended.append(frame.seen)
 
     def _block(self, frames: list[Frame]) -> nn.Module:
-        """The layer that attention is part of: the innermost element of a list of modules with weights besides."""
+        """The layer of the attention: the innermost element of a module list that has more weights than the
+        attention."""
         inside = [frame.module for frame in reversed(frames) if frame.module in self._in_lists]
         for module in inside:
             if _feeding(module, {frames[-1].module}):
@@ -85,7 +86,7 @@ class Recorder:
             return inside[0]
         *outer, attention = (frame.module for frame in frames)
         if len(outer) == 1 and any(isinstance(module, nn.Embedding) for module in outer[0].modules()):
-            return attention  # and not the whole model
+            return attention  # rather than the whole model
         return outer[-1] if outer else attention
 
     def _left(self, frames: list[Frame], result: Any) -> None:
@@ -98,10 +99,10 @@ class Recorder:
 
     @torch.no_grad()
     def health(self) -> Health:
-        """Returns the health of the last forward pass and, where a backward pass followed, of its gradients.
+        """Returns the health of the last forward pass and, after a backward pass, of its gradients.
 
-        Of a model under DDP or `fully_shard` all processes are to call it: attention and activations are those of each
-        one's own tokens. (With tensor parallelism none of them has all heads.)
+        Under DDP or `fully_shard`, all processes must call it; attention and activations are those of the process's own
+        tokens. (With tensor parallelism, no process has all heads.)
 
         Raises:
             RuntimeError: there was no forward pass, or no attention was recognised in it.
@@ -142,7 +143,7 @@ class Recorder:
         )
 
     def _branches(self, attended: _Attended) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The parts of a block around attention, and those of its feed-forward part."""
+        """The parts of a block that contain attention, and the parts of its feed-forward branch."""
         around = [child for child in _children(attended.block) if attended.module in set(child.modules())]
         if not around:
             return [attended.module], []
@@ -155,7 +156,7 @@ class Recorder:
             return (
                 f"nothing was recorded: no forward pass ran inside `record` in which {shown} attended by the kernels "
                 "here, by F.scaled_dot_product_attention or by a softmax over scores [B, H, T, S]; a model that runs "
-                "something else, such as flex attention, is to be given attn_implementation='sdpa' or 'eager'"
+                "something else, such as flex attention, needs attn_implementation='sdpa' or 'eager'"
             )
         return (
             f"nothing was recorded: no attention was recognised in {type(self.model).__name__}. Looked for: calls of "
@@ -174,7 +175,7 @@ def _children(block: nn.Module) -> Iterator[nn.Module]:
 
 
 def _feeding(block: nn.Module, attentions: set[nn.Module]) -> list[nn.Module]:
-    """The parts of a block that have matrices and no attention."""
+    """The parts of a block that have matrices but no attention."""
     if block in attentions:
         return []
     return [
@@ -186,7 +187,7 @@ def _feeding(block: nn.Module, attentions: set[nn.Module]) -> list[nn.Module]:
 
 
 def _some(x: Tensor, dim: int) -> Tensor:
-    """A copy of some of the rows of x, spread evenly."""
+    """A copy of at most `_ROWS` rows of x, spread evenly."""
     rows = x.shape[dim]
     index = [slice(None)] * dim + [slice(0, None, max(1, rows // _ROWS))]
     return x[tuple(index)].narrow(dim, 0, min(rows, _ROWS)).detach().clone()
@@ -217,22 +218,23 @@ def _gradient_norm(modules: list[nn.Module]) -> float | None:
 def record(model: nn.Module) -> Iterator[Recorder]:
     """Records the forward passes of `model` in this block; the model's results do not change.
 
-    Where attention runs on this package's kernels (`fk.models`, `fk.nn`, a model after `fk.patch`), entropy and largest
-    logit are the kernels' own. In any other model they are computed, in blocks of rows, beside a call of
-    ``F.scaled_dot_product_attention`` or from the scores of a softmax in a module of attention: masks, windows, soft
-    caps, sinks and shared heads are as that attention has them. What was compiled runs uncompiled, and torch.nn's
-    fused inference of whole layers is off: results may differ by the rounding of these two, and torch.nn's encoder has
-    values at padded positions where it has 0 in inference else.
+    If attention runs on this package's kernels (`fk.models`, `fk.nn`, a model after `fk.patch`), the kernels return
+    entropy and the largest logit. In other models they are computed in blocks of rows, from the arguments of
+    ``F.scaled_dot_product_attention`` or from the scores of a softmax in an attention module. They include masks,
+    windows, soft caps, sinks and shared heads.
+
+    Compiled code runs uncompiled, and torch.nn's fused inference of whole layers is off. So results may differ by
+    rounding, and torch.nn's encoder has values at padded positions that are otherwise 0 in inference.
 
     Args:
-        model: any model: of transformers, of torch.nn, of this package, patched or not, or one's own. With a cache the
-            last forward pass counts, that of one token perhaps.
+        model: any model: of transformers, of torch.nn, of this package, patched or not, or your own. With a cache, the
+            last forward pass may have only one token.
 
     Yields:
-        a :class:`Recorder`, whose `health()` says what was seen, a :class:`LayerHealth` for each call of attention.
+        a :class:`Recorder`, whose `health()` has a :class:`LayerHealth` for each call of attention.
 
     Raises:
-        TypeError: model is no module.
+        TypeError: model is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")

@@ -1,5 +1,5 @@
-"""Sigma-Reparam: query and key projections whose spectral norm is a parameter, so that attention cannot collapse by
-their growth."""
+"""Sigma-Reparam: query and key projections whose spectral norm is a parameter, so that their growth cannot make
+attention collapse."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from torch.nn.utils import parametrize
 from foundry_kernels.core.registry import is_dtensor, wide_dtype
 from foundry_kernels.diagnostics.projections import PAIRS, pairs_of, whole
 
-#: Steps of the power iteration at the beginning; in training there is one more a forward pass.
+#: Steps of the power iteration at the start; each forward pass in training does one more.
 _FIRST_STEPS = 20
 
 
 class SpectralScale(nn.Module):
     """``gamma / sigma(W) * W``, with sigma the largest singular value ``u^T W v``; a parametrization of a weight.
 
-    u and v, which are buffers, follow the weight by a step of the power iteration in each forward pass in training that
-    records gradients; else they stay. The gradient goes through sigma, with u and v as constants. All of it is computed
-    in float32 or float64, under autocast too.
+    The buffers u and v follow the weight by one step of the power iteration in each forward pass in training that
+    records gradients. The gradient includes sigma, with u and v as constants. The computation is in float32 or float64,
+    also under autocast.
 
     Args:
-        weight: ``[N, K]``, of which u and v are estimated.
-        gamma: where the spectral norm begins; None is that of the weight.
+        weight: ``[N, K]``, the weight for which u and v are estimated.
+        gamma: the initial spectral norm; None is the weight's.
     """
 
     def __init__(self, weight: Tensor, gamma: float | None = 1.0, eps: float = 1e-12) -> None:
         super().__init__()
         self.eps = eps
         dtype, weight = weight.dtype, weight.to(wide_dtype(weight.dtype))
-        generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
+        generator = torch.Generator().manual_seed(0)  # does not change the caller's generator
         u, v = (torch.randn(n, generator=generator).to(weight) for n in weight.shape)
         u, v = F.normalize(u, dim=0, eps=eps), F.normalize(v, dim=0, eps=eps)
         with torch.no_grad():
             for _ in range(_FIRST_STEPS):
                 u, v = self._step(weight, v)
             norm = u @ (weight @ v) if gamma is None else weight.new_tensor(gamma)
-            self.gamma = nn.Parameter(norm[None].to(dtype))  # fully_shard takes no scalar, and one dtype
+            self.gamma = nn.Parameter(norm[None].to(dtype))  # fully_shard does not support scalars, or several dtypes
         self.register_buffer("u", u)
         self.register_buffer("v", v)
         self.u: Tensor
@@ -51,7 +51,7 @@ class SpectralScale(nn.Module):
         return u, F.normalize(weight.mT @ u, dim=0, eps=self.eps)
 
     def forward(self, weight: Tensor) -> Tensor:
-        weight, gamma = whole(weight), whole(self.gamma)  # fully_shard keeps parts outside of its forward pass
+        weight, gamma = whole(weight), whole(self.gamma)  # outside of its forward pass, fully_shard has shards
         wide = weight.to(wide_dtype(weight.dtype))
         with torch.autocast(weight.device.type, enabled=False):
             u, v = self.u.to(wide.dtype), self.v.to(wide.dtype)
@@ -66,27 +66,27 @@ class SpectralScale(nn.Module):
 
 
 class SigmaReparam:
-    """Reparametrizes the query and key projections of `model`: ``gamma / sigma(W) * W``, with gamma, the spectral norm,
-    a parameter of each.
+    """Reparametrizes the query and key projections of `model` as ``gamma / sigma(W) * W``. Each has a parameter gamma,
+    its spectral norm.
 
-        reparam = SigmaReparam(model)  # before the optimizer, which is to have the gammas too
+        reparam = SigmaReparam(model)  # before the optimizer, which needs the gammas
         ...
-        reparam.remove()  # leaves plain weights, as they are then
+        reparam.remove()  # leaves plain weights with the current values
 
-    Logits are at most gamma_q gamma_k |x|^2 / sqrt(head_dim), and gamma learns slowly, one number for a matrix: so
-    attention does not come to look at single tokens within some steps, as it does where these weights grow. sigma
-    follows the weights by one step of the power iteration in each forward pass in training. The state dict has the
-    parts of each weight: it is loaded into a model that is reparametrized too.
+    Logits are at most gamma_q gamma_k |x|^2 / sqrt(head_dim), and gamma, one number for a matrix, learns slowly. So
+    attention cannot collapse to single tokens within a few steps, as it does if these weights grow. sigma follows the
+    weights by one step of the power iteration in each forward pass in training. The state dict has the parts of each
+    weight, so it can only be loaded into a reparametrized model.
 
     Args:
         model: any model with linear layers of queries and of keys that `diagnostics` recognises: `wq` and `wk`,
-            `q_proj` and `k_proj`, `query` and `key`, and the like. Layers in which both are one, as in GPT-2, are none.
-        gamma: where the spectral norms begin; None keeps that of each weight, and so what the model computes.
+            `q_proj` and `k_proj`, `query` and `key`, and the like. Fused layers, as in GPT-2, are not supported.
+        gamma: the initial spectral norms; None keeps each weight's, and so the model's outputs.
 
     Raises:
-        TypeError: model is no module.
-        ValueError: gamma is not positive; no such layers were found, or one is reparametrized already, on the meta
-            device or sharded (`fully_shard` and DDP come after this).
+        TypeError: model is not a module.
+        ValueError: gamma is not positive; or no such layers were found; or one is already reparametrized, on the
+            meta device or sharded (apply `fully_shard` and DDP after this).
 
     Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse", 2023, arXiv:2303.06296.
     """
@@ -102,7 +102,7 @@ class SigmaReparam:
             raise ValueError(f"model must have linear layers of queries and keys, named {names}; got none")
         for name, layer in layers.items():
             if layer.weight.is_meta or is_dtensor(layer.weight):
-                kind = "no values yet" if layer.weight.is_meta else "its parts on several devices"
+                kind = "no values yet" if layer.weight.is_meta else "shards on several devices"
                 raise ValueError(
                     f"model must have whole weights: {name} has {kind}; reparametrize it before or after that"
                 )
@@ -111,16 +111,16 @@ class SigmaReparam:
         self.layers = layers
         for layer in layers.values():
             scale = SpectralScale(layer.weight.detach(), gamma)
-            with torch.no_grad():  # it is run, and is not to move u and v
+            with torch.no_grad():  # runs the parametrization, which must not update u and v
                 parametrize.register_parametrization(layer, "weight", scale)
 
     @torch.no_grad()
     def remove(self) -> None:
-        """Makes the weights plain parameters again, with the values that they have."""
+        """Makes the weights plain parameters again, with their current values."""
         for layer in self.layers.values():
             parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
 
     @staticmethod
     def is_in(state_dict: Iterable[str]) -> bool:
-        """Whether a state dict is that of a model that is reparametrized."""
+        """Whether a state dict is from a reparametrized model."""
         return any(name.endswith(".parametrizations.weight.0.gamma") for name in state_dict)

@@ -1,4 +1,4 @@
-"""python -m foundry_kernels size MODEL: what a model costs, by part."""
+"""python -m foundry_kernels size MODEL: the cost of a model, by part."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--length", type=int, help="tokens of a sequence (default: the model's max_seq_len)")
     add("--batch", type=int, default=1, help="sequences (default: 1)")
     add("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of weights and cache (default: bfloat16)")
-    add("--training", action="store_true", help="weights, gradients, optimizer state and activations of a step too")
+    add("--training", action="store_true", help="also weights, gradients, optimizer state and activations of a step")
     add("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)")
     add("--autocast", choices=tuple(DTYPES)[1:], help="dtype of torch.autocast in the step")
-    add("--backend", choices=("auto", "reference"), default="auto", help="whose activations (default: auto)")
+    add("--backend", choices=("auto", "reference"), default="auto", help="backend of the activations (default: auto)")
     return parser.parse_args(argv)
 
 
@@ -44,7 +44,7 @@ def config_of(name: str) -> ModelConfig:
         family, size = known[name]
         return ModelConfig(**presets.fields(family, size, {}))
     if not Path(name).exists():
-        raise CheckpointError(f"{name} is no checkpoint, and no preset: {', '.join(known)}")
+        raise CheckpointError(f"{name} is neither a checkpoint nor a preset: {', '.join(known)}")
     return load_config(Path(name))
 
 
@@ -54,13 +54,13 @@ def lines(config: ModelConfig, options: argparse.Namespace) -> list[str]:
     found = [f"{parameters.total:,} parameters, {parameters.total * dtype.itemsize / 2**30:.2f} GiB in {options.dtype}"]
     found += [f"  {_title(name):<18} {n:>18,} {100 * parameters.shares[name]:6.1f} %" for name, n in parameters.items()]
     if config.n_experts is not None:
-        found.append(f"  {config.parameters_by_part(active=True).total:,} of them a token goes through")
+        found.append(f"  {config.parameters_by_part(active=True).total:,} of them are active for a token")
     if config.causal:
         size = config.cache_bytes(options.batch, length, dtype) / 2**30
         found += ["", f"key-value cache of {options.batch} x {length} tokens in {options.dtype}: {size:.2f} GiB"]
     flops = flops_by_part(config, length)
     total = sum(flops.values())
-    found += ["", f"{total / 1e9:,.2f} GFLOP a token of a forward pass of {length}, 3 times that in training"]
+    found += ["", f"{total / 1e9:,.2f} GFLOP a token in a forward pass of {length} tokens, 3 times as many in training"]
     found += [f"  {_title(name):<18} {n / 1e9:>18,.3f} {100 * n / total:6.1f} %" for name, n in flops.items()]
     if options.training:
         autocast = None if options.autocast is None else DTYPES[options.autocast]

@@ -1,4 +1,4 @@
-"""Sums over the rows of attention, by head: of a kernel's own statistics, of queries and keys, or of scores.
+"""Sums over the rows of attention, by head: from a kernel's statistics, from queries and keys, or from scores.
 
 Queries and scores are read in blocks of rows, so that nothing here has the size T x S.
 """
@@ -18,14 +18,14 @@ from foundry_kernels.ops.flash_attention.attention_mask import TILE, dense
 
 #: Scores in a block of rows.
 _BLOCK = 2**21
-#: A score below this says that a query does not see the key: models write large finite numbers for minus infinity.
+#: A score below this means that the query does not see the key: models use large finite numbers for minus infinity.
 _HIDDEN = -1e8
 
 
 @dataclass
 class Rows:
-    """Attributes: `entropy` ``[H]``, the sum over all rows in nats; `most` ``[H]``, the sum of the largest entropies
-    that there could be, the logarithms of the numbers of keys seen; `max_logit` ``[H]``. float32 or float64."""
+    """Attributes: `entropy` ``[H]``, the sum over all rows in nats; `most` ``[H]``, the sum of the largest possible
+    entropies, the logarithms of the numbers of visible keys; `max_logit` ``[H]``. They are float32 or float64."""
 
     entropy: Tensor
     most: Tensor
@@ -36,13 +36,13 @@ class Rows:
         return Rows(self.entropy + other.entropy, self.most + other.most, largest)
 
     def fraction(self) -> Tensor:
-        """[H]: the entropy as a fraction of the largest; 1 where no row sees more than one key."""
+        """[H]: the entropy as a fraction of the largest one; 1 if no row sees more than one key."""
         found = self.entropy / self.most.clamp_min(math.ulp(1.0))
         return found.clamp_min(0.0).masked_fill(self.most == 0, 1.0)
 
 
 def of_scores(scores: Tensor, sinks: Tensor | None = None) -> Rows:
-    """Of logits ``[B, H, T, S]``, what is hidden at minus infinity or far below, beside one more ``[B, H, T, 1]``."""
+    """From logits ``[B, H, T, S]``, with hidden keys at minus infinity or far below 0, and sinks ``[B, H, T, 1]``."""
     found = []
     for first, last in _blocks(scores.shape):
         found.append(_of_block(scores[:, :, first:last], None if sinks is None else sinks[:, :, first:last]))
@@ -50,7 +50,8 @@ def of_scores(scores: Tensor, sinks: Tensor | None = None) -> Rows:
 
 
 def of_queries(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Rows:
-    """Of SDPA's ``[B, H, T, D]`` and ``[B, Hk, S, D]``, with its mask (bool, True is seen, or floating and added)."""
+    """From SDPA's ``[B, H, T, D]`` and ``[B, Hk, S, D]``, with its mask (bool with True for visible, or floating and
+    added)."""
     b, h, t, d = q.shape
     s = k.shape[2]
     wide = wide_dtype(q.dtype)
@@ -70,8 +71,8 @@ def of_queries(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: f
 
 
 def of_kernel(entropy: Tensor, max_logit: Tensor, shape: tuple[int, int, int, int], options: Any) -> Rows:
-    """Of a kernel's ``[B, H, T]``, or ``[H, total]`` of packed sequences, for a call with these AttentionOptions;
-    shape: (B, H, T, S) of the scores, or (1, H, total_q, total_k)."""
+    """From a kernel's ``[B, H, T]``, or ``[H, total]`` for packed sequences, in a call with these AttentionOptions.
+    `shape` is (B, H, T, S) of the scores, or (1, H, total_q, total_k)."""
     if entropy.dim() == 2:
         entropy, max_logit = entropy[None], max_logit[None]
         seen = _seen_packed(shape[2], options)
@@ -119,7 +120,7 @@ def _largest(max_logit: Tensor) -> Tensor:
 
 
 def _window(positions: Tensor, keys: Tensor | int, options: Any) -> tuple[Tensor, Tensor]:
-    """The first key that each position sees, and the one behind the last; positions are aligned with the keys'."""
+    """The first key that each position sees, and one past the last; positions are aligned with the keys'."""
     left, right = options.window_left, options.window_right
     first = torch.zeros_like(positions) if left is None else positions - left
     last = torch.zeros_like(positions) + keys if right is None else positions + right + 1
@@ -127,7 +128,7 @@ def _window(positions: Tensor, keys: Tensor | int, options: Any) -> tuple[Tensor
 
 
 def _seen(shape: tuple[int, int, int, int], options: Any, device: torch.device) -> Tensor:
-    """The numbers of keys that each query sees, broadcasting to ``[B, H, T]``."""
+    """The number of keys that each query sees, broadcastable to ``[B, H, T]``."""
     _, _, t, s = shape
     positions = torch.arange(t, device=device) + (s - t if options.bottom_right else 0)
     first, last = _window(positions, s, options)
@@ -149,7 +150,7 @@ def _seen(shape: tuple[int, int, int, int], options: Any, device: torch.device) 
 
 
 def _seen_packed(total: int, options: Any) -> Tensor:
-    """[total]: likewise, of packed sequences; of rows behind the last one 0."""
+    """[total]: the same for packed sequences; 0 for rows after the last one."""
     cu_q, cu_k = options.cu_seqlens_q.long(), options.cu_seqlens_k.long()
     if len(cu_q) == 1:
         return torch.zeros(total, device=cu_q.device)

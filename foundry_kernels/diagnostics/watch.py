@@ -1,8 +1,8 @@
-"""Sees the attention that a model computes, whichever way it does: by our kernels, by SDPA, or by a softmax of scores.
+"""Observes a model's attention, whether it runs on this package's kernels, in SDPA, or as a softmax of scores.
 
-Our kernels are asked for their statistics. What plain PyTorch runs is seen as the operators that it comes down to,
-below autograd, where masks, caps, biases and shared heads are as attention has them; the statistics are computed beside
-it. Hooks on the modules that have parts tell which module it is that runs.
+The kernels return their statistics. In plain PyTorch, a dispatch mode sees the operators below autograd, with masks,
+caps, biases and shared heads already applied, and the statistics are computed from their arguments. Hooks on modules
+with children find the module that runs.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _SDPA = (
 )
 SDPA = {getattr(aten, name) for name in _SDPA if hasattr(aten, name)}
 SOFTMAX = {aten._softmax, aten._safe_softmax}
-COMPOSED = {aten.scaled_dot_product_attention, aten.softmax, aten.matmul}  # as inference mode has them
-PRODUCTS = {aten.bmm: 0, aten.baddbmm: 1}  # and the place of the first factor
+COMPOSED = {aten.scaled_dot_product_attention, aten.softmax, aten.matmul}  # in inference mode, these are not decomposed
+MATMULS = {aten.bmm: 0, aten.baddbmm: 1}  # and the index of the first factor
 
 
 class Frame:
-    """A call of a module. seen: what attention was seen in it by itself, not in a module inside of it."""
+    """A call of a module. seen: the attention in this module itself, not in its children."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.attends = is_attention(module)
         self.seen: Any = None
-        self.product: tuple[Tensor, Tensor] | None = None  # the last one: queries and keys, where a softmax follows
-        self.joined: tuple[Tensor, Tensor] | None = None  # the last scores that sinks were put beside
+        self.product: tuple[Tensor, Tensor] | None = None  # the last factors: q and k if a softmax follows
+        self.joined: tuple[Tensor, Tensor] | None = None  # the last scores that were concatenated with sinks
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One call of attention: `q` ``[B, H, T, D]`` and `k` ``[B, Hk, S, D]``, or None where they are not known."""
+    """One call of attention: `q` ``[B, H, T, D]`` and `k` ``[B, Hk, S, D]``, or None if they are unknown."""
 
     rows: Rows
     q: Tensor | None
@@ -56,8 +56,9 @@ class Seen:
 
 
 class Watch(TorchDispatchMode):
-    """Calls `attended` with the frames of all modules that run, the frame whose attention it is, and what was seen;
-    `left` with the frames before a module's call ends, that of the module the last of them, and its result."""
+    """Calls `attended` for each attention, with the frames of all running modules, the attention's frame and its
+    `Seen`. Calls `left` at the end of each module's call, with all frames (the module's is the last one) and the
+    result."""
 
     supports_higher_order_operators = True
 
@@ -71,10 +72,10 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """Watches `model` in this block. What was compiled runs uncompiled."""
+        """Watches `model` in this block. Compiled code runs uncompiled."""
         with ExitStack() as undo:
             undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-            torch.backends.mha.set_fastpath_enabled(False)  # its one operator has all of a layer in it
+            torch.backends.mha.set_fastpath_enabled(False)  # one operator would compute a whole layer
             if "torch._dynamo" in sys.modules:
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             for name in ("flash_attention", "flash_attention_varlen"):
@@ -92,7 +93,7 @@ class Watch(TorchDispatchMode):
         self.frames.append(Frame(module))
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        while self.frames and self.frames[-1].module is not module:  # those that an error ended
+        while self.frames and self.frames[-1].module is not module:  # left by an error
             self.frames.pop()
         if self.frames:
             if result is not None:
@@ -109,9 +110,9 @@ class Watch(TorchDispatchMode):
             self._paused = before
 
     def _frame(self, known: bool) -> Frame | None:
-        """The innermost call of an attention; where there is none, and only that of one is `known` to be attention,
-        that of any module."""
-        recomputes = torch._C._current_graph_task_id() != -1  # what was checkpointed, in a backward pass
+        """The innermost call of an attention module. If there is none and the operator is `known` to be attention, the
+        innermost call of any module."""
+        recomputes = torch._C._current_graph_task_id() != -1  # recomputation in a backward pass
         if self._paused or not self.frames or recomputes:
             return None
         found = next((frame for frame in reversed(self.frames) if frame.attends), None)
@@ -149,7 +150,7 @@ class Watch(TorchDispatchMode):
             frame = self._frame(known=True)
             if frame is not None:
                 self._sdpa(frame, _bound(func, args, kwargs))
-        elif packet in SOFTMAX or packet in PRODUCTS or packet is aten.cat:
+        elif packet in SOFTMAX or packet in MATMULS or packet is aten.cat:
             frame = self._frame(known=False)
             if frame is not None:
                 self._scores(frame, packet, args)
@@ -164,8 +165,8 @@ class Watch(TorchDispatchMode):
 
     @torch.no_grad()
     def _scores(self, frame: Frame, packet: Any, args: Any) -> None:
-        if packet in PRODUCTS:
-            first = PRODUCTS[packet]
+        if packet in MATMULS:
+            first = MATMULS[packet]
             frame.product = args[first], args[first + 1].mT
             return
         if packet is aten.cat:
@@ -177,7 +178,7 @@ class Watch(TorchDispatchMode):
             return
         sinks = None
         if frame.joined is not None and x.shape == (*frame.joined[0].shape[:-1], frame.joined[0].shape[-1] + 1):
-            # Of scores that the largest may have been taken from since.
+            # The maximum may have been subtracted from the scores.
             x, sinks = frame.joined
         heads = x.shape[1] if x.dim() == 4 else _heads(frame.module, x.shape[0])
         scores = x if x.dim() == 4 else x.unflatten(0, (-1, heads))
@@ -197,7 +198,7 @@ def _bound(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _heads(module: Any, rows: int) -> int:
-    """How many heads the first dimension of scores ``[B * H, T, S]`` has, by what the module says of itself."""
+    """The number of heads in the first dimension of scores ``[B * H, T, S]``, from the module's attributes."""
     for name in ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "nh"):
         count = getattr(module, name, None)
         if isinstance(count, int) and count > 0 and rows % count == 0:

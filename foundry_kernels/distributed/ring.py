@@ -178,8 +178,8 @@ class _Arriving(NamedTuple):
 
 
 def _bias_of_keys(slopes: Tensor, piece: Piece, n_keys: int) -> Tensor:
-    """ALiBi's bias ``[B or 1, H, 1, S]`` but for what all keys of a query have in common, `_bias_of_queries`: where
-    all keys lie on one side of the queries, it is the sum of both."""
+    """ALiBi's bias ``[B or 1, H, 1, S]`` without the part that is equal for all keys of a query, `_bias_of_queries`. If
+    all keys are on one side of the queries, the bias is the sum of both."""
     key = torch.arange(n_keys, device=slopes.device, dtype=slopes.dtype)
     steps = n_keys - 1 - key if piece.distance > 0 else key
     bias = slopes[..., None, None] * -steps

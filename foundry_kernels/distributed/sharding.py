@@ -119,8 +119,8 @@ def _sums(letter: str, op: torch._ops.OpOverload, outputs: Sequence[tuple[str, .
 
 def _register(op: torch._ops.OpOverload, rule: Rule) -> None:
     register_sharding(op)(lambda *given: strategies(op, rule, given))
-    # Arguments that are no tensors matter too: which tensors are absent, which outputs are wanted. `register_sharding`
-    # caches by integers only, and would answer a later call with the outputs of an earlier one.
+    # Other arguments than tensors matter too: which tensors are absent, and which outputs are requested.
+    # `register_sharding` caches by integers only, and would return an earlier call's outputs for a later call.
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = RuntimeSchemaInfo(0)
 
 

@@ -1,7 +1,7 @@
-"""Adapters, which make modules of other packages run on the operations here.
+"""Adapters make modules of other packages run on this package's operations.
 
-A module is patched by giving the instance another class (`swap.py`), whose methods are here. Differences between
-classes of modules are in a table (`table.py`).
+Patching gives a module another class (`swap.py`), whose methods are here. A table (`table.py`) has the differences
+between classes of modules.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ONE_INPUT = split_names("self x hidden_states")
 
 
 def names_of(code: CodeType) -> set[str]:
-    """Returns the globals and attributes that a function uses, those inside of it too."""
+    """Returns the globals and attributes that a function uses, including its inner functions."""
     inner = (names_of(part) for part in code.co_consts if isinstance(part, CodeType))
     return set(code.co_names).union(*inner)
 
@@ -54,15 +54,16 @@ class State:
     """The state of a patched module: the backend of each operation, and what `undo` needs."""
 
     backends: dict[str, str]
-    previous: dict[str, Any] = field(default_factory=dict)  # "backends" of a module of ours, "attention" of a config
-    gelu: str = "none"  # the approximation that a geglu has
-    dense_masks: str = "kernels"  # what runs a call with a dense mask, as `patch` was told
-    recurrent: tuple[str, ...] = ()  # the classes in a model of layers that mix packed documents
+    #: "backends" of this package's modules, "attention" of a config.
+    previous: dict[str, Any] = field(default_factory=dict)
+    gelu: str = "none"  # the approximation of geglu
+    dense_masks: str = "kernels"  # as in `patch`
+    recurrent: tuple[str, ...] = ()  # the model's classes of layers that mix packed documents
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One class of modules: which operations it runs on, and by which method.
+    """One class of modules: its operations, and the replaced method.
 
     names: all names that the overridden method may use. A method that uses other names is of an unknown version and is
     not patched.
@@ -70,7 +71,7 @@ class Adapter:
 
     method: ClassVar[str] = "forward"
     names: ClassVar[frozenset[str]] = frozenset()
-    #: Likewise the arguments that the method may have; empty if the class's own method stays.
+    #: The arguments that the method may have; empty if the class's own method stays.
     arguments: ClassVar[frozenset[str]] = frozenset()
     #: Whether a module that has the subclass but is no longer patched behaves like the original class.
     transparent: ClassVar[bool] = False
@@ -111,7 +112,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Norm(Adapter):
-    """A root-mean-square norm over the last dimension; the arguments are those of `rms_norm`."""
+    """A root-mean-square norm over the last dimension, with the arguments of `rms_norm`."""
 
     eps: str = "variance_epsilon"
     weight_offset: float = 0.0
@@ -130,7 +131,7 @@ class Norm(Adapter):
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     row: Norm = self._foundry_row
     backend = self._foundry.backends.get("rms_norm")
-    if backend is None:  # only qk_norm_rope was asked for, and this call is outside of it
+    if backend is None:  # only qk_norm_rope is patched, and this call is outside of it
         return self._foundry_original.forward(self, hidden_states)
     return rms_norm(
         hidden_states,
@@ -144,7 +145,7 @@ def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TorchNorm(Adapter):
-    """`torch.nn.RMSNorm` or `torch.nn.LayerNorm`, which becomes that of `foundry_kernels.nn`."""
+    """`torch.nn.RMSNorm` or `torch.nn.LayerNorm`, which becomes the one of `foundry_kernels.nn`."""
 
     op: str = "rms_norm"
 
@@ -165,7 +166,7 @@ def _backends(self: Any) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class Gated(Adapter):
-    """A gated MLP or a mixture of experts, whose activation, in `act`, must be a supported one."""
+    """A gated MLP or a mixture of experts. Its activation, in `act`, must be supported."""
 
     act: str = "act_fn"
 
@@ -185,7 +186,7 @@ class Gated(Adapter):
 
 @dataclass(frozen=True)
 class MLP(Gated):
-    """``down_proj(act(gate_proj(x)) * up_proj(x))``; `packed` where one projection gives both, the gate first."""
+    """``down_proj(act(gate_proj(x)) * up_proj(x))``; `packed`: one projection computes both, the gate first."""
 
     packed: bool = False
 
@@ -197,7 +198,7 @@ class MLP(Gated):
 
 
 def layers_of(module: Any, x: Tensor) -> Layers:
-    """How a patched module calls its linear layers on `x`."""
+    """The calls of a patched module's linear layers on `x`."""
     return products_for(x, *module._foundry.backends.values())
 
 
@@ -228,9 +229,9 @@ class Attention(Adapter):
     """Projections, norms of queries and keys, rotation, cache, and the attention function of the model's config.
 
     norms: "" for none, "heads" before the rotation and over a head, "projection" over all heads at once.
-    packed: one `qkv_proj`. interleaved: pairs (2i, 2i + 1). half_tables: cos and sin come without their equal second
-    half. optional_rope: `use_rope` says whether the layer rotates at all. passes: what the attention function gets
-    besides mask, scaling and dropout. uses: names that only this row's forward uses.
+    packed: one `qkv_proj`. interleaved: pairs (2i, 2i + 1). half_tables: cos and sin have no second half, which would
+    be equal. optional_rope: `use_rope` is whether the layer rotates. passes: the attention function's arguments besides
+    mask, scaling and dropout. uses: names that only this row's forward uses.
     """
 
     norms: str = ""
@@ -248,7 +249,7 @@ class Attention(Adapter):
         "ALL_ATTENTION_FUNCTIONS get_interface config _attn_implementation eager_attention_forward training "
         "attention_dropout scaling reshape contiguous"
     )
-    #: The cache has two names, by release.
+    #: The cache has two names, depending on the release.
     arguments = split_names("self hidden_states position_embeddings attention_mask past_key_values cache kwargs")
 
     def known(self) -> frozenset[str]:
@@ -332,7 +333,7 @@ def _attention_forward(
     if rotates:
         assert position_embeddings is not None
         q, k = _rotate(self, row, q, k, *position_embeddings, fused)
-    cache = past_key_values if cache is None else cache  # what transformers calls it from 5.24 on
+    cache = past_key_values if cache is None else cache  # its name since transformers 5.24
     if cache is not None:
         k, v = cache.update(k, v, self.layer_idx)
     attend = home.ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, home.eager_attention_forward)
@@ -380,8 +381,8 @@ def _rotate(
 
 
 def _fusable(q_norm: Any, k_norm: Any) -> bool:
-    """Returns whether nothing but one and the same norm happens when these are called: no hook, no forward of its own
-    (with which transformers' `tp_plan` sums the weights' gradients), and no wrapper around them."""
+    """Returns whether both are plain calls of equal norms: without hooks, without their own forward (with which
+    transformers' `tp_plan` sums the weights' gradients), and without wrappers."""
     for norm in (q_norm, k_norm):
         if getattr(type(norm), "_foundry_class", None) is not type(norm):
             return False

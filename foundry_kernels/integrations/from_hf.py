@@ -1,7 +1,7 @@
-"""Converts configurations and weights of transformers' models to ours, as `hf_config_maps.py` specifies.
+"""Converts configurations and weights of transformers' models to this package's, as `hf_config_maps.py` specifies.
 
-Nothing of transformers is imported: classes are known by their names, options by their configuration, and weights by
-the names of the parameters.
+transformers is not imported: classes are recognised by their names, options by the configuration, and weights by the
+names of parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _by_their_names(ours: Mapping[str, str]) -> dict[str, str]:
     return {theirs: name for name, all_theirs in ours.items() for theirs in all_theirs.split()}
 
 
-#: The families' names of our modules. No name is ambiguous between families.
+#: The families' names of this package's modules. No name is ambiguous between families.
 MODULES = _by_their_names(
     {
         "tok_embeddings": (
@@ -85,7 +85,7 @@ def read(model: nn.Module, changes: dict[str, Any]) -> tuple[ModelConfig, State]
     name, theirs = type(model).__name__, dict(model.named_parameters())
     (config,) = read_configs(model, (reading,), changes)
     one_kind(theirs)
-    # The bias of a router's choice is no parameter, and stays float32.
+    # The bias of a router's choice is not a parameter, and stays float32.
     theirs |= {key: b for key, b in model.named_buffers() if key.endswith("e_score_correction_bias")}  # type: ignore[misc]
     skipped = reading.skipped(model.config)
     state: State = {}
@@ -111,7 +111,7 @@ def read(model: nn.Module, changes: dict[str, Any]) -> tuple[ModelConfig, State]
 
 
 def known(model: nn.Module, table: Mapping[str, T]) -> T:
-    """What `table` has of the class of a model of transformers."""
+    """The entry of `table` for the class of a model of transformers."""
     name, home = type(model).__name__, type(model).__module__
     if name not in table or not hasattr(model, "config") or home.partition(".")[0] != "transformers":
         raise TypeError(f"model must be one of {', '.join(table)} of transformers; got {name} of {home}")
@@ -138,7 +138,7 @@ def read_configs(model: nn.Module, readings: Sequence[Reading], changes: Mapping
 
 
 def one_kind(theirs: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless all weights are of one dtype, on one device."""
+    """Raises ValueError unless all weights have the same dtype and device."""
     if len({(weight.dtype, weight.device) for weight in theirs.values()}) != 1:
         kinds = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in theirs.values()}))
         raise ValueError(f"model must have weights of one dtype on one device; got {kinds}")
@@ -150,8 +150,8 @@ def refuse_unknown(unknown: list[str], name: str) -> None:
 
 
 def _ours(their_name: str) -> tuple[str | None, str]:
-    """Returns our name of the module that has a parameter, or None; and what follows in the parameter's name, which is
-    nothing where the parameter has a name of its own (those of experts)."""
+    """Returns this package's name of a parameter's module, or None, and the rest of the parameter's name. The rest is
+    empty if the parameter itself has an entry (those of experts)."""
     last = their_name.rpartition(".")[2]
     kind = f".{last}" if last in ("weight", "bias") else ""
     module, layer = their_name.removesuffix(kind), LAYER.match(their_name)
@@ -162,7 +162,7 @@ def _ours(their_name: str) -> tuple[str | None, str]:
 
 
 def check(state: State, expected: State, model: nn.Module) -> None:
-    """Raises ValueError where weights are missing, too many or of another shape."""
+    """Raises ValueError if weights are missing, unknown or have another shape."""
     name = type(model).__name__
     if missing := sorted(expected.keys() - state.keys()):
         raise ValueError(f"{name} lacks the weights of {_few(missing)}")
@@ -177,7 +177,7 @@ def check(state: State, expected: State, model: nn.Module) -> None:
 
 
 def _split(prefix: str, kind: str, weight: Tensor, config: ModelConfig, how: str, name: str) -> State:
-    """wq, wk and wv of one matrix, or of one bias."""
+    """wq, wk and wv from one matrix, or from one bias."""
     queries, keys, width = config.n_heads, config.kv_heads, config.head_width
     if weight.shape[0] != (queries + 2 * keys) * width:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Adapters of GPT-like families: a LayerNorm, biases, an MLP without a gate, and dropout.
 
-Their norms are `torch.nn.LayerNorm`, which has an adapter of its own. Dropout of residuals and embeddings is the
-model's, that of attention's weights is inside the kernel.
+Their norms are `torch.nn.LayerNorm`, which has its own adapter. The model applies dropout to residuals and embeddings;
+the kernel applies it to attention weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from foundry_kernels.ops.rope import rope
 
 @dataclass(frozen=True)
 class GptLikeAttention(Attention):
-    """An attention whose forward uses `names`, and none that those of Llama's kind share."""
+    """An attention whose forward uses `names`, without the common names of Llama-like attention."""
 
     def known(self) -> frozenset[str]:
         return self.names
@@ -29,7 +29,7 @@ class GptLikeAttention(Attention):
 
 @dataclass(frozen=True)
 class GPT2Attention(GptLikeAttention):
-    """GPT-2's has no positions of its own: nothing is left to do but the attention function, and its forward stays."""
+    """GPT-2's attention has no positions, so its forward stays and only the attention function is replaced."""
 
     names = split_names(
         "isinstance EncoderDecoderCache is_updated get layer_idx cross_attention_cache self_attention_cache hasattr "
@@ -89,7 +89,7 @@ def _neox_attention(
     return layers.linear(out.reshape(*tokens, -1), self.dense), weights
 
 
-#: Activations that are GELU but that no gated kernel is asked for: the approximation.
+#: The approximations of GELU activations that gated MLPs do not use.
 MORE_GELUS = {
     ("transformers.activations", "NewGELUActivation"): "tanh",
     ("transformers.models.bloom.modeling_bloom", "BloomGelu"): "tanh",
@@ -97,7 +97,7 @@ MORE_GELUS = {
 
 
 def gelu_of(act: object) -> str | None:
-    """Returns the approximation of an activation module that is GELU, else None."""
+    """Returns the approximation of an activation module if it is GELU, otherwise None."""
     found = activation(act)
     if found is not None and found[0] == "geglu":
         return found[1]
@@ -108,7 +108,7 @@ def gelu_of(act: object) -> str | None:
 class PlainMLP(Adapter):
     """``second(gelu(first(x)))``: the bias of the first matmul is fused into the activation.
 
-    first, second, act: the names of the layers. dropout: that of one after the second, or "".
+    first, second, act: the names of the layers. dropout: the name of a dropout after the second layer, or "".
     """
 
     first: str = ""
@@ -143,14 +143,14 @@ def activated(self: Any, x: Tensor) -> Tensor:
     """``gelu(first(x))``."""
     row: PlainMLP = self._foundry_row
     approximate = gelu_of(getattr(self, row.act))
-    assert approximate is not None  # or the module is left as it was
+    assert approximate is not None  # otherwise the module is not patched
     product, bias = _product(layers_of(self, x), getattr(self, row.first), x)
     return bias_gelu(product, bias, approximate=approximate, backend=self._foundry.backends["bias_gelu"])
 
 
 def _product(layers: Layers, layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What a layer multiplies, and the bias that is still to be added; None where the layer had to be called: it is of
-    another class (LoRA's, a quantised one), or has hooks."""
+    """The matmul of a layer, and its bias, which is not added yet. The bias is None if the layer was called, because it
+    has another class (LoRA's, a quantised one) or hooks."""
     kind = type(layer)
     name = kind.__module__, kind.__qualname__
     if not is_observed(layer):

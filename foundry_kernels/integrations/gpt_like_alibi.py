@@ -37,7 +37,7 @@ class WholeAttention(GptLikeAttention):
 
 
 def _additive(self: Any, x: Tensor, mask: Tensor | None, layer_past: Any) -> Tensor:
-    """Returns a mask of "foundry" as the model's own attention adds it."""
+    """Converts a mask of "foundry" to one that the model's own attention adds."""
     batch, queries = x.shape[:2]
     keys = queries + (0 if layer_past is None else layer_past.get_seq_length(self.layer_idx))
     seen: Tensor = self._foundry_dense(mask, batch, queries, keys, x.device)
@@ -60,7 +60,7 @@ class BloomAttention(WholeAttention):
         return _why_not_sliced(module)
 
     def why_not_attend(self, module: nn.Module) -> str | None:
-        return None  # it has no other attention than "eager"
+        return None  # it only has "eager" attention
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return ("flash_attention",)
@@ -95,7 +95,7 @@ def _bloom_attention(
         k, v = layer_past.update(k, v, self.layer_idx)
     dropout = self.attention_dropout.p if self.training else 0.0
     options = {"scaling": self.inv_norm_factor, "dropout": dropout, "output_attentions": output_attentions}
-    if is_dense(attention_mask):  # whose padding may lie between tokens, which its ALiBi then does not count
+    if is_dense(attention_mask):  # padding may be between tokens, and its ALiBi does not count it
         options["position_bias"] = alibi.view(q.shape[0], self.num_heads, 1, -1) * self.beta
     else:
         options["alibi_slopes"] = _slopes(self, q.device)
@@ -136,7 +136,7 @@ def _has_alibi(module: Any) -> bool:
 
 @dataclass(frozen=True)
 class FalconAttention(WholeAttention):
-    """Rotation or ALiBi; heads of keys and values that are shared are not repeated where there is no cache."""
+    """Rotation or ALiBi. Without a cache, shared heads of keys and values are not repeated."""
 
     names = split_names(
         "query_key_value new_decoder_architecture num_heads num_kv_heads _split_heads shape transpose reshape "
@@ -179,9 +179,9 @@ def _falcon_attention(
         q, k = rope(q, k, cos, sin, backend=backend)
     if layer_past is not None:
         k, v = layer_past.update(k, v, self.layer_idx)
-    # A dense mask has it added already.
+    # A dense mask already includes it.
     slopes = None if alibi is None or dense else _falcon_slopes(self, q.device)
-    # With rotations its own attention drops nothing out.
+    # With rotations, its own attention has no dropout.
     dropout = 0.0 if alibi is None or not self.training else self.attention_dropout.p
     options = {"scaling": self.inv_norm_factor, "dropout": dropout, "output_attentions": output_attentions}
     out, weights = self._foundry_attend(self, q, k, v, attention_mask, is_causal=True, alibi_slopes=slopes, **options)
@@ -189,7 +189,7 @@ def _falcon_attention(
 
 
 def _falcon_heads(self: Any, x: Tensor, repeated: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v [B, T, heads, D]; `repeated`: as the model's own forward has them in its cache."""
+    """q, k and v [B, T, heads, D]; `repeated`: repeat shared heads, as in the cache of the model's own forward."""
     qkv = self.query_key_value(x)
     if repeated or not self.new_decoder_architecture:
         q, k, v = self._split_heads(qkv)
@@ -199,12 +199,12 @@ def _falcon_heads(self: Any, x: Tensor, repeated: bool) -> tuple[Tensor, Tensor,
 
 
 def _falcon_slopes(self: Any, device: torch.device) -> Tensor:
-    """ALiBi is scaled as the scores are, and its slopes are rounded to bfloat16."""
+    """ALiBi is scaled like the scores, and its slopes are rounded to bfloat16."""
     return _slopes(self, device) * self.inv_norm_factor
 
 
 def _slopes(self: Any, device: torch.device) -> Tensor:
-    """Returns the model's own slopes: what its bias of the scores is from one key to the next."""
+    """Returns the model's own slopes: the difference of its bias between neighbouring keys."""
     ones = torch.ones(1, 2, device=device, dtype=torch.long)
     bias: Tensor = self._foundry_home.build_alibi_tensor(ones, self.num_heads, torch.float32)
     return bias[:, 0, 1]

@@ -45,11 +45,11 @@ _LLAMA_OPTIONS = {**_QWEN_OPTIONS, "attention_bias": "attention_bias"}
 _LLAMA_PARTS = rope, window, activation("hidden_act", GATES)
 _ROUTED_OPTIONS = {"hidden_dim": "moe_intermediate_size", "router_renormalize": "norm_topk_prob"}
 
-#: Of a summary of all tokens, which a language model does not make.
+#: Options of a summary of all tokens, which language models do not compute.
 _SUMMARY = frozenset(
     f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
 )
-#: What transformers makes `sliding_window` and `layer_types` of.
+#: The options from which transformers derives `sliding_window` and `layer_types`.
 _WINDOWS = frozenset({"use_sliding_window", "max_window_layers"})
 _ROTATION = frozenset({"rope_parameters"})
 
@@ -63,7 +63,7 @@ GPT2 = Reading(
 )
 OPENAI = Reading(
     _GPT_OPTIONS,
-    (activation("afn", {**PLAIN, "gelu": "gelu_tanh"}),),  # its "gelu" is the approximation by tanh
+    (activation("afn", {**PLAIN, "gelu": "gelu_tanh"}),),  # its "gelu" is the tanh approximation
     choices={**PRESETS["gpt2"], "norm_placement": "post"},
     needs=_GPT_NEEDS,
     transposed=True,
@@ -92,7 +92,7 @@ BLOOM = Reading(
     choices=PRESETS["bloom"],
     needs={"apply_residual_connection_post_layernorm": False},
     qkv="groups",
-    silent=frozenset({"slow_but_exact"}),  # a matter of rounding
+    silent=frozenset({"slow_but_exact"}),  # only affects rounding
 )
 FALCON = Reading(
     {
@@ -106,7 +106,7 @@ FALCON = Reading(
     (falcon, activation("activation", PLAIN)),
     choices=PRESETS["falcon"],
     qkv="groups",
-    # Each counts in one of the two architectures alone, dropout of weights with ALiBi alone, a rotation without.
+    # Each only applies to one of the two architectures; dropout of weights only with ALiBi, a rotation only without.
     silent=frozenset({"multi_query", "num_kv_heads", "num_ln_in_parallel_attn", "attention_dropout"}) | _ROTATION,
 )
 OPT = Reading(
@@ -153,7 +153,7 @@ STABLELM = Reading(
     },
     (rope, activation("hidden_act", GATES)),
     choices={"norm": "layer_norm", "attention_out_bias": False},
-    needs={"qk_layernorm": False, "hidden_dropout": 0.0},  # this dropout is of the feed-forward branch alone
+    needs={"qk_layernorm": False, "hidden_dropout": 0.0},  # this dropout only applies to the feed-forward branch
 )
 STARCODER2 = Reading(
     {
@@ -213,7 +213,7 @@ GLM4_MOE = Reading(
     {**_LLAMA_OPTIONS, "hidden_dim": "moe_intermediate_size"},
     (*_LLAMA_PARTS, deepseek_experts, glm4_moe),
     choices={"norm_round_before_weight": True, "attention_out_bias": False},
-    # Predictions of several tokens are another model's.
+    # Another model predicts several tokens.
     silent=frozenset({"intermediate_size", "num_nextn_predict_layers"}),
 )
 
@@ -242,7 +242,7 @@ _BY_FAMILY = {
 
 
 def _with_norms(family: Family, reading: Reading) -> Reading:
-    """The reading of a family with RMSNorms, with what is known of these."""
+    """The reading of a family with RMSNorms, with these norms' options."""
     if family.norm is None:
         return reading
     norms = {"norm_round_before_weight": family.norm == "llama", "qk_norm": family.head_norms}

@@ -1,9 +1,9 @@
-"""The functions by which transformers has the masks of "foundry" and its variants made.
+"""The mask functions of "foundry" and its variants for transformers.
 
 transformers calls them once in a forward pass, with a function of (batch, head, query, key), a padding mask and sizes.
-For the families of the table, whose models pass a mask on as it is, they return what kernels can skip by (`masks.py`),
-and a dense mask only where there is nothing else. Any other model may look into its mask: it gets what "sdpa" gives it.
-Both keep the documents of the running call of a patched model apart (`calls.py`).
+Models of the table's families pass a mask on unchanged. For these, they return a form with which kernels can skip keys
+(`masks.py`), or otherwise a dense mask. Other models may read their masks, so they get the mask of "sdpa". Both
+separate the documents of the running call of a patched model (`calls.py`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from foundry_kernels.integrations.masks import (
 from foundry_kernels.integrations.packing import Documents, cut, within
 from foundry_kernels.ops.flash_attention.attention_mask import TILE, AttentionMask
 
-#: What `model_type` says of the models that pass a mask on as it is.
+#: The `model_type` of models that pass a mask on unchanged.
 PASSED_ON = frozenset({*FAMILIES, "gemma3_text"})
 
 
 def is_passed_on(config: Any) -> bool:
-    """Returns whether the models of this config pass their mask to attention as it is, so that it may be any tensor.
-    Without a config nothing stands between."""
+    """Returns whether the models of this config pass their mask to attention unchanged, so that it may be any tensor.
+    This is also true without a config."""
     return config is None or getattr(config, "model_type", None) in PASSED_ON
 
 
@@ -62,7 +62,7 @@ def mask(**kwargs: Any) -> Tensor | None:
     _refuse_unnamed(config)
     documents = _documents(kwargs)
     if not is_passed_on(config):
-        # None would mean to "sdpa" that query 0 is aligned with key 0, which an attention with a row cannot know.
+        # For "sdpa", None would mean that query 0 is aligned with key 0, which a patched attention cannot know.
         some = kwargs["q_length"] > 1 and kwargs["q_length"] != kwargs["kv_length"]
         if some or documents is not None:
             return _dense(documents, **kwargs)
@@ -78,7 +78,7 @@ def mask(**kwargs: Any) -> Tensor | None:
 
 
 def _documents(kwargs: dict[str, Any]) -> Documents | None:
-    """Returns the documents that a mask has to keep apart: not that of queries to another model's keys."""
+    """Returns the documents that a mask must separate; not for queries on another model's keys."""
     documents = documents_of_mask(kwargs["batch_size"], kwargs["q_length"])
     crosses = _is_bidirectional(kwargs) and kwargs["q_length"] != kwargs["kv_length"]
     return None if crosses else documents
@@ -89,10 +89,10 @@ def _is_traced(kwargs: dict[str, Any]) -> bool:
 
 
 def _of_unread(documents: Documents | None, **kwargs: Any) -> Tensor | None:
-    """:func:`mask` of a family of the table where no value can be read."""
+    """:func:`mask` for a family of the table if values cannot be read."""
     padding, function = kwargs.get("attention_mask"), kwargs.get("mask_function", causal_mask_function)
     local, config = kwargs.get("local_size"), kwargs.get("config")
-    # What lets a token see later ones is an or_mask, outermost; what keeps packed sequences apart an and_mask.
+    # An outermost or_mask lets tokens see later ones; an and_mask separates packed sequences.
     other = kwargs.get("use_vmap") or getattr(function, "__name__", "") == "or_mask"
     if other or _is_chunked(kwargs) or (_is_bidirectional(kwargs) and (local is not None or padding is not None)):
         return _of_tokens(documents, **kwargs)
@@ -108,7 +108,7 @@ def _of_unread(documents: Documents | None, **kwargs: Any) -> Tensor | None:
 
 
 def _seen(documents: Documents | None, **kwargs: Any) -> Tensor | None:
-    """Returns the mask of "sdpa", which keeps documents apart, and is one in any case."""
+    """Returns the mask of "sdpa" with separated documents; never None."""
     kwargs = {**kwargs, "allow_is_causal_skip": False}
     if documents is not None:
         function = kwargs.get("mask_function", causal_mask_function)
@@ -126,10 +126,10 @@ def _dense(documents: Documents | None, **kwargs: Any) -> Tensor | None:
 
 
 def _of_tokens(documents: Documents | None, **kwargs: Any) -> Tensor | None:
-    """A dense mask in which a query that is padding sees no key, as in all that kernels skip by: what such a token
-    gives does not depend on the other rows of its batch."""
+    """A dense mask in which padded queries see no key, as in the other forms, so that their outputs do not depend on
+    other rows of the batch."""
     padding, first = kwargs.get("attention_mask"), kwargs.get("q_offset", 0)
-    if padding is None or _is_bidirectional(kwargs):  # whose padding may be that of an encoder
+    if padding is None or _is_bidirectional(kwargs):  # the padding may be an encoder's
         return _dense(documents, **kwargs)
     seen = _seen(documents, **kwargs)
     tokens = torch.arange(kwargs["q_length"], device=padding.device) + first
@@ -154,10 +154,10 @@ def _adds_to_masks(config: Any) -> bool:
 
 
 def _with_tiles(seen: Tensor | None, apart: bool = False) -> Tensor | None:
-    """Returns the same mask, which carries its empty and full tiles if there are some: one look at it for all layers.
-    Where something is made of it on the way, they are lost, and no harm is done.
+    """Returns the same mask with its empty and full tiles as an attribute, if there are any, so that they are computed
+    once for all layers. If the model derives another mask from it, the attribute is lost, which is harmless.
 
-    apart: whether it keeps documents apart.
+    apart: whether it separates documents.
     """
     if seen is not None and seen.dtype == torch.bool:
         seen = marked(seen, DENSE, apart)
@@ -175,7 +175,7 @@ def _is_captured(x: Tensor) -> bool:
 
 
 def mask_or_error(**kwargs: Any) -> Tensor | None:
-    """The mask function of "foundry_or_error": as :func:`mask`, but it makes no dense mask.
+    """The mask function of "foundry_or_error": as :func:`mask`, but it never makes a dense mask.
 
     Raises:
         DenseMask: the mask is not causal, a window, padding outside of the tokens, or packed sequences; or the model
@@ -209,7 +209,7 @@ def _skippable(
     documents: Documents | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Returns what kernels can skip by. Raises DenseMask for any other mask."""
+    """Returns a form with which kernels can skip keys. Raises DenseMask for any other mask."""
     traced = is_tracing(attention_mask) or is_tracing(q_offset)
     if use_vmap:
         if traced:
@@ -248,7 +248,7 @@ def _skippable(
 
 
 def _apart(layout: Tensor | None, documents: Documents | None, keys: int) -> Tensor | None:
-    """Returns the layout of sequences that are of one of `layout` and of one document."""
+    """Returns the layout of the intersections of `layout`'s sequences and the documents."""
     if documents is None:
         return layout
     totals = cut(None if layout is None else totals_of(layout), documents, keys)
@@ -256,8 +256,8 @@ def _apart(layout: Tensor | None, documents: Documents | None, keys: int) -> Ten
 
 
 def mask_or_sdpa(**kwargs: Any) -> Tensor | None:
-    """The mask function of "foundry_or_sdpa" and "foundry_or_eager": as :func:`mask_or_error`, but where that raises,
-    the dense mask of "sdpa"."""
+    """The mask function of "foundry_or_sdpa" and "foundry_or_eager": as :func:`mask_or_error`, with the dense mask of
+    "sdpa" instead of an error."""
     config = kwargs.get("config")
     _refuse_unnamed(config)
     documents = _documents(kwargs)
@@ -276,9 +276,9 @@ def mask_or_sdpa(**kwargs: Any) -> Tensor | None:
 
 
 def _refuse_unnamed(config: Any) -> None:
-    """BLOOM chooses no attention by name. Its own would take one of our masks, None for a causal one, for what it adds
-    to the scores."""
-    name = getattr(config, "_attn_implementation_internal", None)  # not what a patch shows to its layers
+    """BLOOM does not choose its attention by name. Its own attention would add one of these masks (None for a causal
+    one) to the scores."""
+    name = getattr(config, "_attn_implementation_internal", None)  # the name without a patch
     if getattr(config, "model_type", None) == "bloom" and str(name).startswith("foundry"):
         raise ValueError(
             f"attn_implementation={name!r} does not reach the attention of bloom; use the default, and "
@@ -287,7 +287,7 @@ def _refuse_unnamed(config: Any) -> None:
 
 
 def _hidden(layout: Tensor | None, config: Any) -> Tensor | None:
-    """Falcon adds ALiBi to what it takes for a mask, which has four dimensions: there a layout has five."""
+    """Falcon adds ALiBi to masks with four dimensions, so its layouts have five."""
     kind = kind_of(layout)
     if layout is None or kind is None:
         return None
@@ -297,10 +297,10 @@ def _hidden(layout: Tensor | None, config: Any) -> Tensor | None:
 
 
 def _window_without_blocks(mask_function: Any, config: Any) -> int:
-    """Returns the window of a mask that Gemma 3 makes of `token_type_ids`, where these say that there is no image.
+    """Returns the window of Gemma 3's mask from `token_type_ids` without an image.
 
     Raises:
-        DenseMask: there is one, or the mask is another.
+        DenseMask: there is an image, or it is another mask.
     """
     found = blocks_in_window(mask_function)
     if found is None or found[1] != getattr(config, "sliding_window", None):

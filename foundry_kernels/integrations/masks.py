@@ -1,16 +1,16 @@
-"""Masks of transformers, as what a kernel can skip.
+"""Converts masks of transformers to forms with which kernels can skip keys.
 
-transformers describes a mask by a function of (batch, head, query, key) and a padding mask. What the kernels know is
-causal, a window, and packed sequences; so a batch with padding becomes one of packed sequences, without moving
-anything: the tokens of all rows, one row after the other, are cut into those before, inside and after the row's real
-tokens. Those outside are sequences too, of queries without keys or of keys without queries, so that a padded query
-gives 0 and a padded key is never read.
+transformers describes a mask by a function of (batch, head, query, key) and a padding mask. The kernels support causal
+masks, windows, and packed sequences. So a batch with padding becomes packed sequences, without moving data: each row is
+cut into the tokens before, inside and after its real tokens. The padding is also sequences, of queries without keys or
+of keys without queries, so that padded queries give 0 and padded keys are never read.
 
 The layout is an int32 tensor ``[1, 1, 2, n + 1]``: the running totals of the sequences' lengths, of queries and of
-keys. It has four dimensions because transformers passes such a mask on as it is. Its size depends on shapes only
-(but for packed sequences, which torch.compile must be told of otherwise), so that it can be traced and captured.
+keys. It has four dimensions because transformers passes such a mask on as it is. Its size depends only on shapes
+(except for packed sequences, which torch.compile must be told of in another way), so that it can be traced and
+captured.
 
-What such a tensor means is an attribute of it (`marked`): no mask of a caller has that, whatever its dtype.
+The meaning of such a tensor is stored in an attribute of it (`marked`), which a caller's mask never has.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ ADVICE = (
 )
 
 
-#: What a mask that was made here means. LAYOUT: running totals, of causal sequences. KEYS: ``[B, 1, 1, S]`` bool, True
-#: for a key that is no padding, beside a causal mask or a window. UNREAD: ``[1, 1, 1, 1]``, in how many places packed
-#: sequences begin, to be checked to be none. DENSE: ``[B, 1, T, S]`` bool, True where a query sees a key.
+#: The kinds of masks that this module makes. LAYOUT: running totals of causal sequences. KEYS: ``[B, 1, 1, S]`` bool,
+#: True for keys that are not padding, in addition to a causal mask or a window. UNREAD: ``[1, 1, 1, 1]``, the number of
+#: places where packed sequences begin, which must be 0. DENSE: ``[B, 1, T, S]`` bool, True where a query sees a key.
 LAYOUT, KEYS, UNREAD, DENSE = "layout", "keys", "unread", "dense"
 
 
 def marked(mask: Tensor, kind: str, apart: bool = False) -> Tensor:
-    """Returns `mask`, which says of itself what it is. apart: whether it keeps the documents of the running call apart.
+    """Returns `mask`, marked with its kind. apart: whether it separates the documents of the running call.
 
-    The marks go along where a mask is moved to another device, as accelerate does between layers.
+    The marks are kept if the mask is moved to another device, as accelerate does between layers.
     """
     mask._foundry_kind = kind  # type: ignore[attr-defined]
     mask._foundry_apart = apart  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def marked(mask: Tensor, kind: str, apart: bool = False) -> Tensor:
 
 
 def kind_of(mask: Tensor | None) -> str | None:
-    """Returns what a mask that was made here means; None for any other one."""
+    """Returns the kind of a mask of this module; None for any other mask."""
     return None if mask is None else getattr(mask, "_foundry_kind", None)
 
 
@@ -66,15 +66,15 @@ def keeps_apart(mask: Tensor | None) -> bool:
 
 
 def is_dense(mask: Tensor | None) -> bool:
-    """Returns whether a mask, the caller's too, says of each query and key by itself."""
+    """Returns whether a mask, also a caller's, has a value for each query and key."""
     return mask is not None and kind_of(mask) not in (LAYOUT, UNREAD)
 
 
 class DenseMask(ValueError):
-    """A mask that kernels cannot skip by; of the reason why and, where the mask is causal or a window but for padding
-    between tokens, of what `present_keys` gives."""
+    """A mask with which kernels cannot skip anything. Its arguments are the reason and, if the mask is causal or a
+    window except for padding between tokens, the result of `present_keys`."""
 
-    def __str__(self) -> str:  # and no __init__, which torch.compile could not trace
+    def __str__(self) -> str:  # without __init__, which torch.compile could not trace
         return f"attention_mask {self.args[0]}; {ADVICE}"
 
     @property
@@ -83,7 +83,7 @@ class DenseMask(ValueError):
 
 
 def present_keys(padding: Tensor, begin: int, keys: int) -> Tensor:
-    """Returns ``[B, 1, 1, S]`` bool, True for a token and False for padding, of ``[B, ..]`` bool from key `begin` on.
+    """Returns ``[B, 1, 1, S]`` bool, True for a token and False for padding, from ``[B, ..]`` bool from key `begin` on.
 
     It is combined with causal masks and windows, unlike other masks with four dimensions, which are complete.
     """
@@ -95,7 +95,7 @@ def present_keys(padding: Tensor, begin: int, keys: int) -> Tensor:
 def padding_layout(
     padding: Tensor | None, batch: int, queries: int, keys: int, first: int | Tensor, device: Any, traced: bool
 ) -> Tensor | None:
-    """Returns the layout of a batch with padding, or of keys that are not there yet; None where there is neither.
+    """Returns the layout of a batch with padding or with keys that do not exist yet; None without either.
 
     Args:
         padding: ``[B, S]`` bool, True for a token, or None.
@@ -140,7 +140,7 @@ def as_mask(totals: Tensor, apart: bool = False) -> Tensor:
 
 
 def totals_of(layout: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the running totals of a mask that is a layout: of queries and of keys."""
+    """Returns the running totals of queries and of keys of a layout."""
     totals = layout[0, 0, 0] if layout.dim() == 5 else layout[0, 0]
     return totals[0], totals[1]
 
@@ -153,7 +153,7 @@ def dense_layout(
     unbounded."""
 
     def place(totals: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Returns the sequence of each token ``[B, tokens]``, and how far it is from the sequence's end."""
+        """Returns the sequence of each token ``[B, tokens]``, and the token's distance from the sequence's end."""
         token = torch.arange(batch * tokens, device=totals.device, dtype=totals.dtype)
         sequence = torch.searchsorted(totals, token, right=True) - 1
         return sequence.view(batch, tokens), (totals[sequence + 1] - token).view(batch, tokens)
@@ -175,7 +175,7 @@ def packed_layout(follows: Tensor) -> Tensor | None:
     """Returns the layout of sequences packed in a row: `follows` ``[B, T - 1]`` says whether token t + 1 continues
     token t's.
 
-    None where every row is one sequence. Reads values.
+    None if every row is one sequence. Reads values.
     """
     if follows.all():
         return None
@@ -187,9 +187,10 @@ def packed_layout(follows: Tensor) -> Tensor | None:
 def neighbours(
     function: MaskFunction, batch: int, queries: int, first: int | Tensor, device: Any
 ) -> tuple[Tensor, Tensor]:
-    """What a mask function says of each query and the key before it, and of each query and the key after it.
+    """The values of a mask function for each query and the key before it, and for each query and the key after it.
 
-    Two ``[B, T - 1]``: enough to tell packed sequences, and masks that let a token see later ones, from a causal mask.
+    The two ``[B, T - 1]`` are enough to distinguish packed sequences, and masks that let a token see later ones, from a
+    causal mask.
     """
     rows = torch.arange(batch, device=device)[:, None, None, None]
     head = torch.zeros(1, dtype=torch.long, device=device)[None, :, None, None]
@@ -201,10 +202,10 @@ def neighbours(
 
 
 def blocks_in_window(function: MaskFunction) -> tuple[Tensor, int] | None:
-    """(the block of each token ``[B, S]``, -1 for none; the window) of a mask that is causal but for blocks of tokens
-    that see each other, within a sliding window: what Gemma 3 makes of images. None for any other mask.
+    """(the block of each token ``[B, S]``, -1 for none; the window) of a mask that is causal except for blocks of
+    tokens that see each other, within a sliding window, as Gemma 3 has it for images. None for any other mask.
 
-    Packed sequences around it are looked through; :func:`neighbours` finds those.
+    Ignores packed sequences around it; :func:`neighbours` finds these.
     """
     outer = _parts(unpacked(function), "and_masks").get("mask_functions", ())
     if len(outer) != 2:
@@ -218,16 +219,16 @@ def blocks_in_window(function: MaskFunction) -> tuple[Tensor, int] | None:
 
 
 def unpacked(function: MaskFunction) -> MaskFunction:
-    """Returns what a mask function was before transformers made it keep packed sequences apart."""
+    """Returns a mask function without transformers' separation of packed sequences."""
     outer = _parts(function, "and_masks").get("mask_functions", ())
     packed = [bool(_parts(part, "packed_sequence_mask_function")) for part in outer]
     if len(outer) == 2 and any(packed):
-        function = outer[packed.index(False)]  # first or last, by release
+        function = outer[packed.index(False)]  # first or last, depending on the release
     return _parts(function, "remap_positions_for_packed_sequence").get("mask_function", function)
 
 
 def _parts(function: Any, maker: str) -> dict[str, Any]:
-    """What `function` was made of by the function `maker` of transformers; empty if another one made it."""
+    """The variables with which transformers' function `maker` made `function`; empty if another one made it."""
     if getattr(function, "__module__", "") != "transformers.masking_utils":
         return {}
     if not function.__qualname__.startswith(f"{maker}.<locals>."):

@@ -1,7 +1,7 @@
-"""Packed documents: what arguments say about them, and what they make of a mask.
+"""Packed documents: reads them from arguments, and separates them in masks.
 
-Several documents may share a row. Where they begin is said by, in this order: the lengths that data collators make for
-flash attention (`cu_seq_lens_q`, ...) or `seq_idx`; position ids that restart; an attention mask of segment ids.
+Several documents may share a row. Their starts come from, in this order: data collators' lengths for flash attention
+(`cu_seq_lens_q`, ...) or `seq_idx`; position ids that restart; an attention mask of segment ids.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-#: What the errors say that a caller can do instead.
+#: The advice in errors.
 ONE_A_ROW = "pass one document a row, or cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k"
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents in the rows of a batch, the rows laid one after another.
+    """The documents of a batch, row after row.
 
-    totals_q, totals_k: ``[n + 1]`` int32, the running totals of their lengths in queries and in keys.
-    batch, queries, keys: the sizes that these cover. given_by: the argument that says so.
+    totals_q, totals_k: ``[n + 1]`` int32, the running totals of their lengths in queries and in keys. batch, queries,
+    keys: the covered sizes. given_by: the argument that describes them.
     """
 
     totals_q: Tensor
@@ -44,12 +44,12 @@ class Documents:
         return _places(self.totals_q, self.batch, self.queries)
 
     def of_keys(self, keys: int) -> Tensor:
-        """Returns the document of each of `keys` keys, ``[B, S]``; -1 for those that are not there yet."""
+        """Returns the document of each of `keys` keys, ``[B, S]``; -1 for keys that do not exist yet."""
         found = _places(self.totals_k, self.batch, self.keys)
         return torch.nn.functional.pad(found, (0, keys - self.keys), value=-1)
 
     def same(self, keys: int) -> Tensor:
-        """Returns ``[B, 1, T, S]`` bool, True where a query and a key are of one document."""
+        """Returns ``[B, 1, T, S]`` bool, True where a query and a key have the same document."""
         return (self.of_queries()[:, :, None] == self.of_keys(keys)[:, None])[:, None]
 
 
@@ -99,7 +99,7 @@ def from_lengths(given: Mapping[str, Any], batch: int, queries: int, keys: int) 
 
 
 def _check_totals(name: str, value: Any, batch: int, tokens: int) -> int:
-    """Returns the length of the longest document; 0 where values cannot be read."""
+    """Returns the length of the longest document; 0 if values cannot be read."""
     if not isinstance(value, Tensor) or value.dim() != 1 or value.is_floating_point() or value.dtype == torch.bool:
         raise ValueError(f"{name} must be a tensor [documents + 1] of integers; got {_described(value)}")
     if not can_be_read(value):
@@ -113,7 +113,7 @@ def _check_totals(name: str, value: Any, batch: int, tokens: int) -> int:
 
 
 def longest(given: Mapping[str, Any], name: str, otherwise: int) -> int:
-    """Returns `max_length_q` or `max_length_k`, an int or a tensor of one; `otherwise` where it is not given.
+    """Returns `max_length_q` or `max_length_k`, an int or a tensor with one element; `otherwise` if it is not given.
 
     Raises:
         ValueError: it is neither, or less than 1.
@@ -149,8 +149,8 @@ def _begins_of(seq_idx: Any, batch: int, queries: int) -> Tensor:
 
 
 def _check_runs(name: str, ids: Tensor, begins: Tensor, padding: int | None = None) -> None:
-    """Raises ValueError where a document of `ids` ``[B, T]`` is in two pieces. begins: ``[B, T - 1]``, whether token
-    t + 1 begins one. padding: the id of tokens that are no document's."""
+    """Raises ValueError if a document of `ids` ``[B, T]`` is in two pieces. begins: ``[B, T - 1]``, whether token t + 1
+    begins a document. padding: the id of tokens without a document."""
     for row, begin in zip(ids, begins, strict=True):
         documents = row if padding is None else row[row != padding]
         if max(len(documents.unique()), 1) != int(begin.sum()) + 1:
@@ -162,8 +162,8 @@ def _described(value: Any) -> str:
 
 
 def from_begins(begins: Tensor, given_by: str) -> Documents | None:
-    """Returns the documents of `begins` ``[B, T - 1]`` bool: whether token t + 1 begins one. None for one a row. Reads
-    values."""
+    """Returns the documents from `begins` ``[B, T - 1]`` bool: whether token t + 1 begins one. None if each row is one
+    document. Reads values."""
     if not begins.any():
         return None
     batch, tokens = begins.shape[0], begins.shape[1] + 1
@@ -173,8 +173,8 @@ def from_begins(begins: Tensor, given_by: str) -> Documents | None:
 
 
 def text_positions(position_ids: Any, queries: int) -> Tensor | None:
-    """Returns positions ``[1 or B, T]`` that count tokens, or None. Models of images have three or four of them, of
-    which the first of four counts tokens."""
+    """Returns positions ``[1 or B, T]`` that count tokens, or None. Models of images have three or four kinds; only the
+    first of four counts tokens."""
     if not isinstance(position_ids, Tensor) or position_ids.is_floating_point():
         return None
     if position_ids.dim() == 3 and position_ids.shape[0] == 4:
@@ -183,9 +183,10 @@ def text_positions(position_ids: Any, queries: int) -> Tensor | None:
 
 
 def restarts(positions: Tensor, real: Tensor | None = None) -> Tensor:
-    """Returns ``[B, T - 1]`` bool: token t + 1 does not come after the one before it, both of them no padding.
+    """Returns ``[B, T - 1]`` bool: the position of token t + 1 does not follow the previous token's, and neither is
+    padding.
 
-    real: ``[B, T]`` bool, False for padding, whose positions mean nothing.
+    real: ``[B, T]`` bool, False for padding, whose positions have no meaning.
     """
     if real is None:
         return positions[:, 1:] <= positions[:, :-1]
@@ -195,7 +196,8 @@ def restarts(positions: Tensor, real: Tensor | None = None) -> Tensor:
 
 
 def _token_before(real: Tensor) -> Tensor:
-    """Returns the last token before each one but the first that is no padding, ``[B, T - 1]``; -1 for none."""
+    """Returns, for each token except the first, the last earlier token that is not padding, ``[B, T - 1]``; -1 for
+    none."""
     at = torch.arange(real.shape[1], device=real.device)
     return torch.where(real, at, -1).cummax(1).values[:, :-1]
 
@@ -214,8 +216,8 @@ def segments(mask: Tensor) -> Tensor:
 
 
 def check_finer(documents: Documents, begins: Tensor, name: str) -> None:
-    """Raises ValueError where `begins` ``[1 or B, T - 1]`` of the argument `name` begins a document that is none of
-    `documents`."""
+    """Raises ValueError if `begins` ``[1 or B, T - 1]`` of the argument `name` has a start that `documents` does not
+    have."""
     place = documents.of_queries()
     if bool((begins & (place[:, 1:] == place[:, :-1])).any()):
         raise ValueError(f"{name} begins a document where {documents.given_by} begins none: they contradict each other")
@@ -225,8 +227,8 @@ def check_finer(documents: Documents, begins: Tensor, name: str) -> None:
 
 
 def cut(layout: tuple[Tensor, Tensor] | None, documents: Documents, keys: int) -> tuple[Tensor, Tensor]:
-    """Returns the running totals of sequences, of queries and of keys, that are of one document and of one sequence of
-    `layout`. Reads values."""
+    """Returns the running totals, of queries and of keys, for the intersections of documents and `layout`'s sequences.
+    Reads values."""
     if layout is None:
         return documents.totals_q, documents.totals_k
     of_keys = documents.of_keys(keys)
@@ -248,10 +250,10 @@ def cut(layout: tuple[Tensor, Tensor] | None, documents: Documents, keys: int) -
 def within(
     function: Callable[..., Tensor], documents: Documents, first: int | Tensor, begin: int, keys: int, anew: bool
 ) -> Callable[..., Tensor]:
-    """Returns a mask function of transformers that keeps documents apart and, within one, does what `function` does.
+    """Returns a mask function of transformers that separates documents and, within a document, is `function`.
 
-    first, begin: the places of the first query and of the first key, as the function gets them. anew: whether
-    `function` counts from the beginning of a document on, as one of chunks has to.
+    first, begin: the places of the first query and of the first key in calls of the function. anew: whether `function`
+    counts from the beginning of the document, which chunks need.
     """
     of_query, of_key = documents.of_queries(), documents.of_keys(keys)
 

@@ -1,4 +1,4 @@
-"""How `Transformer.from_hf` reads the configuration of a family: `hf_config_maps.py` has a `Reading` of each."""
+"""How `Transformer.from_hf` reads the configuration of a family; `hf_config_maps.py` has a `Reading` for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from foundry_kernels.ops.rope import RopeScaling
 
-#: Activations by their names in transformers: those of a plain feed-forward block, and those of a gate.
+#: Activations by their names in transformers, for feed-forward blocks without and with a gate.
 PLAIN = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "silu": "silu", "swish": "silu", "relu": "relu",
@@ -21,9 +21,8 @@ GATES = {
 }  # fmt: skip
 
 
-#: Options of every configuration that say nothing of what a language model computes: names and numbers of tokens and
-#: labels, what a call returns and keeps, and where the configuration comes from. That a head is tied is seen by the
-#: parameters.
+#: Options that do not affect the computation of a language model: names and numbers of tokens and labels, the results
+#: of calls, and the origin of the configuration. (Whether a head is tied follows from the parameters.)
 SILENT = frozenset((
     "_name_or_path", "name_or_path", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype",
     "return_dict", "output_hidden_states", "output_attentions", "output_router_logits", "use_cache", "prefix",
@@ -34,7 +33,7 @@ SILENT = frozenset((
 ))  # fmt: skip
 
 
-#: Where each option of a size stands in most configurations: our field and theirs.
+#: The usual option for each field of a size.
 SIZES = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -42,7 +41,7 @@ SIZES = {
     "vocab_size": "vocab_size",
     "init_std": "initializer_range",
 }
-#: Options that some classes lack; our field then has its default.
+#: Options that some classes lack; the field then has its default.
 OPTIONAL = frozenset((
     "initializer_range", "n_inner", "seq_length", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias",
 ))  # fmt: skip
@@ -50,20 +49,20 @@ OPTIONAL = frozenset((
 
 @dataclass(frozen=True)
 class Reading:
-    """How the language model of a family is read.
+    """How to read the language model of a family.
 
     Attributes:
-        options: fields of ours and the options that hold them, besides `SIZES`.
-        parts: functions that read what takes more than a name.
-        choices: fields of ours that are the same in all models of the family, unless they are read too.
-        needs: options that must have the value which our model has.
-        qkv: how queries, keys and values lie in one matrix: "columns", one behind the other, or "groups", for each
+        options: fields and their options, besides `SIZES`.
+        parts: functions that read fields in other ways.
+        choices: fields with the same value in all models of the family, unless they are also read.
+        needs: options that must have the value of this package's model.
+        qkv: the layout of queries, keys and values in one matrix: "columns", one after the other, or "groups", for each
             key-value head its queries, the key and the value.
         transposed: matrices are ``[in, out]`` (`Conv1D`).
-        skipped_positions: rows of the table of positions before that of position 0, or the option and the number whose
-            sum they are.
-        left_out: beginnings of names of weights that our model has no place for, and that change no hidden state.
-        silent: options that say nothing of what this class computes, besides `SILENT`.
+        skipped_positions: the number of rows before position 0 in the table of positions, or an option and a number to
+            add.
+        left_out: prefixes of weights that this package's model does not have, and that change no hidden state.
+        silent: options that do not affect this class's computation, besides `SILENT`.
     """
 
     options: Mapping[str, str]
@@ -77,10 +76,10 @@ class Reading:
     silent: frozenset[str] = frozenset()
 
     def fields(self, config: Any) -> dict[str, Any]:
-        """Returns the fields of `ModelConfig` that `config` means.
+        """Returns the fields of `ModelConfig` for `config`.
 
         Raises:
-            ValueError: an option has a value that our model does not have.
+            ValueError: an option has an unsupported value.
         """
         without(config, **self.needs)
         fields = dict(self.choices)
@@ -92,7 +91,7 @@ class Reading:
         return fields
 
     def skipped(self, config: Any) -> int:
-        """Rows of the table of positions before that of position 0."""
+        """The number of rows before position 0 in the table of positions."""
         if isinstance(self.skipped_positions, int):
             return self.skipped_positions
         option, more = self.skipped_positions
@@ -100,7 +99,7 @@ class Reading:
 
 
 class Asked:
-    """A configuration that keeps the names of the options which were read of it."""
+    """A configuration that records the names of the options that were read."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -117,7 +116,7 @@ def refuse_unread(config: Any, read: AbstractSet[str]) -> None:
     aliases = getattr(config, "attribute_map", {})
     known = SILENT | {aliases.get(name, name) for name in read}
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # of what some classes have by default
+    logging.disable(logging.WARNING)  # about some classes' defaults
     try:
         default = type(config)().to_dict()
     finally:
@@ -130,7 +129,7 @@ def refuse_unread(config: Any, read: AbstractSet[str]) -> None:
 
 
 def without(config: Any, **values: Any) -> None:
-    """Raises ValueError where an option has another value than the one that this model has."""
+    """Raises ValueError if an option has another value than this one."""
     for name, value in values.items():
         got = getattr(config, name, value)
         if got != value:
@@ -138,7 +137,7 @@ def without(config: Any, **values: Any) -> None:
 
 
 def activation(name: str, known: Mapping[str, str]) -> Callable[[Any], dict[str, Any]]:
-    """Returns a part of a `Reading`: the activation that the option `name` names."""
+    """Returns a part of a `Reading`: the activation in the option `name`."""
 
     def part(config: Any) -> dict[str, Any]:
         got = getattr(config, name)
@@ -183,10 +182,10 @@ def window(config: Any) -> dict[str, Any]:
 
 
 def experts(count: str) -> Callable[[Any], dict[str, Any]]:
-    """Returns a part of a `Reading`: a mixture of as many experts as the option `count` says."""
+    """Returns a part of a `Reading`: a mixture of experts; the option `count` is their number."""
 
     def part(config: Any) -> dict[str, Any]:
-        coef = config.router_aux_loss_coef  # their loss has that of the routers where their logits are asked for
+        coef = config.router_aux_loss_coef  # their loss includes the routers' loss if router logits are requested
         return {
             "n_experts": getattr(config, count),
             "top_k": config.num_experts_per_tok,
@@ -197,7 +196,7 @@ def experts(count: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def roberta(config: Any) -> dict[str, Any]:
-    """Positions are counted from behind the padding token's number, and the table has rows for those before too."""
+    """Positions begin after the padding token's number, and the table also has rows for the earlier ones."""
     return {"max_seq_len": config.max_position_embeddings - config.pad_token_id - 1}
 
 
@@ -211,17 +210,18 @@ def gemma(config: Any) -> dict[str, Any]:
 
 
 def mixed_layers(config: Any) -> dict[str, Any]:
-    """Layers without experts among those with: named ones, or all but every so many."""
+    """Layers without experts: listed ones, or all except every n-th."""
     layers, step = range(config.num_hidden_layers), config.decoder_sparse_step
     dense = tuple(layer for layer in layers if layer in config.mlp_only_layers or (layer + 1) % step)
     return {"dense_layers": dense, "dense_hidden_dim": config.intermediate_size} if dense else {}
 
 
 def deepseek_experts(config: Any) -> dict[str, Any]:
-    """The mixture of DeepSeek-V3: sigmoids with a bias for the choice, groups of experts, the first layers without."""
+    """The mixture of DeepSeek-V3: sigmoids with a bias for the choice, groups of experts, and first layers without
+    experts."""
     dense = tuple(range(min(config.first_k_dense_replace, config.num_hidden_layers)))
     groups, best = config.n_group, config.topk_group
-    grouped = groups is not None and groups > 1  # one group is none
+    grouped = groups is not None and groups > 1  # one group means no groups
     return {
         "n_experts": config.n_routed_experts,
         "top_k": config.num_experts_per_tok,
@@ -250,13 +250,13 @@ def falcon(config: Any) -> dict[str, Any]:
     else:
         kv_heads = 1 if config.multi_query else config.num_attention_heads
     if parallel:
-        without(config, hidden_dropout=0.0)  # of the sum of the branches, not of each
+        without(config, hidden_dropout=0.0)  # it applies to the sum of the branches, not to each
     else:
-        without(config, attention_dropout=config.hidden_dropout)  # which it applies to the residual
+        without(config, attention_dropout=config.hidden_dropout)  # it applies this one to the residual
     two_norms = not parallel or (grouped and config.num_ln_in_parallel_attn in (None, 2))
     fields = {"n_kv_heads": kv_heads, "parallel_residual": parallel, "shared_attention_norm": not two_norms}
     if not config.alibi:
         return fields | rope(config)
-    # Its attention drops out weights with ALiBi alone.
+    # Its attention only has dropout with ALiBi.
     alibi = {"positions": "alibi", "alibi_scaled": True}
     return fields | alibi | {"attention_dropout": config.attention_dropout}

@@ -1,4 +1,4 @@
-"""Encoder-decoders of transformers, read into ours: `EncoderDecoder.from_hf`."""
+"""Converts encoder-decoders of transformers: `EncoderDecoder.from_hf`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from foundry_kernels.integrations.from_hf import State, known, one_kind, read_co
 from foundry_kernels.integrations.hf_encoder_config_maps import SEQ2SEQ
 from foundry_kernels.models.encoder_decoder import ReadModel
 
-#: A weight of one of the two parts, and of a layer in it.
+#: The name of a weight of one of the two parts, and of a layer in it.
 PART = re.compile(r"(?:model\.)?(encoder|decoder)\.")
 LAYER = re.compile(r"(?:block|layers)\.(\d+)\.")
-#: What the families call our modules outside of the layers.
+#: The families' names of modules outside of the layers.
 MODULES = {
     "embed_tokens": "tok_embeddings",
     "embed_positions": "pos_embeddings",
@@ -30,7 +30,7 @@ LAYER_MODULES = {
     "fc1": "feed_forward.w1",
     "fc2": "feed_forward.w2",
     "layer.0.layer_norm": "attention_norm",
-    "encoder layer.1.layer_norm": "ffn_norm",  # whose layers have no part between
+    "encoder layer.1.layer_norm": "ffn_norm",  # encoder layers have no cross-attention
     "decoder layer.1.layer_norm": "cross_norm",
     "layer.2.layer_norm": "ffn_norm",
 }
@@ -83,7 +83,7 @@ def read(model: nn.Module, changes: dict[str, Any]) -> ReadModel:
 
 
 def _ours_of(name: str) -> tuple[str, str] | None:
-    """Returns the part and our name of a weight, or None."""
+    """Returns the part and this package's name of a weight, or None."""
     begin = PART.match(name)
     if begin is None:
         return None

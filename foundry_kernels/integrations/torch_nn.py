@@ -1,13 +1,13 @@
 """Adapters of `torch.nn`'s own transformer: attention, the layers of encoder and decoder, and the encoder.
 
-In inference `torch.nn.TransformerEncoderLayer` computes all of itself in one kernel of PyTorch's, which reads the
-parameters of its modules and calls none of them: attention and norms are reached because the layer's own forward is
-replaced too. The layer gains besides: a sum with the residual, the dropout before it and the norm behind it are one
-pass, and so are the bias of the first matmul and GELU.
+In inference, `torch.nn.TransformerEncoderLayer` runs as one kernel of PyTorch's, which reads the parameters of its
+modules without calling them. So the layer's forward is replaced too; otherwise patched attention and norms would not
+run. This also fuses the dropout, the sum with the residual and the next norm, and the bias of the first matmul with
+GELU.
 
-`torch.nn.TransformerEncoder` drops padding in inference, by a nested tensor that its layers get. Here the tokens are
-packed once for all layers, under the same conditions, and padding comes out as 0 likewise. Masks stay bool on the way
-to the kernels, which skip what a bool mask hides and read a floating one everywhere.
+`torch.nn.TransformerEncoder` drops padding in inference, by passing a nested tensor to its layers. Here the tokens are
+packed once for all layers, under the same conditions, and padding is also 0 in the output. Masks stay bool until the
+kernels, which skip keys hidden by a bool mask but must read a floating mask everywhere.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from foundry_kernels.ops.bias_gelu import bias_gelu
 
 @dataclass(frozen=True)
 class TorchModule(Adapter):
-    """A module of `torch.nn`, known by what its forward takes; `torch` may name its own parts as it likes."""
+    """A module of `torch.nn`, recognised by the arguments of its forward."""
 
     takes: ClassVar[frozenset[str]]
 
@@ -48,7 +48,7 @@ class TorchModule(Adapter):
 
 @dataclass(frozen=True)
 class TorchAttention(TorchModule):
-    """`torch.nn.MultiheadAttention`, which becomes that of `foundry_kernels.nn`."""
+    """`torch.nn.MultiheadAttention`, which becomes the one of `foundry_kernels.nn`."""
 
     takes = split_names("query key value key_padding_mask need_weights attn_mask average_attn_weights is_causal")
 
@@ -68,8 +68,8 @@ class TorchAttention(TorchModule):
 
 @dataclass(frozen=True)
 class Layer(TorchModule):
-    """A layer of attention and a feed-forward part. blocks: its methods for these, which a subclass may have replaced.
-    attentions: the names of its attentions. run: its forward."""
+    """A layer of attention and a feed-forward part. blocks: the names of its methods for these, which a subclass may
+    replace. attentions: the names of its attentions. run: its forward."""
 
     blocks: ClassVar[tuple[str, ...]]
     attentions: ClassVar[tuple[str, ...]]
@@ -145,7 +145,7 @@ def _decoder_layer(
     return _run(self, tgt, blocks)
 
 
-#: What is done to x, the norm before or after it, and the dropout of its result.
+#: (the function of x, the norm before or after it, the dropout of its result)
 Block = tuple[Callable[[Tensor], Tensor], nn.Module, nn.Module]
 
 
@@ -174,7 +174,7 @@ def _attention(
 
 
 def _run(layer: Any, x: Tensor, blocks: Sequence[Block]) -> Tensor:
-    """The blocks one after the other, each added to what it was given, with norms before or after them."""
+    """Runs the blocks one after the other. Each is added to its input, with norms before or after."""
     if not layer.norm_first:
         for block, norm, dropout in blocks:
             x = _add_and_norm(x, block(x), dropout, norm)[0]
@@ -187,7 +187,7 @@ def _run(layer: Any, x: Tensor, blocks: Sequence[Block]) -> Tensor:
 
 
 def _add_and_norm(x: Tensor, branch: Tensor, dropout: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """(norm(h), h) of ``h = x + dropout(branch)``, in one pass where the three are nothing but themselves."""
+    """(norm(h), h) of ``h = x + dropout(branch)``, in one pass if the norm and the dropout are plain modules."""
     fused = isinstance(norm, (LayerNorm, RMSNorm)) and not is_observed(norm)
     if not fused or branch.dtype != x.dtype:
         h = x + dropout(branch)
@@ -202,7 +202,7 @@ def _add_and_norm(x: Tensor, branch: Tensor, dropout: nn.Module, norm: nn.Module
 
 
 def _feed_forward(layer: Any, x: Tensor) -> Tensor:
-    """All but the last dropout, which is that of the sum."""
+    """The feed-forward part without its last dropout, which is applied with the sum."""
     approximate, backend = gelu_of(layer.activation), layer._foundry.backends.get("bias_gelu")
     first, layers = layer.linear1, layers_of(layer, x)
     if approximate and backend and is_linear(first):
@@ -213,7 +213,7 @@ def _feed_forward(layer: Any, x: Tensor) -> Tensor:
 
 
 def gelu_of(activation: Any) -> str | None:
-    """The approximation of a layer's activation that is GELU and nothing more, else None."""
+    """The approximation of a layer's activation if it is plain GELU, otherwise None."""
     if activation is F.gelu:
         return "none"
     return activation.approximate if type(activation) is nn.GELU and not is_observed(activation) else None

@@ -1,5 +1,5 @@
-"""Models over the modules of `foundry_kernels.nn`: LLaMA, GPT-2, BLOOM, Falcon and related decoders, encoders, and
-encoder-decoders."""
+"""Models built from the modules of `foundry_kernels.nn`: LLaMA, GPT-2, BLOOM, Falcon and related decoders, encoders,
+and encoder-decoders."""
 
 import foundry_kernels.models.memory  # noqa: F401  # gives ModelConfig the method training_bytes
 from foundry_kernels.models.cache import KVCache

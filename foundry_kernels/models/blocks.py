@@ -116,7 +116,7 @@ def make_feed_forward(config: ModelConfig, factory: dict[str, Any], layer: int) 
 
 
 def add_branch(norm: Norm, branch: Tensor, stream: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
-    """Returns the norm of the sum of stream and branch, and this sum. In training the branch is dropped out first."""
+    """Returns the norm of stream + dropout(branch), and this sum. Dropout is only applied in training."""
     branch = branch.to(stream.dtype)
     return norm(branch, stream, dropout_p=dropout) if dropout and norm.training else norm(branch, stream)
 
@@ -124,7 +124,7 @@ def add_branch(norm: Norm, branch: Tensor, stream: Tensor, dropout: float) -> tu
 class TransformerBlock(nn.Module):
     """Attention and feed-forward, each after a norm that also adds the previous branch to the residual stream."""
 
-    drops_late: ClassVar = True  # whether the branch that a block returns is still to be dropped out
+    drops_late: ClassVar = True  # whether the caller applies dropout to the returned branch
 
     def __init__(
         self,
@@ -153,9 +153,9 @@ class TransformerBlock(nn.Module):
     ) -> Passed:
         """`branch`, the previous block's output (None before the first block), has not been added to `stream` yet; both
         are ``[B, T, dim]``. Returns this block's branch, the stream to which it must be added, and with `return_stats`
-        the three tensors of :class:`foundry_kernels.nn.RouterStats` if there is a router. If the block `drops_late`, a
-        branch is dropped out when it is added. `seen` are `attn_mask`, `positions`, `cu_seqlens` and `max_seqlen` of
-        its attention, or nothing."""
+        the three tensors of :class:`foundry_kernels.nn.RouterStats` if there is a router. If the block `drops_late`,
+        dropout is applied to a branch when it is added. `seen` are `attn_mask`, `positions`, `cu_seqlens` and
+        `max_seqlen` for its attention, or nothing."""
         if type(self) is TransformerBlock and cache is not None and len(seen) == 0:
             decoded = decode(self, branch, stream, cache)
             if decoded is not None:
@@ -197,8 +197,8 @@ class TransformerBlock(nn.Module):
 
 
 class ParallelBlock(TransformerBlock):
-    """Attention and feed-forward of the same stream, after one norm (Falcon-7B) or one each (GPT-NeoX). Each branch is
-    dropped out separately, before their sum.
+    """Attention and feed-forward of the same stream, after one norm (Falcon-7B) or one each (GPT-NeoX). Dropout is
+    applied to each branch before their sum.
 
     Black et al., "GPT-NeoX-20B", 2022, arXiv:2204.06745.
     """

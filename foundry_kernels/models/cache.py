@@ -35,7 +35,7 @@ def without_graph(forward: Forward) -> Forward:
             result = forward(self, *args, cache=cache, **options)
         return tree_map(lambda x: _without_backward(x, wanted), result)
 
-    return call  # type: ignore[return-value]  # `wraps` says less than the variable
+    return call  # type: ignore[return-value]  # `wraps` loses the type
 
 
 def _without_backward(x: Any, wanted: list[Tensor]) -> Any:
@@ -49,11 +49,11 @@ class KVCache:
     Memory: ``2 * n_layers * batch_size * n_kv_heads * max_len * head_dim`` elements.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         batch_size: number of sequences, which always have the same length.
-        max_len: number of positions that the cache can hold; None is ``config.max_seq_len``. Only with learned
-            positions it must not be larger than that.
-        device, dtype: of the keys and values the model computes (under autocast, autocast's dtype).
+        max_len: number of positions that the cache can hold; None is ``config.max_seq_len``, which is also the limit
+            with learned positions.
+        device, dtype: those of the keys and values that the model computes (under autocast, autocast's dtype).
 
     Attributes:
         length: number of positions stored. Setting it to a smaller number discards later positions.
@@ -88,7 +88,7 @@ class KVCache:
         return self.k[0].dtype
 
     def check(self, tokens: Tensor, dtype: torch.dtype, n_layers: int) -> None:
-        """Raises ValueError where the keys and values of `tokens` ``[B, T]`` cannot be appended."""
+        """Raises ValueError if the keys and values of `tokens` ``[B, T]`` cannot be appended."""
         if len(self.k) != n_layers:
             raise ValueError(f"cache holds {len(self.k)} layers; the model has {n_layers}")
         if tokens.shape[0] != self.batch_size:

@@ -32,7 +32,8 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a :class:`Transformer`, in the names of Meta's `params.json`; the defaults are LLaMA's architecture.
+    """The shape of a :class:`Transformer`, with the names in Meta's `params.json`. The defaults are LLaMA's
+    architecture.
 
     Attributes:
         dim: width of the residual stream.
@@ -42,12 +43,12 @@ class ModelConfig:
         vocab_size: tokens are 0 .. vocab_size - 1.
         max_seq_len: number of positions: the size of a learned table, which is fixed, and the initial size of a rotary
             or sinusoidal table, which grows.
-        multiple_of: the feed-forward width is rounded up to a multiple of it, with "two_thirds_of_4d".
+        multiple_of: with "two_thirds_of_4d", the feed-forward width is rounded up to a multiple of this.
         ffn_dim_multiplier: factor on the feed-forward width before it is rounded up.
         hidden_dim: the feed-forward width itself, which overrides the two above and `ffn_rule`.
         head_dim: width of a head; None is ``dim // n_heads``.
         norm_eps: epsilon of every norm; None is the norm's own default: for "rms_norm" the machine epsilon of the
-            arithmetic, for "layer_norm" 1e-5. Published models' sizes, below, give theirs.
+            arithmetic, for "layer_norm" 1e-5. The presets below set it.
         norm_round_before_weight: round ``x / rms`` before the weight multiplies it, as Meta's code does. It matters
             only in low precision; False is more accurate.
         rope_base: base of the rotary wavelengths (`rope_theta` in Meta's files).
@@ -81,20 +82,20 @@ class ModelConfig:
         ffn_rule: the feed-forward width: "4d", or "two_thirds_of_4d" rounded up to `multiple_of`, which gives a gated
             block the same number of parameters. None is two thirds with a gate, else 4d.
         attention_bias: biases of the projections to queries, keys and values.
-        attention_out_bias: of the projection from attention; None is `attention_bias`.
-        mlp_bias: of the feed-forward projections.
-        output_bias: of the output projection.
+        attention_out_bias: bias of the output projection of attention; None is `attention_bias`.
+        mlp_bias: biases of the feed-forward projections.
+        output_bias: bias of the output projection.
         parallel_residual: attention and feed-forward read the same stream, and both are added to it (GPT-NeoX).
         shared_attention_norm: with `parallel_residual`, one norm for both (Falcon-7B).
-        sliding_window: positions that a query sees, its own the last of them; None or -1 is all before.
-        causal: whether a position sees none behind it. False makes an encoder, without a cache or generation.
-        context_dim: width of a context, of another sequence, that each block attends to between its own attention and
-            the feed-forward part (the decoder of an :class:`EncoderDecoder`); None is no context.
+        sliding_window: number of positions that a query sees, including its own; None or -1 is no limit.
+        causal: whether a position sees no later ones. False makes an encoder, without a cache or generation.
+        context_dim: width of a context (another sequence), to which each block attends between self-attention and the
+            feed-forward part (the decoder of an :class:`EncoderDecoder`); None is no context.
         head: whether there is an output projection. Without, a model returns the last hidden states.
         logit_scale: factor on the logits (T5: ``dim ** -0.5``).
         attention_scale: factor on the scores; None is ``head_dim ** -0.5``.
         qk_norm: an RMSNorm of queries and keys, before the rotation (Qwen3).
-        qk_norm_over: "head", each head by itself, or "projection", all heads together (OLMoE).
+        qk_norm_over: "head" for each head separately, or "projection" for all heads together (OLMoE).
         embedding_dropout, residual_dropout: dropout of the embeddings, and of each branch before it is added (fused
             with the norm that adds it).
         attention_dropout: dropout of attention weights, inside the kernels.
@@ -105,10 +106,10 @@ class ModelConfig:
             (:class:`foundry_kernels.nn.MoE`).
         dense_layers: indices of layers with a feed-forward block instead of experts.
         dense_hidden_dim: the width of that block; None is an expert's.
-        top_k: experts of a token.
+        top_k: experts for each token.
         router_scoring, router_renormalize, router_scale: how a router's logits become weights ("softmax", True, 1.0 in
             Mixtral; "sigmoid" in DeepSeek-V3); see :class:`foundry_kernels.nn.Router`.
-        router_bias: of the router's logits.
+        router_bias: whether the router's logits have a bias.
         selection_bias: a bias that only affects the router's choice, which
             :func:`foundry_kernels.nn.update_selection_biases` updates after each step (DeepSeek-V3).
         router_groups, router_top_groups: a token chooses among the experts of its `router_top_groups` best groups out
@@ -260,7 +261,8 @@ class ModelConfig:
     def gpt2(cls, size: str = "small", **changes: Any) -> ModelConfig:
         """GPT-2: learned positions, LayerNorm, GELU (tanh), biases, a tied head, a width of 4d.
 
-        Dropout is 0, as it is best in a single pass over the data; GPT-2 itself was trained with 0.1 in all three.
+        Dropout is 0, which is best in a single pass over the data; GPT-2 itself was trained with 0.1 in all three
+        places.
 
         Args:
             size: "small" (124,439,808 parameters), "medium", "large" or "xl".
@@ -270,7 +272,7 @@ class ModelConfig:
 
     @classmethod
     def llama(cls, size: str = "llama-2-7b", **changes: Any) -> ModelConfig:
-        """LLaMA in Meta's names and order of rotary pairs (a checkpoint of transformers has rope_interleaved=False).
+        """LLaMA with Meta's order of rotary pairs (transformers' checkpoints need rope_interleaved=False).
 
         Args:
             size: "llama-2-7b" (6,738,415,616 parameters), "llama-2-13b", "llama-2-70b", "llama-3-8b", "llama-3-70b",
@@ -281,7 +283,7 @@ class ModelConfig:
 
     @classmethod
     def bloom(cls, size: str = "7b1", **changes: Any) -> ModelConfig:
-        """BLOOM: ALiBi, LayerNorm and one of the embeddings, GELU (tanh), biases, a tied head.
+        """BLOOM: ALiBi, LayerNorm (also of the embeddings), GELU (tanh), biases, a tied head.
 
         Args:
             size: "560m", "1b1", "1b7", "3b", "7b1" (7,069,016,064 parameters) or "176b".
@@ -301,7 +303,7 @@ class ModelConfig:
 
     @classmethod
     def mixtral(cls, size: str = "8x7b", **changes: Any) -> ModelConfig:
-        """Mixtral: LLaMA with 8 experts, of which a token goes through 2; in Meta's order of rotary pairs.
+        """Mixtral: LLaMA with 8 experts, 2 for each token, and with Meta's order of rotary pairs.
 
         Args:
             size: "8x7b" (46,702,792,704 parameters) or "8x22b" (140,620,634,112).
@@ -342,7 +344,7 @@ class ModelConfig:
 
     @property
     def balances(self) -> bool:
-        """Whether a loss of the routers is part of the model's loss in training."""
+        """Whether the model's training loss includes a loss of the routers."""
         return self.load_balancing_coef > 0.0 or self.router_z_coef > 0.0
 
     @property
@@ -377,7 +379,7 @@ class ModelConfig:
     parameters_by_part = count.parameters_by_part
     cache_bytes = count.cache_bytes
     flops_per_token = count.flops_per_token
-    if TYPE_CHECKING:  # given by `models.memory`, which runs a model
+    if TYPE_CHECKING:  # assigned by `models.memory`, which runs a model
         training_bytes = memory.training_bytes
 
 

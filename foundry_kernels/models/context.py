@@ -13,11 +13,11 @@ from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 
 @dataclass(frozen=True)
 class Context:
-    """The result of :meth:`Transformer.read_context`, for any number of calls of that model.
+    """The result of :meth:`Transformer.read_context`, for any number of calls of the model.
 
     Attributes:
         layers: keys and values ``[B, Hk, S, D]`` of each layer.
-        mask: the mask of the context; None means that all of it is seen.
+        mask: the mask of the context; None means that all of it is visible.
     """
 
     layers: Sequence[ContextKeyValues | Tensor]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Parts(dict[str, int]):
-    """A number for each part of a model, in the order of the data; a dict with a `total`."""
+    """A number for each part of a model, in the order of the forward pass; a dict with a `total`."""
 
     @property
     def total(self) -> int:
@@ -27,7 +27,7 @@ class Parts(dict[str, int]):
         return {name: number / total for name, number in self.items()}
 
     def times(self, factor: int) -> Parts:
-        """Returns every number multiplied, such as parameters by the bytes of one."""
+        """Returns every number times `factor`, for example to convert parameters to bytes."""
         return Parts({name: factor * number for name, number in self.items()})
 
 
@@ -35,13 +35,13 @@ def parameters_by_part(config: ModelConfig, active: bool = False) -> Parts:
     """Returns the parameters of the model by part; their total is `config.n_parameters`.
 
     Args:
-        active: count only `top_k` experts, those that a token goes through.
+        active: count only `top_k` experts, the ones that a token uses.
 
     Returns:
         "embedding": tokens, token types, learned positions. "attention": the projections with their biases, those to a
         context, and the table of relative positions. "feed_forward": blocks or experts with their biases, shared
-        experts, routers. "norms": of blocks, of queries and keys, of embeddings and the last one. "head": the output
-        projection; 0 if it is tied, because its matrix is the embedding's.
+        experts, routers. "norms": those of blocks, of queries and keys, of embeddings, and the last one. "head": the
+        output projection; 0 if it is tied, because its matrix is the embedding's.
     """
     dim, norm, n_layers = config.dim, config.dim * (2 if config.norms_have_bias else 1), config.n_layers
     blocks = n_layers * (1 if config.shared_attention_norm else 2)
@@ -64,7 +64,7 @@ def parameters_by_part(config: ModelConfig, active: bool = False) -> Parts:
 
 
 def _attention(config: ModelConfig, source: int) -> int:
-    """Projections; source: the width of what keys and values are made of."""
+    """The projections. source: the input width of the key and value projections."""
     q, kv = config.n_heads * config.head_width, config.kv_heads * config.head_width
     biases = (q + 2 * kv) * config.attention_bias + config.dim * config.attention_out_has_bias
     return 2 * config.dim * q + 2 * source * kv + biases
@@ -80,13 +80,13 @@ def _matrices(config: ModelConfig, width: int) -> int:
 
 
 def _block(config: ModelConfig, width: int) -> int:
-    """A feed-forward block."""
+    """The parameters of a feed-forward block."""
     biases = (2 if config.gated else 1) * width + config.dim
     return _matrices(config, width) + biases * config.mlp_bias
 
 
 def _feed_forward(config: ModelConfig, active: bool) -> int:
-    """The feed-forward part of a layer, of one with experts where there are any."""
+    """The feed-forward parameters of a layer (of a layer with experts, if the model has any)."""
     if config.n_experts is None:
         return _block(config, config.ffn_width)
     experts = config.top_k if active else config.n_experts
@@ -104,11 +104,11 @@ def cache_bytes(config: ModelConfig, batch: int, length: int, dtype: torch.dtype
     Args:
         batch: sequences.
         length: positions that the cache can hold, `max_len`.
-        dtype: of keys and values.
+        dtype: the dtype of keys and values.
 
     Raises:
-        TypeError, ValueError: a size is no int or below 1, `dtype` is no dtype, or the model has no such cache (it is
-            not causal, or has fewer learned positions).
+        TypeError, ValueError: a size is not an int or is below 1, `dtype` is not a dtype, or the model does not support
+            this cache (it is not causal, or has fewer learned positions).
     """
     itemsize = _itemsize("dtype", dtype)
     check_cache(config, batch, length)
@@ -130,17 +130,17 @@ def flops_by_part(config: ModelConfig, length: int, context_length: int | None =
     counted. A training step counts as 3 forward passes, because the backward pass has two matmuls for each one;
     recomputation is not counted.
 
-    Scores are those of the keys that a query sees, averaged over the positions: ``(length + 1) / 2`` keys in a causal
-    model, fewer with a window, all in an encoder. A backend that also computes masked scores, such as the reference,
-    executes more: without a window ``2 length / (length + 1)`` times as many.
+    Scores are counted for the keys that a query sees, averaged over the positions: ``(length + 1) / 2`` keys in a
+    causal model, fewer with a window, all in an encoder. A backend that also computes masked scores, such as the
+    reference, executes more: without a window ``2 length / (length + 1)`` times as many.
 
     Args:
         length: tokens of a sequence.
-        context_length: of a model with `context_dim`, the tokens of the context; None is `length`. The context's keys
+        context_length: for a model with `context_dim`, the tokens of the context; None is `length`. The context's keys
             and values are computed once, and this work is shared by the tokens of the sequence.
 
     Raises:
-        TypeError, ValueError: no int or below 1, or a `context_length` without a context.
+        TypeError, ValueError: a length is not an int or is below 1, or the model has no context.
     """
     check_int("length", length, 1)
     q, kv = config.n_heads * config.head_width, config.kv_heads * config.head_width
@@ -170,13 +170,13 @@ def flops_by_part(config: ModelConfig, length: int, context_length: int | None =
 def flops_per_token(
     config: ModelConfig, length: int, context_length: int | None = None, training: bool = False
 ) -> float:
-    """Returns the sum of :func:`flops_by_part`, which says what is counted; with `training` 3 times that."""
+    """Returns the sum of :func:`flops_by_part`, and with `training` 3 times as much."""
     return (3.0 if training else 1.0) * sum(flops_by_part(config, length, context_length).values())
 
 
 def _keys_seen(config: ModelConfig, length: int) -> float:
     """Keys that a query sees, averaged over the positions."""
     window = length if config.sliding_window is None else min(config.sliding_window, length)
-    # Position i sees min(i, window - 1) before itself, and without `causal` as many behind.
+    # Position i sees min(i, window - 1) earlier positions and, without `causal`, as many later ones.
     before = (window * (window - 1) / 2 + (length - window) * (window - 1)) / length
     return 1.0 + (before if config.causal else 2.0 * before)

@@ -73,7 +73,7 @@ def decode_all(
 
 
 def decode(block: TransformerBlock, branch: Tensor | None, stream: Tensor, cache: Any) -> tuple[Tensor, Tensor] | None:
-    """The same for one block, also while torch.compile traces."""
+    """As `decode_all`, for one block and also under torch.compile."""
     paged = isinstance(cache, PagedKeyValues)
     if not _continues(stream, paged) or (paged and torch.compiler.is_compiling()):
         return None
@@ -157,7 +157,7 @@ def _arguments(
 
 
 def _norms_alike(first: Any, second: Any) -> bool:
-    """Whether both are RMSNorms of vectors with weights, of the same options, on native kernels."""
+    """Whether both are RMSNorms over one dimension, with weights and the same options, on native kernels."""
     return (
         type(first) is RMSNorm
         and type(second) is RMSNorm

@@ -46,10 +46,11 @@ class EncoderDecoder(nn.Module):
     ``norm_placement="pre"``, learned or "relative" positions are other values of the same fields.
 
     Args:
-        config: of the decoder. Its `causal` and `head` must be True; `context_dim` is the encoder's width.
-        encoder: of the encoder, with ``causal=False, head=False``; None is the decoder's shape and choices.
-        backend: as of :class:`Transformer`.
-        share_embeddings: one embedding for both; needs one width and vocabulary.
+        config: the decoder's configuration. `causal` and `head` must be True; `context_dim` is the encoder's width.
+        encoder: the encoder's configuration, with ``causal=False, head=False``; None uses the decoder's shape and
+            choices.
+        backend: as for :class:`Transformer`.
+        share_embeddings: one embedding for both; they must have the same width and vocabulary.
         start_token: the decoder's first token, used if `targets` are given without `tokens`, and in :meth:`generate`.
         device, dtype: of the parameters.
 
@@ -88,23 +89,23 @@ class EncoderDecoder(nn.Module):
         self._share()
 
     def _share(self) -> None:
-        if self.share_embeddings:  # the module and not only the parameter, which `to_empty` would split in two
+        if self.share_embeddings:  # shares the module, because `to_empty` would split a shared parameter in two
             self.encoder.tok_embeddings = self.decoder.tok_embeddings
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Sets the weights anew; see :meth:`Transformer.init_weights`."""
+        """Initialises the weights again; see :meth:`Transformer.init_weights`."""
         for part in (self.encoder, self.decoder):
             part.init_weights(generator)
 
     @classmethod
     def from_hf(cls, model: nn.Module, backend: Backend = "auto", **changes: Any) -> EncoderDecoder:
-        """Returns the same model as one of transformers, with copies of its weights, in their dtype and on their
-        device: T5 (and T5 1.1, Flan-T5) and BART, with their language-model heads.
+        """Converts a model of transformers. The result has copies of its weights, with their dtype and device. T5 (also
+        T5 1.1 and Flan-T5) and BART with language-model heads are supported.
 
         Args:
-            model: of transformers.
+            model: a model of transformers.
             backend: as for the class.
-            changes: fields of both configurations that differ and leave the shapes as they are, such as a dropout or
+            changes: fields to change in both configurations, if shapes stay the same, such as a dropout or
                 `max_seq_len` (2048 for T5).
 
         Raises:
@@ -159,22 +160,22 @@ class EncoderDecoder(nn.Module):
         """Returns logits of the decoder, or the loss if there are targets.
 
         Args:
-            source: ``[B, S]`` int32 or int64 tokens of the encoder, or what :meth:`read` has read of them.
+            source: ``[B, S]`` int32 or int64 tokens of the encoder, or the result of :meth:`read`.
             tokens: ``[B, T]`` int32 or int64, the decoder's input. None is `start_token` followed by the targets
                 without the last one, in which `start_token` replaces ignored targets.
             targets: ``[B, T]`` int32 or int64, the token that follows each position, or `ignore_index`.
             source_lengths: ``[B]`` int32 or int64: source tokens from ``source_lengths[b]`` on are padding, which
                 neither the encoder nor the decoder sees.
-            source_mask: mask of the encoder, like `attn_mask` of :class:`Transformer`. attn_mask, lengths, cache,
-            last_only, ignore_index, return_logits: of the decoder, as of
+            source_mask: mask of the encoder, like `attn_mask` of :class:`Transformer`.
+            attn_mask, lengths, cache, last_only, ignore_index, return_logits: the decoder's, as for
                 :class:`Transformer`.
 
         Returns:
-            As :class:`Transformer`: logits ``[B, T, V]``, or with targets ``(None, loss)``, or ``(logits, loss)``.
+            As for :class:`Transformer`: logits ``[B, T, V]``, or with targets ``(None, loss)``, or ``(logits, loss)``.
 
         Raises:
-            TypeError, ValueError: as :class:`Transformer`; there are neither tokens nor targets, targets without tokens
-                or a `start_token`, or lengths or a mask for a source that was read before.
+            TypeError, ValueError: as for :class:`Transformer`; there are neither tokens nor targets, targets without
+                tokens or a `start_token`, or lengths or a mask for a source that was read before.
         """
         if tokens is None:
             tokens = self._moved(targets, ignore_index)
@@ -202,12 +203,12 @@ class EncoderDecoder(nn.Module):
         return result
 
     def _moved(self, targets: Tensor | None, ignore_index: int) -> Tensor:
-        """What the decoder reads to predict `targets`."""
+        """The decoder's input for predicting `targets`."""
         if targets is None:
-            raise ValueError("tokens must be given where there are no targets; got neither")
+            raise ValueError("tokens must be given without targets; got neither")
         check_integer("targets", targets)
         if self.start_token is None:
-            raise ValueError("tokens must be given: the model has no start_token that targets could be moved behind")
+            raise ValueError("tokens must be given: the model has no start_token to put before the targets")
         moved = targets.roll(1, -1)
         moved[..., :1] = self.start_token
         return moved.masked_fill(moved == ignore_index, self.start_token)
@@ -236,14 +237,14 @@ class EncoderDecoder(nn.Module):
         Args:
             source: ``[B, S]`` tokens, or a sequence of 1-D sources, which are padded and their lengths known.
             max_new_tokens: for each source; 0 or more.
-            source_lengths: as in :meth:`forward`; of a ``[B, S]`` tensor.
-            prompts: what each decoder begins with; None is `start_token`.
-            options: of :func:`foundry_kernels.models.generate`: `temperature`, `stop_token` and others. `return_stats`
-                counts the decoder's time, without the encoder's.
+            source_lengths: as in :meth:`forward`; only for a ``[B, S]`` tensor.
+            prompts: the first tokens of the decoder for each source; None is `start_token`.
+            options: options of :func:`foundry_kernels.models.generate`: `temperature`, `stop_token` and others.
+                `return_stats` counts only the decoder's time.
 
         Returns:
-            For each source the prompt and its continuation, 1-D int64 on the model's device; with `return_stats` a
-            pair, as of :func:`foundry_kernels.models.generate`.
+            For each source, the prompt and its continuation, 1-D int64 on the model's device; with `return_stats` a
+            pair, as for :func:`foundry_kernels.models.generate`.
 
         Raises:
             TypeError, ValueError: as :func:`foundry_kernels.models.generate` and :meth:`forward`, the numbers of
@@ -275,7 +276,7 @@ class EncoderDecoder(nn.Module):
 
 
 def encoder_of(config: ModelConfig) -> ModelConfig:
-    """Returns the configuration of an encoder of a decoder's shape and choices."""
+    """Returns the configuration of an encoder with a decoder's shape and choices."""
     if not isinstance(config, ModelConfig):
         raise TypeError(f"config must be a ModelConfig; got {type(config).__name__}")
     fields: dict[str, Any] = {name: ModelConfig.__dataclass_fields__[name].default for name in _DECODERS}

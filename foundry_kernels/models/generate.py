@@ -1,4 +1,4 @@
-"""Continue prompts with a key-value cache."""
+"""Generation of tokens with a key-value cache."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def generate(
         row[: len(prompt)] = prompt
     tokens, begin = tokens.to(device), lengths.to(device)
     end = begin + max_new_tokens  # a row's length once it is finished
-    alike = shortest == longest and stop_token is None  # so that each row takes each token
+    alike = shortest == longest and stop_token is None  # then all rows take the same steps
     look_every = 1 if device.type == "cpu" else _LOOK_EVERY
     step = _step if compile is False else _compiled(compile)
     if cache is not None and compile is not False:
@@ -165,7 +165,7 @@ def generate(
     try:
         for module, _ in training:
             if isinstance(module, PositionTables) and not module.follows_length:
-                module.reserve(total)  # once, and not inside of a compiled step
+                module.reserve(total)  # once, outside of the compiled step
         if draft is not None:
             sampling = Sampling(temperature, top_k, top_p, generator)
             pair = speculative.speculate(model, draft, rows, max_new_tokens, draft_tokens, stop_token, sampling)
@@ -216,7 +216,7 @@ def generate(
 
 
 def _take_pages(cache: PagedKVCache, n_rows: int, total: int) -> PagedBatch:
-    """New sequences of the cache, with pages for `total` positions."""
+    """Creates sequences of the cache with pages for `total` positions."""
     sequences = [cache.add() for _ in range(n_rows)]
     try:
         cache.reserve(dict.fromkeys(sequences, total))
@@ -228,7 +228,7 @@ def _take_pages(cache: PagedKVCache, n_rows: int, total: int) -> PagedBatch:
 
 
 def _step(model: Transformer, tokens: Tensor, cache: KVCache | PagedBatch, context: Context | None) -> Tensor:
-    """Logits ``[B, V]`` of what follows `tokens` ``[B, T]``."""
+    """The logits ``[B, V]`` for the next token after `tokens` ``[B, T]``."""
     logits: Tensor = model(tokens, context=context, cache=cache, last_only=True)
     return logits[:, -1]
 

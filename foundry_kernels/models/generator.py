@@ -1,7 +1,7 @@
 """Continuous batching: requests join and leave a running batch at any step, with a cache in pages.
 
-Yu et al., "Orca", 2022 (a batch is made anew for each step); Kwon et al., "PagedAttention", 2023, arXiv:2309.06180;
-Agrawal et al., "Sarathi", 2023, arXiv:2308.16369 (prompts are read in chunks beside decoding).
+Yu et al., "Orca", 2022 (a new batch for each step); Kwon et al., "PagedAttention", 2023, arXiv:2309.06180; Agrawal et
+al., "Sarathi", 2023, arXiv:2308.16369 (chunks of prompts together with decoding).
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class GeneratedToken(NamedTuple):
 @dataclass
 class _Request:
     number: int
-    tokens: list[int]  # the prompt's, and those made
+    tokens: list[int]  # of the prompt, and generated ones
     begin: int  # length of the prompt
-    end: int  # length at which it is done
+    end: int  # its final length
     temperature: float
     top_k: int | None
     top_p: float | None
     stop_token: int | None
     generator: torch.Generator | None
     prefix_of: int | None
-    sequence: int = -1  # in the cache, while it runs
+    sequence: int = -1  # its number in the cache
 
     @property
     def positions(self) -> int:
-        """The number of positions that are stored in the end: all tokens but the last one."""
+        """The final number of stored positions: all tokens but the last one."""
         return self.end - 1
 
 
@@ -80,8 +80,8 @@ class Generator:
         n_pages: number of pages of a new cache, on the model's device and in the dtype of its keys (autocast's dtype,
             under autocast).
         page_size: positions of a page.
-        max_batch: sequences that run at a time.
-        chunk_size: tokens of prompts that a step reads at most.
+        max_batch: the maximum number of running sequences.
+        chunk_size: the maximum number of prompt tokens in a step.
         cache: an existing cache to use instead of `n_pages` new pages; it may hold other sequences.
 
     Attributes:
@@ -204,7 +204,7 @@ class Generator:
     @torch.no_grad()
     def step(self) -> list[GeneratedToken]:
         """Runs one forward pass and returns its tokens: one for each running request whose prompt has been read.
-        Without requests nothing runs. After a step that fails or is interrupted, the next step repeats it, but
+        Without requests, it does nothing. After a step that fails or is interrupted, the next step repeats it, but
         generators may have advanced.
 
         Raises:
@@ -263,7 +263,7 @@ class Generator:
         """Cancels the request, frees its pages and forgets it. Returns the prompt and the tokens generated so far.
 
         Raises:
-            ValueError: there is no such request any more.
+            ValueError: the request does not exist.
         """
         if request in self._running:
             return self._stop(self._running[request])
@@ -291,18 +291,18 @@ class Generator:
                 shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], alike))
                 stored = self.cache.length(other.sequence)
                 if stored < min(shared, other.begin):
-                    return  # it goes on reading
+                    return  # it is still reading
                 shared = min(shared, stored)
             try:
                 request.sequence = self._take_pages(request.positions, other, shared)
             except OutOfPages:
-                if not self._running:  # whose end would free some
+                if not self._running:  # otherwise a running request will free pages
                     raise
                 return
             self._running[request.number] = self._waiting.pop(request.number)
 
     def _take_pages(self, positions: int, other: _Request | None, shared: int) -> int:
-        """A new sequence with pages for `positions`, the first `shared` of which are those of `other`.
+        """Creates a sequence with pages for `positions`; the first `shared` positions are those of `other`.
 
         Shared pages are not written: `other` continues after its stored positions, and if the new sequence continues
         within a page, `reserve` gives it a copy.
@@ -318,7 +318,7 @@ class Generator:
         return sequence
 
     def _parts(self) -> list[tuple[_Request, list[int]]]:
-        """The running requests that take part in this step, with the tokens that it reads of each."""
+        """The running requests in this step, with their tokens to read."""
         parts, budget = [], self.chunk_size
         for request in self._running.values():
             unread = request.tokens[self.cache.length(request.sequence) :]
@@ -355,7 +355,7 @@ class Generator:
 
 
 def _draw(logits: Tensor, read: list[tuple[int, _Request]]) -> list[int]:
-    """The next token of each request, whose logits are a row of `logits` ``[N, V]``."""
+    """Draws the next token of each request from its row of `logits` ``[N, V]``."""
     if not read:
         return []
     likeliest = logits.argmax(-1)

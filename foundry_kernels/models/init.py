@@ -34,8 +34,8 @@ def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generat
       `wo` of attention, `w2` of feed-forward blocks and `down_proj` of experts.
 
     Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural networks", AISTATS 2010;
-    Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019, section 2.3, with the factor
-    that Megatron-LM has.
+    Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019, section 2.3, with the factor of
+    Megatron-LM.
     """
     std = config.init_std
     into_stream = std / (2 * config.n_layers) ** 0.5 if config.init == "depth_scaled" else std

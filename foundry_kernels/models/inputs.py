@@ -21,7 +21,7 @@ def check_tokens(
     config: ModelConfig,
     weight: Tensor,
 ) -> None:
-    """Tokens that fit the model and, if they are packed, the places where sequences begin. weight: of the embedding."""
+    """Checks that tokens fit the model and, if they are packed, the starts of sequences. weight: the embedding's."""
     check_integer("tokens", tokens)
     check_rank("tokens", tokens, 2, "[B, T]")
     if tokens.shape[1] == 0:
@@ -42,7 +42,7 @@ def check_tokens(
 
 
 def ends_before(length: int, config: ModelConfig) -> bool:
-    """Whether this exceeds the model's positions. Only learned positions are limited."""
+    """Whether `length` exceeds the model's positions. Only learned positions are limited."""
     return config.positions == "learned" and length > config.max_seq_len
 
 
@@ -72,7 +72,7 @@ def _check_packed(
         check_lengths("cu_seqlens", cu_seqlens, "max_seqlen", longest, total)
         longest = int(cu_seqlens.diff().max()) if type(cu_seqlens) is Tensor else longest
     elif max_seqlen is None:
-        return  # the lengths are on a GPU, and whoever waits for them is the caller
+        return  # the lengths are on a GPU; reading them would synchronize
     if ends_before(longest, config):
         raise ValueError(f"cu_seqlens hold a sequence of {longest} positions; {table_of(config)}")
 
@@ -106,7 +106,7 @@ def check_types(token_types: Tensor | None, tokens: Tensor, config: ModelConfig)
 def check_context(
     context: Tensor | Context | None, lengths: Tensor | None, tokens: Tensor | None, weight: Tensor, config: ModelConfig
 ) -> None:
-    """tokens: that the context is for; None where it is only read. weight: of the embedding."""
+    """tokens: the tokens of the call, or None for `read_context`. weight: the embedding's."""
     if config.context_dim is None:
         if context is not None or lengths is not None:
             given = "context_lengths" if context is None else "context"
@@ -136,7 +136,7 @@ def check_context(
 
 
 def values_known(x: Tensor) -> bool:
-    """Whether values can be read without waiting: on the CPU, not while a graph is traced, and not of a fake tensor."""
+    """Whether values can be read without synchronizing: on the CPU, not under tracing, and not for a fake tensor."""
     return x.is_cpu and not torch.compiler.is_compiling() and type(x) is Tensor
 
 

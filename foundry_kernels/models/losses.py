@@ -68,7 +68,7 @@ def _without_logits(
 
 
 def _sharded_loss(logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Computes the same for vocab-sharded logits, inside torch's `loss_parallel`."""
+    """The cross entropy of vocab-sharded logits, in torch's `loss_parallel`."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     targets = targets.flatten().long()
     total = F.cross_entropy(wide.flatten(0, 1), targets, ignore_index=ignore_index, reduction="sum")

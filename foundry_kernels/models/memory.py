@@ -27,9 +27,9 @@ class TrainingMemory:
     """Bytes of a training step, each by part of the model.
 
     Attributes:
-        weights, gradients, optimizer: of the parameters; see :func:`foundry_kernels.models.count.parameters_by_part`.
+        weights, gradients, optimizer: for the parameters; see :func:`foundry_kernels.models.count.parameters_by_part`.
         activations: tensors that the forward pass saves for the backward pass, by the module that saves them first.
-            "norms" includes the residual stream, "head" everything that the loss saves: with fused kernels the
+            "norms" includes the residual stream. "head" includes everything that the loss saves: with fused kernels the
             gradients of the last hidden states and the head's matrix, without them the logits.
     """
 
@@ -59,26 +59,26 @@ def training_bytes(
     weights, their gradients (which exist from the second micro-batch on), the optimizer's state and the saved
     activations.
 
-    Activations are counted and not estimated: the forward pass and the loss run on fake tensors, and the storages that
-    autograd saves are added up, each once, without the parameters. So every configuration and backend is counted as it
-    is, in the host time of one forward pass.
+    Activations are counted, not estimated: the forward pass and the loss run on fake tensors, and the storages that
+    autograd saves are added up, each once, without the parameters. So the count is exact for every configuration and
+    backend, and takes the host time of one forward pass.
 
     Not counted are temporary tensors of the running operation, such as gradients of activations and a chunk of the
-    logits (the peak of a model of 4 layers is less than 20 % above the total, of a deeper one less), the tables of
+    logits (the peak of a model with 4 layers is less than 20 % above the total, with more layers less), the tables of
     positions, and the allocator's overhead.
 
     Args:
-        batch, length: sequences, and tokens of each.
-        dtype: of the parameters and their gradients, and of activations without autocast.
+        batch, length: number of sequences, and tokens of each.
+        dtype: the dtype of parameters and gradients and, without autocast, of activations.
         autocast: the dtype of ``torch.autocast``, whose copies of the weights count as activations of their part; None
             is no autocast.
         optimizer: "adamw", "adam", "sgd" or "sgd_momentum", with torch's state, or bytes for each parameter: 12 for
             float32 moments and a float32 copy of the weights.
-        backend: as of :class:`Transformer`. "auto" is what runs on `device` of this installation: fused kernels, or the
-            reference where there are none.
-        context_length: of a model with `context_dim`, the tokens of the context, whose own gradients are not counted;
-            None is `length`.
-        device: that the fake tensors are on: "cpu", or "cuda" where torch has a GPU.
+        backend: as for :class:`Transformer`. "auto" is what this installation runs on `device`: fused kernels, or the
+            reference without them.
+        context_length: for a model with `context_dim`, the tokens of the context; None is `length`. The context's
+            gradients are not counted.
+        device: the device of the fake tensors: "cpu", or "cuda" if torch has a GPU.
 
     Raises:
         TypeError, ValueError: as :class:`Transformer` and its forward pass; an unknown optimizer.
@@ -135,7 +135,7 @@ def kept_by_part(model: nn.Module) -> Iterator[Parts]:
     first; each storage counts once, and parameters and buffers do not count."""
     parts = Parts(dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "head"), 0))
     own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    seen: dict[int, Any] = {}  # storages, held so that no other takes the place of one
+    seen: dict[int, Any] = {}  # keeps storages alive, so that their keys stay unique
     now = ["embedding"]
 
     def pack(x: Tensor) -> Tensor:

@@ -28,10 +28,10 @@ class PagedKVCache:
     single tokens for others. The cache is for inference: a backward pass raises RuntimeError.
 
     Args:
-        config: of the model.
-        n_pages: pages in all.
+        config: the model's configuration.
+        n_pages: the number of pages.
         page_size: positions of a page.
-        device, dtype: of the keys and values that the model computes (under autocast, autocast's dtype).
+        device, dtype: those of the keys and values that the model computes (under autocast, autocast's dtype).
 
     Attributes:
         k, v: for each layer ``[n_pages, page_size, Hk, D]``.
@@ -131,8 +131,8 @@ class PagedKVCache:
             raise ValueError(f"cache must have the dtype of the keys, {dtype}; got {self.dtype}")
 
     def reserve(self, counts: dict[int, int]) -> None:
-        """Gives each sequence pages for so many positions more, and copies those that it is to write to and that others
-        have too. A step does this automatically.
+        """Gives each sequence pages for `counts` more positions, and copies shared pages that it will write to. A step
+        does this automatically.
 
         Raises:
             OutOfPages: there are fewer free pages; nothing has changed.
@@ -144,7 +144,7 @@ class PagedKVCache:
                 stored[after] = stored[before]
 
     def advance(self, counts: dict[int, int]) -> None:
-        """Adds to the lengths what has been stored."""
+        """Adds the stored positions to the lengths."""
         self._pages.advance(counts)
 
     def __repr__(self) -> str:
@@ -167,7 +167,7 @@ class PagedBatch:
 
     @property
     def length(self) -> int:
-        """That of the longest."""
+        """The longest length."""
         return max(self.lengths, default=0)
 
     def begin(self, tokens: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, n_layers: int) -> PagedForward:
@@ -224,5 +224,5 @@ class PagedForward:
         return PagedKeyValues(self._cache.k[index], self._cache.v[index], self.step)
 
     def advance(self, count: int) -> None:
-        """Advances the lengths by what each sequence has got."""
+        """Advances each sequence's length by its new positions."""
         self._cache.advance(self._counts)

@@ -30,22 +30,22 @@ class Pages:
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """Their numbers, in the order in which they were made."""
+        """The numbers of the sequences, in the order of their creation."""
         return tuple(self._tables)
 
     def length(self, sequence: int) -> int:
         return self._lengths[self._known(sequence)]
 
     def table(self, sequence: int) -> tuple[int, ...]:
-        """Its pages; there may be one more than its length fills, or several where a step has failed."""
+        """The sequence's pages. There may be one more than its length needs, or several after a failed step."""
         return tuple(self._tables[self._known(sequence)])
 
     def references(self, page: int) -> int:
-        """Of how many sequences it is."""
+        """The number of sequences that have the page."""
         return self._references[page]
 
     def add(self) -> int:
-        """Returns the number of a new sequence, which is empty and has no page."""
+        """Creates an empty sequence without pages and returns its number."""
         return self._new([], 0)
 
     def fork(self, sequence: int) -> int:
@@ -59,10 +59,10 @@ class Pages:
         del self._lengths[sequence]
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forgets the positions from `length` on.
+        """Removes the positions from `length` on.
 
         Raises:
-            ValueError: there are not so many.
+            ValueError: the sequence is shorter.
         """
         if not 0 <= length <= self.length(sequence):
             raise ValueError(
@@ -74,16 +74,16 @@ class Pages:
         self._lengths[sequence] = length
 
     def reserve(self, counts: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Reserves pages for more positions of each sequence, which it does not share. Lengths do not change.
+        """Reserves unshared pages for more positions of each sequence. Lengths do not change.
 
         Returns:
             The copies to make: pairs of a page and the new page that replaces it in a sequence.
 
         Raises:
-            OutOfPages: nothing has changed then.
+            OutOfPages: there are fewer free pages; nothing has changed.
         """
         copied: list[tuple[int, int]] = []  # sequence, column
-        shared: dict[int, int] = {}  # references that are given up
+        shared: dict[int, int] = {}  # references to release
         missing: dict[int, int] = {}
         for sequence, count in counts.items():
             length, table = self.length(sequence), self._tables[sequence]

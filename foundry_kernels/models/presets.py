@@ -6,12 +6,12 @@ from typing import Any
 
 from foundry_kernels.ops.rope import RopeScaling
 
-_META = {"norm_eps": 1e-5, "rope_interleaved": True}  # as the files of Meta's and Mistral's models are read
+_META = {"norm_eps": 1e-5, "rope_interleaved": True}  # for checkpoints of Meta and Mistral
 _LLAMA_2 = {"max_seq_len": 4096, "multiple_of": 256}
 _LLAMA_3 = {"vocab_size": 128256, "max_seq_len": 8192, "rope_base": 500000.0, "n_kv_heads": 8}
 _LLAMA_3_1 = {**_LLAMA_3, "max_seq_len": 131072, "rope_scaling": RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)}
 _LLAMA_3_2 = {**_LLAMA_3_1, "rope_scaling": RopeScaling("llama3", 32.0, 8192, 1.0, 4.0), "tie_embeddings": True}
-# The widths are given as Meta's files give them, so that they follow a changed `dim`.
+# The widths are relative to `dim`, as in Meta's files, so that they follow a changed `dim`.
 _8B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "multiple_of": 1024, "ffn_dim_multiplier": 1.3}
 _70B = {"dim": 8192, "n_layers": 80, "n_heads": 64, "multiple_of": 4096, "ffn_dim_multiplier": 1.3}
 _FALCON_40B = {"shared_attention_norm": False, "n_kv_heads": 8}
@@ -21,7 +21,7 @@ def _shape(dim: int, n_layers: int, n_heads: int, **others: Any) -> dict[str, An
     return {"dim": dim, "n_layers": n_layers, "n_heads": n_heads, **others}
 
 
-#: What all sizes of a family share.
+#: The common fields of all sizes of a family.
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {
         "vocab_size": 50257,
@@ -97,7 +97,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def names() -> dict[str, tuple[str, str]]:
-    """Family and size of each preset by a name that says both, such as "gpt2-small" and "llama-2-7b"."""
+    """Family and size of each preset by name, such as "gpt2-small" and "llama-2-7b"."""
     return {
         size if size.startswith(family) else f"{family}-{size}": (family, size)
         for family, sizes in SIZES.items()
@@ -106,7 +106,7 @@ def names() -> dict[str, tuple[str, str]]:
 
 
 def fields(family: str, size: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a size, changed.
+    """Returns the fields of a size, with `changes`.
 
     Raises:
         ValueError: an unknown size.
@@ -117,7 +117,7 @@ def fields(family: str, size: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def choices(family: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a family, changed; without its rotary pairs where other positions are chosen."""
+    """Returns the fields of a family, with `changes`; without its order of rotary pairs if positions are not rotary."""
     found = {**FAMILIES[family], **changes}
     if found.get("positions", "rope") != "rope" and "rope_interleaved" not in changes:
         found.pop("rope_interleaved", None)

@@ -1,4 +1,4 @@
-"""Shared code of generation: prompts and options, the choice of a token, and timing."""
+"""Shared code of generation: prompts, options, sampling and timing."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ class GenerationStats:
     and *decode* generates one token per step, which is bound by reading weights and cache.
 
     Attributes:
-        prompt_tokens: of all prompts.
-        new_tokens: of all rows, a stop token included.
-        prefill_tokens: read in the first pass: as many of each prompt as the shortest has, with a draft all.
-        decode_tokens: new tokens that steps of one token made: all but the first one of the rows whose prompt the first
-            pass has read to its end. (Such a step may read the rest of a longer prompt beside, which counts as no
-            token.)
-        prefill_seconds: until the first tokens are drawn, and a draft has read the prompts too.
-        decode_seconds: from then on, with what `compile` compiles in the first call.
-        drafted_tokens: that a draft proposed and the model verified.
-        accepted_tokens: of these, those that the model accepted.
+        prompt_tokens: tokens of all prompts.
+        new_tokens: new tokens of all rows, including a stop token.
+        prefill_tokens: tokens read in the first pass: from each prompt as many as the shortest has; with a draft, all.
+        decode_tokens: new tokens of the later steps: all except the first tokens of rows whose prompts the first pass
+            read completely. (A step may also read the rest of a longer prompt; these tokens do not count.)
+        prefill_seconds: the time until the first tokens are drawn and, with a draft, until it has read the prompts.
+        decode_seconds: the time of the later steps, including the compilation in the first call with `compile`.
+        drafted_tokens: tokens that a draft proposed and the model verified.
+        accepted_tokens: drafted tokens that the model accepted.
     """
 
     prompt_tokens: int = 0
@@ -47,17 +46,17 @@ class GenerationStats:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """0 where no prompt was read."""
+        """0 if no prompt was read."""
         return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Of all rows together; 0 where there was no step after the first pass."""
+        """The speed of all rows together; 0 if there was no step after the first pass."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted of drafted tokens; 0 where none was drafted."""
+        """The accepted fraction of drafted tokens; 0 if none was drafted."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
     def __str__(self) -> str:
@@ -78,7 +77,7 @@ class Sampling(NamedTuple):
     generator: torch.Generator | None
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Returns float32 probabilities of logits ``[..., V]``, 0 for the tokens that are left out."""
+        """Returns float32 probabilities for logits ``[..., V]``, 0 for excluded tokens."""
         probs, kept = likely_tokens(logits, self.temperature, self.top_k, self.top_p)
         if kept is not None:
             probs = torch.zeros(logits.shape, device=logits.device).scatter(-1, kept, probs)
@@ -95,7 +94,7 @@ def now(device: torch.device) -> float:
 def choose(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> Tensor:
-    """Returns one token a row ``[B]`` from logits ``[B, V]``."""
+    """Returns a token for each row ``[B]`` of logits ``[B, V]``."""
     if temperature == 0.0:
         return logits.argmax(-1)
     probs, kept = likely_tokens(logits, temperature, top_k, top_p)
@@ -110,16 +109,16 @@ def likely_tokens(
     columns; None if column i is token i."""
     size = logits.shape[-1]
     logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the likeliest is 0, however low the temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the largest is 0 for any temperature
     kept = None
     if top_k is not None and top_k < size:
         # By index and not by value, so that no more than k tokens remain if some tie at the threshold.
         logits, kept = logits.topk(top_k, dim=-1)
     probs = logits.softmax(-1)
     if top_p is not None and top_p < 1.0:
-        if kept is None:  # else they are in order
+        if kept is None:  # otherwise they are already sorted
             probs, kept = _most_likely(probs, top_p)
-        before = probs.cumsum(-1) - probs  # the sum over the tokens that are more likely
+        before = probs.cumsum(-1) - probs  # the sum over more likely tokens
         probs = probs.masked_fill(before >= top_p, 0.0)
     return probs, kept
 

@@ -26,7 +26,7 @@ class SequenceShard(Protocol):
         is not None."""
 
     def seen(self, tokens: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The positions of the tokens, and `cu_seqlens` as the layers are to get them."""
+        """The positions of the tokens, and the `cu_seqlens` for the layers."""
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
-        """The mean over the tokens that count in all processes, of this process's sum and number."""
+        """The mean over the counted tokens of all processes. total, count: this process's sum and number of tokens."""

@@ -1,11 +1,11 @@
 """Speculative decoding: a small model drafts several tokens, and the large one verifies them in one pass.
 
-The large model accepts a drafted token x with probability ``min(1, p(x) / q(x))``, p being its own probabilities and q
-the draft's. It replaces the first that it rejects by a draw from ``max(p - q, 0)``, and behind the last accepted one it
-draws from p, so that every token is distributed as p: Leviathan, Kalman and Matias, "Fast Inference from Transformers
-via Speculative Decoding", 2023, arXiv:2211.17192; Chen et al., "Accelerating Large Language Model Decoding with
-Speculative Sampling", 2023, arXiv:2302.01318. Temperature, top-k and top-p have been applied to both p and q. With
-greedy decoding, a drafted token is accepted if it is the large model's most likely one.
+The large model accepts a drafted token x with probability ``min(1, p(x) / q(x))``, where p are its own probabilities
+and q the draft's. It replaces the first rejected token by a draw from ``max(p - q, 0)``. If it accepts all, it draws
+one more token from p. So every token has the distribution p: Leviathan, Kalman and Matias, "Fast Inference from
+Transformers via Speculative Decoding", 2023, arXiv:2211.17192; Chen et al., "Accelerating Large Language Model Decoding
+with Speculative Sampling", 2023, arXiv:2302.01318. Temperature, top-k and top-p apply to both p and q. With greedy
+decoding, a drafted token is accepted if it is the large model's most likely one.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def speculate(
         For each prompt the prompt and its continuation, and the times.
 
     Raises:
-        ValueError: a table of positions of the draft that ends too early, or of the model one that follows the length.
+        ValueError: the draft has too few positions, or the model's frequencies depend on the length.
     """
     device, longest = model.tok_embeddings.weight.device, max(map(len, prompts)) + max_new_tokens
     if ends_before(longest, draft.config):
@@ -100,7 +100,7 @@ def speculate(
         left = {n: ends[n] - len(row) for n, row in enumerate(rows) if len(row) < ends[n] and row[-1] != stop_token}
         if not left:
             break
-        # The rows that take the most proposals first, so that those of each step are the first ones.
+        # Rows with the most proposals come first, so that each step has the first rows.
         counts = {n: min(draft_tokens, left[n] - 1) for n in sorted(left, key=lambda n: -left[n])}
         tokens, q = _propose(drafter, rows, counts, sampling)
         drawn = zip(counts.items(), tokens.tolist(), strict=True)
@@ -129,7 +129,7 @@ def speculate(
 
 
 class _Reader:
-    """A model and a sequence of pages for each row, with what the model has read of it."""
+    """A model, with a sequence of a paged cache for each row that it reads."""
 
     def __init__(self, model: Transformer, ends: list[int]) -> None:
         self.model, device = model, model.tok_embeddings.weight.device
@@ -141,7 +141,7 @@ class _Reader:
         return self.cache.length(self.sequences[row])
 
     def read(self, new: dict[int, list[int]], last_only: bool = False) -> Tensor:
-        """Appends tokens to rows; returns the logits ``[total, V]`` behind each token, or ``[N, V]`` of the last."""
+        """Appends tokens to rows. Returns the logits ``[total, V]`` after each token, or ``[N, V]`` after the last."""
         device, lengths = self.cache.device, [len(tokens) for tokens in new.values()]
         tokens = torch.tensor([[*chain.from_iterable(new.values())]], device=device)
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
@@ -152,24 +152,24 @@ class _Reader:
         return logits[0]
 
     def step(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
-        """Appends a token ``[N]`` to each row; returns the logits ``[N, V]`` behind it."""
+        """Appends a token ``[N]`` to each row. Returns the logits ``[N, V]`` after it."""
         batch = self.cache.batch([self.sequences[row] for row in rows])
         logits: Tensor = self.model(tokens.unsqueeze(1), cache=batch)
         return logits[:, -1]
 
     def keep(self, row: int, length: int) -> None:
-        """Forgets what was read of a row behind `length`."""
+        """Removes the positions of a row from `length` on."""
         self.cache.truncate(self.sequences[row], min(length, self.length(row)))
 
 
 def _propose(
     drafter: _Reader, rows: list[list[int]], counts: dict[int, int], sampling: Sampling
 ) -> tuple[Tensor, Tensor | None]:
-    """Drafts for each row as many tokens as `counts` says, which descend.
+    """Drafts `counts` tokens for the rows. The counts do not increase.
 
     Returns:
-        The tokens ``[N, K]`` in the order of `counts`, and of each the draft's probabilities ``[N, K, V]``, which are
-        None where they do not matter: greedy.
+        The tokens ``[N, K]`` in the order of `counts`, and the draft's probabilities ``[N, K, V]``, or None for greedy
+        decoding.
     """
     drawn: list[Tensor] = []
     probs: list[Tensor] = []
@@ -196,13 +196,13 @@ def _propose(
 def _verify(
     logits: Tensor, tokens: Tensor, q: Tensor | None, lengths: Tensor, sampling: Sampling
 ) -> tuple[Tensor, Tensor]:
-    """Decides how many drafted tokens each row takes, and which token follows them.
+    """Returns the number of accepted tokens in each row, and the token after them.
 
     Args:
-        logits: of the model ``[N, K + 1, V]``: before each drafted token, and behind the last.
-        tokens: drafted, ``[N, K or more]``.
-        q: their probabilities by the draft ``[N, K or more, V]``; None where greedy, or where there are none.
-        lengths: ``[N]``: so many of each row's tokens count.
+        logits: the model's logits ``[N, K + 1, V]`` before each drafted token and after the last.
+        tokens: the drafted tokens ``[N, K or more]``.
+        q: the draft's probabilities ``[N, K or more, V]``; None for greedy decoding, or without drafted tokens.
+        lengths: ``[N]``, the number of drafted tokens in each row.
 
     Returns:
         Two ``[N]`` int64 tensors.
@@ -215,19 +215,19 @@ def _verify(
         taken = _leading(counts & (tokens == best[:, :-1]))
         return taken, best.gather(1, taken.unsqueeze(1)).squeeze(1)
     p = sampling.probabilities(logits)
-    # A row without a proposal has q = 0: behind the last of its tokens it draws from p.
+    # After the last drafted token q is 0, so the row draws from p.
     q = torch.zeros_like(p) if q is None else F.pad(q[:, :size] * counts.unsqueeze(-1), (0, 0, 0, 1))
     likely_p, likely_q = (x[:, :-1].gather(-1, tokens.unsqueeze(-1)).squeeze(-1) for x in (p, q))
     uniform = torch.rand(likely_p.shape, generator=sampling.generator, device=p.device)
     taken = _leading(counts & (uniform * likely_q < likely_p))
     p, q = (x.take_along_dim(taken[:, None, None], 1).squeeze(1) for x in (p, q))
     rest = (p - q).clamp(min=0.0)
-    # Two distributions that are equal but for rounding may leave nothing; then either will do.
+    # If p and q are equal up to rounding, nothing may be left; then draw from p.
     return taken, draw(torch.where(rest.sum(-1, keepdim=True) > 0.0, rest, p), sampling.generator)
 
 
 def _leading(accepted: Tensor) -> Tensor:
-    """Returns how many are true before the first that is not, ``[N]`` of bool ``[N, K]``."""
+    """Returns the number of leading True values, ``[N]`` for bool ``[N, K]``."""
     return accepted.long().cumprod(1).sum(1)
 
 

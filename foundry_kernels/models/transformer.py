@@ -55,17 +55,17 @@ class Transformer(nn.Module):
     Under autocast the residual stream keeps the dtype of the embedding; only the branches are in low precision.
 
     Args:
-        config: the shape.
+        config: the configuration.
         backend: "auto", "reference", "triton", "native", or a mapping of operations to these. "auto" uses the first
             backend that supports a call: on a GPU triton, native, reference; on a CPU native, reference. A named
             backend is used for every operation for which it has a kernel, without a silent fallback: if a kernel does
             not support a call, it raises `BackendUnavailable`. Operations without such a kernel run on the reference,
             which a warning and `backends` report.
-        device, dtype: of the parameters. On the meta device nothing is initialised: call ``to_empty(device=...)``, then
-            `init_weights()` or load a checkpoint.
+        device, dtype: those of the parameters. On the meta device nothing is initialised: call
+            ``to_empty(device=...)``, then `init_weights()` or load a checkpoint.
 
     Attributes:
-        backends: the backend that each operation is called with.
+        backends: the backend of each operation.
 
     Raises:
         TypeError, ValueError: config is not a ModelConfig, or the backend is unknown.
@@ -96,7 +96,7 @@ class Transformer(nn.Module):
         self.embedding_norm = make_norm(config, factory) if config.embedding_norm else None
         self._prepares = needs_preparing(config)
         self.sequence_shard: SequenceShard | None = None
-        rope = alibi = None  # one table, which the layers share
+        rope = alibi = None  # the layers share one table
         if config.positions == "rope":
             rope = RotaryEmbedding(
                 config.rotary_width,
@@ -120,7 +120,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(block(config, rope, alibi, factory, n) for n in range(config.n_layers))
         self._late_dropout = config.residual_dropout if block.drops_late else 0.0
         self.norm = make_norm(config, factory) if config.ends_with_norm else None
-        # Tied weights are one parameter under one name: two names would come apart in `to_empty`.
+        # A tied weight has only one name, because `to_empty` would split two names into two parameters.
         self.output = None
         if config.head and not config.tie_embeddings:
             self.output = nn.Linear(config.dim, config.vocab_size, config.output_bias, device=device, dtype=dtype)
@@ -141,8 +141,7 @@ class Transformer(nn.Module):
 
     @classmethod
     def from_hf(cls, model: nn.Module, backend: Backend = "auto", **changes: Any) -> Transformer:
-        """Returns the same model as one of transformers, with copies of its weights, in their dtype and on their
-        device.
+        """Converts a model of transformers. The result has copies of its weights, with their dtype and device.
 
         Supported are the causal language models of GPT-2, LLaMA, BLOOM and Falcon, and of Mistral, Qwen2, Qwen3,
         GPT-NeoX, OPT, Phi, StarCoder2, StableLM, Gemma and the first GPT; with experts Mixtral, Qwen2-MoE, Qwen3-MoE,
@@ -151,10 +150,10 @@ class Transformer(nn.Module):
         probabilities are preserved.
 
         Args:
-            model: of transformers.
+            model: a model of transformers.
             backend: as for the class.
-            changes: fields of the :class:`ModelConfig` that differ and leave the shapes as they are, such as a dropout
-                or `max_seq_len` (which a table of learned positions cannot exceed).
+            changes: fields of the :class:`ModelConfig` to change, if shapes stay the same, such as a dropout or
+                `max_seq_len` (at most the number of learned positions).
 
         Raises:
             TypeError: the class is not supported.
@@ -202,15 +201,15 @@ class Transformer(nn.Module):
             tokens: ``[B, T]`` int32 or int64, 0 <= token < vocab_size, T >= 1.
             targets: ``[B, T]`` int32 or int64, the token that follows each position, or `ignore_index`: for padding,
                 and for the last token of each packed sequence.
-            attn_mask: a further restriction of what queries see, in every layer: bool, a floating bias, or an
-                :class:`foundry_kernels.AttentionMask`, of a shape that broadcasts to ``[B, H, T, S]``; S counts the
-                positions in the cache too. A bias gets its gradient from all layers.
+            attn_mask: an additional mask for every layer: bool, a floating bias, or an
+                :class:`foundry_kernels.AttentionMask`, with a shape that broadcasts to ``[B, H, T, S]``; S includes the
+                positions in the cache. A bias gets its gradient from all layers.
             lengths: ``[B]`` int32 or int64: the keys of sequence b from ``lengths[b]`` on, counting those in the cache,
                 are padding, which no query sees. It may be combined with `attn_mask`;
                 :class:`foundry_kernels.nn.Attention` states the cost.
             cu_seqlens: ``[N + 1]`` int32 or int64: tokens are ``[1, total]`` and hold N sequences one after the other,
                 each from ``cu_seqlens[n]`` on. The positions of each begin at 0, and sequences do not see each other.
-                Not with a mask, lengths or a :class:`KVCache`.
+                It does not support a mask, lengths or a :class:`KVCache`.
             max_seqlen: the longest of these sequences, or an upper bound. None is ``total``, which on a GPU launches
                 empty programs if there are many sequences, and grows rotary or sinusoidal tables to that size. Under
                 torch.compile, "dynamic" scaling uses it as the longest length.
@@ -309,9 +308,9 @@ class Transformer(nn.Module):
         return kept, add_router_losses(self, loss, stats) if balances else loss, *asked
 
     def _finish(self, branch: Tensor | None, stream: Tensor) -> Tensor:
-        """What the head reads."""
+        """The input of the head."""
         config, norm = self.config, self.norm
-        if branch is not None:  # which blocks of "post" norms do not leave
+        if branch is not None:  # None for blocks with "post" norms
             y = stream + branch if norm is None else add_branch(norm, branch, stream, self._late_dropout)[0]
         else:
             y = stream if norm is None else norm(stream)
@@ -331,11 +330,11 @@ class Transformer(nn.Module):
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
     ) -> tuple[Any, ...]:
-        """The further arguments of every block (see `TransformerBlock`): none in a plain call."""
+        """The additional arguments of every block (see `TransformerBlock`); none in a plain call."""
         if isinstance(cache, PagedBatch):
             if attn_mask is not None or lengths is not None or self.relative_bias is not None:
                 raise ValueError("PagedKVCache does not support attn_mask, lengths or relative positions")
-            return ()  # the pages know where tokens are
+            return ()  # the cache has the positions
         positions = None
         if self.sequence_shard is not None:
             return None, *self.sequence_shard.seen(tokens, cu_seqlens), max_seqlen
@@ -387,7 +386,7 @@ class Transformer(nn.Module):
         :func:`foundry_kernels.models.extend.extended`."""
         return extended(self, max_seq_len, rope_scaling)
 
-    if TYPE_CHECKING:  # given by `models.generate`, which needs this class
+    if TYPE_CHECKING:  # assigned by `models.generate`, which needs this class
         generate = generate
 
     def serving(self, device: str | None = None, dtype: torch.dtype | None = None) -> dict[str, str]:

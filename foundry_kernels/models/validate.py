@@ -27,13 +27,14 @@ def refuse_choices(
     """Raises an error if a field has neither its default nor one of the values in `known` (None: any value).
 
     Raises:
-        ValueError: ``field=value`` and `what`, with the reason that `why` has of the field or of ``field=value``.
+        ValueError: the message has ``field=value``, `what`, and the reason in `why` for the field or for
+            ``field=value``.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value == field.default or (field.name in known and value in (known[field.name] or (value,))):
             continue
-        reason = why.get(f"{field.name}={value}", why.get(field.name, "it is not among the choices that it knows"))
+        reason = why.get(f"{field.name}={value}", why.get(field.name, "this choice is not supported"))
         raise ValueError(f"{field.name}={value!r} {what}: {reason}")
 
 
@@ -81,7 +82,7 @@ def _contradictions_of_experts(config: ModelConfig) -> Iterator[str]:
         for name in EXPERT_FIELDS:
             value = getattr(config, name)
             if value != config.__dataclass_fields__[name].default:
-                yield f"{name} needs n_experts: there is no router and no expert without; got {value}"
+                yield f"{name} needs n_experts: otherwise there is no router and no expert; got {value}"
         return
     if config.top_k > config.n_experts:
         yield f"top_k must be at most n_experts={config.n_experts}; got {config.top_k}"

@@ -89,7 +89,7 @@ class RMSNorm(torch.nn.RMSNorm):
         Args:
             x: ``[..., *normalized_shape]``.
             residual: None, or a tensor of x's shape.
-            dropout_p, dropout_seed: x is dropped out before the residual is added, whether the module is in training
+            dropout_p, dropout_seed: dropout of x before the residual is added, whether the module is in training
                 or not; see :func:`foundry_kernels.add_rms_norm`.
 
         Returns:
@@ -195,7 +195,7 @@ class LayerNorm(torch.nn.LayerNorm):
         Args:
             x: ``[..., *normalized_shape]``.
             residual: None, or a tensor of x's shape.
-            dropout_p, dropout_seed: x is dropped out before the residual is added, whether the module is in training
+            dropout_p, dropout_seed: dropout of x before the residual is added, whether the module is in training
                 or not; see :func:`foundry_kernels.add_layer_norm`.
 
         Returns:

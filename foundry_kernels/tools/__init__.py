@@ -1,1 +1,1 @@
-"""What `python -m foundry_kernels` runs besides its overview: checks, compilation ahead of time, tuning."""
+"""The commands of `python -m foundry_kernels`: checks, compilation ahead of time, tuning."""

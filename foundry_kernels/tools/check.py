@@ -1,10 +1,10 @@
-"""`python -m foundry_kernels check`: whether every operation is right on the device at hand, in about 30 seconds.
+"""`python -m foundry_kernels check`: tests in about 30 seconds whether every operation is right on this device.
 
-Needs no checkout: the cases and the tolerance policy are those of the test suite, and are installed with the package.
-Each kernel is compared with the reference, forward and backward, for as many of its cases and dtypes as the time
-allows: one case of each kind first (see `kind_of`), the largest last, and all kernels at the same pace (see
-`schedule`). On a GPU it is also launched on a side stream, captured in a CUDA graph and, where there is a second GPU,
-called with tensors on the one that is not current.
+It needs no checkout: the test suite's cases and tolerance policy are installed with the package. Each kernel is
+compared with the reference, forward and backward, on as many of its cases and dtypes as the time allows. One case of
+each kind comes first (see `kind_of`), the largest cases come last, and all kernels advance at the same pace (see
+`schedule`). On a GPU, each kernel is also launched on a side stream, captured in a CUDA graph and, with a second GPU,
+called with tensors on the GPU that is not current.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from foundry_kernels.testing import Case, assert_parity, call, make_cotangents
 from foundry_kernels.tools.progress import Progress
 
 COMMAND = "python -m foundry_kernels check"
-#: With the imports and the first case of every kernel, which the time does not bound, this takes about 30.
+#: The limit does not include the imports and the first case of every kernel; with them, a check takes about 30.
 SECONDS = 25.0
 
 
 def kind_of(case: Case) -> object:
-    """Equal for cases with the same options and layouts, which differ in their shapes alone."""
+    """A key that is equal for cases that differ only in shapes, not in options or layouts."""
     layouts = tuple(None if a is None else (a.layout, a.dtype, a.grad) for a in case.args.values())
     return tuple(sorted(map(str, case.options.items()))), layouts
 
 
 def small_cases(cases: Iterable[Case]) -> tuple[Case, ...]:
-    """A few small cases, each with options or layouts that the others do not have."""
+    """A few small cases with different options or layouts."""
     kinds: dict[object, Case] = {}
     for case in cases:
         if 16 <= numel(case) <= 6000:
@@ -65,7 +65,8 @@ def forward_and_backward(
 
 
 def side_stream(op: OpSpec, backend: str, case: Case, dtype: torch.dtype = torch.float32) -> None:
-    """A call on a stream that is busy waits for it, and its results are those of the default stream."""
+    """Checks that a call on a busy stream waits for the stream, and that its results are those of the default
+    stream."""
     args = case.make(dtype, "cuda")
     expected = call(op, args, case.options, backend=backend)
     stream = torch.cuda.Stream()
@@ -80,7 +81,8 @@ def side_stream(op: OpSpec, backend: str, case: Case, dtype: torch.dtype = torch
 
 
 def cuda_graph(op: OpSpec, backend: str, case: Case, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Forward and backward, captured once and replayed on other values, give what a call on these gives."""
+    """Checks that a captured forward and backward pass, replayed with other values, has the results of a call with
+    these."""
     args = case.make(dtype, "cuda")
     dout = make_cotangents(call(op, args, case.options, backend=backend), "contiguous")
 
@@ -104,7 +106,7 @@ def cuda_graph(op: OpSpec, backend: str, case: Case, dtype: torch.dtype = torch.
 
 
 def second_device(op: OpSpec, backend: str, case: Case, dtype: torch.dtype = torch.float32) -> None:
-    """Results of tensors on cuda:1 are the same, bit for bit, whichever device is the current one."""
+    """Checks that results of tensors on cuda:1 have the same bits with either current device."""
     results = []
     for current in (0, 1):
         with torch.cuda.device(current):
@@ -130,15 +132,15 @@ class Call(NamedTuple):
 
 @dataclass
 class Row:
-    """One backend of one operation on one device, and what came of it."""
+    """One backend of one operation on one device, and its results."""
 
     op: OpSpec
     backend: str
     device: str
     checked: dict[str, int] = field(default_factory=dict)  # cases by dtype
     total: int = 0
-    took: float = 0.0  # the last case, in seconds; the next one is seldom smaller
-    on_gpu: list[str] = field(default_factory=list)  # the checks that only a GPU can make
+    took: float = 0.0  # seconds for the last case; the next one is rarely faster
+    on_gpu: list[str] = field(default_factory=list)  # the checks that need a GPU
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -146,8 +148,8 @@ class Row:
         return sum(self.checked.values())
 
     def stages(self, dtypes: tuple[torch.dtype, ...], case_id: str | None) -> list[list[Call]]:
-        """What can be checked, in the order in which it is to be: a first case in every dtype, a case of each other
-        kind in one dtype or another, these in the other dtypes, all others. Of each stage and kind the smallest first.
+        """The calls to check, in order: the first case in every dtype, a case of each other kind in one dtype, the same
+        cases in the other dtypes, all other cases. In each stage and kind, the smallest case comes first.
         """
         interpreted = self.backend == "triton" and self.device == "cpu"
         impl = self.op.impl(self.backend)
@@ -156,7 +158,7 @@ class Row:
         cases = [c for c in cases if self.op.cases.why_not(c, self.backend, self.device) is None]
         chosen = [c for c in cases if case_id is None or c.id == case_id]
         own = [d for d in dtypes if d in impl.dtypes]
-        # One element has no neighbours, and none at all proves little: the smallest that is more stands for its kind.
+        # A case with almost no elements proves little, so the smallest of at least 16 elements represents its kind.
         chosen.sort(key=lambda case: (numel(case) < 16, numel(case)))
         kinds: dict[object, Case] = {}
         others = sorted((case for case in chosen if kinds.setdefault(kind_of(case), case) is not case), key=numel)
@@ -187,8 +189,8 @@ class Row:
 
     @contextmanager
     def caught(self, what: str, again: str) -> Iterator[None]:
-        """Note an error as a failure. The block ends when the GPU has finished, so that an error is noted where it was
-        caused."""
+        """Records an error in the block as a failure. The block ends when the GPU has finished, so that its errors are
+        recorded here too."""
         try:
             yield
             if self.device == "cuda":
@@ -205,7 +207,7 @@ class Row:
 
 
 def rows(ops: Iterable[str], backends: Iterable[str], device: str) -> Iterator[Row]:
-    """The kernels that can run on the device."""
+    """Yields the kernels that can run on the device."""
     for name in ops:
         for backend in backends:
             if OPS[name].why_not(backend, device) is None:
@@ -213,8 +215,8 @@ def rows(ops: Iterable[str], backends: Iterable[str], device: str) -> Iterator[R
 
 
 def schedule(rows: Iterable[list[list[Call]]]) -> list[Call]:
-    """The stages of all kernels, one after the other. Within a stage each kernel is always as far through its own calls
-    as the others are: whenever the time is up, those with more calls or slower ones have had more of it."""
+    """The stages of all kernels, one after the other. Within a stage, all kernels have always completed about the same
+    fraction of their calls. So kernels with more or slower calls get more of the time."""
     paced = [
         (stage, (i + 1) / len(calls), call)
         for stages in rows
@@ -225,7 +227,7 @@ def schedule(rows: Iterable[list[list[Call]]]) -> list[Call]:
 
 
 def device_is_lost(device: str) -> bool:
-    """Whether an error (an illegal access) has made the GPU useless to this process."""
+    """Whether an error (an illegal access) has made the GPU unusable for this process."""
     if device != "cuda":
         return False
     try:
@@ -236,7 +238,8 @@ def device_is_lost(device: str) -> bool:
 
 
 def main(argv: list[str], environment: list[str]) -> int:
-    """Compares every kernel that can run here with the reference; 1 if one is wrong, 2 if there is nothing to check."""
+    """Compares every kernel that can run here with the reference. Returns 1 if one is wrong, and 2 if there is nothing
+    to check."""
     dtypes = {short_dtype(d): d for d in FLOATS}
     parser = argparse.ArgumentParser(prog=COMMAND, description=main.__doc__)
     parser.add_argument("op", nargs="*", help=f"operations (default: all of {', '.join(OPS)})")
@@ -263,7 +266,7 @@ def main(argv: list[str], environment: list[str]) -> int:
         print(f"nothing to check on {options.device}:", *sorted(reasons), sep="\n  ")
         return 2
     if any(row.backend == "triton" for row in found) and _triton.INTERPRET:
-        print("Triton's kernels are interpreted on the CPU: their arithmetic is checked, not what a GPU makes of it.\n")
+        print("Triton's kernels are interpreted on the CPU: this checks their arithmetic, not their code for a GPU.\n")
     chosen = (dtypes[options.dtype],) if options.dtype else tuple(dtypes.values())
     stages = [row.stages(chosen, options.case) for row in found]
     if not any(map(any, stages)):
@@ -277,8 +280,8 @@ def main(argv: list[str], environment: list[str]) -> int:
 def steps(
     found: list[Row], calls: list[Call], seconds: float, gpu_too: bool
 ) -> Iterator[tuple[Row, str, Callable[[], None]]]:
-    """What is to be done next, for which row, and in words: all calls, or those that should end within `seconds` and
-    one of each kernel and dtype. `gpu_too`: what only a GPU can show, before them."""
+    """Yields the next steps, each as its row, a text and a function: all calls, or those that should end within
+    `seconds` and at least one for each kernel and dtype. `gpu_too`: first the checks that need a GPU."""
     end = time.monotonic() + seconds
     for row in found if gpu_too else ():
         yield row, "launches", row.run_on_gpu
@@ -289,7 +292,7 @@ def steps(
 
 
 def run(found: list[Row], calls: list[Call], seconds: float, gpu_too: bool) -> int:
-    """Take the `steps`, and print what came of them; the exit status."""
+    """Runs the `steps` and prints their results. Returns the exit status."""
     with Progress(len(calls), seconds) as progress:
         for row, what, step in steps(found, calls, seconds, gpu_too):
             progress.at(f"{row.op.name} {row.backend} {what}", sum(each.done for each in found))
@@ -299,14 +302,14 @@ def run(found: list[Row], calls: list[Call], seconds: float, gpu_too: bool) -> i
                 progress.say(f"FAIL  {row.op.name} {row.backend} {failure}")
             if len(row.failures) > before and device_is_lost(row.device):
                 rest = " ".join(dict.fromkeys(each.op.name for each in found if not each.failures))
-                progress.say(f"the GPU cannot be used any more by this process; check the others by: {COMMAND} {rest}")
+                progress.say(f"this process can no longer use the GPU; check the others with: {COMMAND} {rest}")
                 break
     print(*found, sep="\n")
     if left := len(calls) - sum(row.done for row in found):
-        print(f"\n{left} of {len(calls)} cases were not reached (the smallest of each kind go first); --all takes all")
+        print(f"\n{left} of {len(calls)} cases were not reached (the smallest of each kind come first); --all runs all")
     failures = sum(len(row.failures) for row in found)
     if failures:
-        print(f"\n{failures} failures. Please report all that is printed above: it names the versions and the device.")
+        print(f"\n{failures} failures. Please report all output above: it names the versions and the device.")
         return 1
     print(f"\nall right: {len(found)} kernels agree with the reference on {found[0].device}")
     return 0

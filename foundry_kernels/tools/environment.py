@@ -1,5 +1,5 @@
-"""What this package runs on here: versions, the processor, the GPU and its driver, the extension; and for a bug report
-also what the environment sets."""
+"""Describes this installation: versions, the processor, the GPU and its driver, the extension and, for a bug report,
+environment variables."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from foundry_kernels._triton import devices
 from foundry_kernels.core import extension
 from foundry_kernels.core.registry import BACKENDS, OpSpec
 
-#: What begins so among environment variables is in a report.
+#: A report contains the environment variables with these prefixes.
 VARIABLES = ("FOUNDRY_", "TRITON_")
-#: Whose value is nobody's business.
+#: A report never shows the values of variables whose names contain these.
 SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD")
-#: Instruction sets that kernels here or in torch ask for, as /proc/cpuinfo names them.
+#: Instruction sets that the kernels here or in torch use, by their names in /proc/cpuinfo.
 INSTRUCTION_SETS = (
     "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni",
     "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16", "asimd", "asimdhp", "bf16", "i8mm", "sve", "sve2",
@@ -70,7 +70,7 @@ def count(n: int, what: str) -> str:
 
 
 def installed(package: str) -> str:
-    """The version of a package, which is not imported."""
+    """The version of a package, without importing it."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -78,13 +78,13 @@ def installed(package: str) -> str:
 
 
 def processor() -> str:
-    """The model's name; the architecture where the system does not tell it."""
+    """The processor's model name, or its architecture if the system does not report one."""
     for key in ("model name", "Model", "cpu model"):  # x86-64, some ARM boards, MIPS
         if name := _cpuinfo(key):
             return name
     if platform.system() == "Darwin":
         return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
-    if platform.system() == "Linux" and (told := _output("lscpu")):  # which knows ARM's numbers of parts
+    if platform.system() == "Linux" and (told := _output("lscpu")):  # it knows ARM's part numbers
         named = re.search(r"^Model name:\s*(.+)$", told, re.MULTILINE)
         if named and named[1] != "-":
             return named[1]
@@ -92,7 +92,7 @@ def processor() -> str:
 
 
 def processor_features() -> str:
-    """Those of `INSTRUCTION_SETS` that the processor has, and what torch makes of them."""
+    """The processor's `INSTRUCTION_SETS`, and what torch uses."""
     found = set((_cpuinfo("flags") or _cpuinfo("Features") or "").split())
     named = " ".join(name for name in INSTRUCTION_SETS if name in found) or "not known"
     return f"{named}; torch uses {torch.backends.cpu.get_cpu_capability()}"
@@ -108,8 +108,8 @@ def _cpuinfo(key: str) -> str | None:
 
 
 def gpu(index: int | None = None) -> str:
-    """The name of a GPU, or of the current one, and what it runs; the reason where there is none."""
-    no_gpu = devices.why_no_gpu()  # which is to be asked before torch is
+    """A description of a GPU (default: the current one), or the reason why there is none."""
+    no_gpu = devices.why_no_gpu()  # must be called before torch.cuda
     if not torch.cuda.is_available():
         return str(no_gpu)
     index = torch.cuda.current_device() if index is None else index
@@ -133,16 +133,16 @@ def driver() -> str:
         try:
             version = "amdgpu " + Path("/sys/module/amdgpu/version").read_text().strip()
         except OSError:
-            version = "amdgpu of the kernel"
+            version = "amdgpu of the Linux kernel"
     if not version:
         return "none found"
-    ask = getattr(torch._C, "_cuda_getDriverVersion", None)  # builds with CUDA have it
+    ask = getattr(torch._C, "_cuda_getDriverVersion", None)  # only in builds with CUDA
     newest = ask() if ask is not None and torch.cuda.is_available() else 0
     return version + (f", for CUDA up to {newest // 1000}.{newest % 1000 // 10}" if newest else "")
 
 
 def _output(*command: str) -> str:
-    """What a command prints; "" where there is none of this name or it fails."""
+    """A command's output; "" if it does not exist or fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:
@@ -153,23 +153,23 @@ def _output(*command: str) -> str:
 
 
 def instruction_sets(info: dict[str, Any]) -> str:
-    """What the CPU kernels are compiled for, and whether this processor has more."""
+    """The instruction sets of the CPU kernels, and whether this processor has a better one."""
     text = f"compiled for {', '.join(info['instruction_sets'])}; uses {info['instruction_set']}"
     if info["processor"] not in info["instruction_sets"]:
-        text += f"; this processor has {info['processor']}, for which it must be compiled again: {extension.REBUILD}"
+        text += f"; this processor has {info['processor']}; to use it, recompile: {extension.REBUILD}"
     return text
 
 
 def bfloat16_matmuls(info: dict[str, Any]) -> str:
-    """How matmuls in bfloat16 are made on the CPU, and whether oneDNN does what was chosen."""
+    """The method of bfloat16 matmuls on the CPU, and whether oneDNN supports it."""
     choice = extension.BFLOAT16
     if choice is not None and choice.products and "bfloat16" not in info["fast_products"]:
-        return f"{choice}; but oneDNN has none of them in this process: widened"
+        return f"{choice}; but oneDNN does not have them in this process: widened"
     return str(choice)
 
 
 def cuda_architectures(info: dict[str, Any]) -> str:
-    """What the CUDA kernels are compiled for; attention has some for 9.0 alone."""
+    """The architectures of the CUDA kernels; attention has kernels for 9.0 only."""
     if not info["cuda_architectures"]:
         return "not compiled in"
     hopper = "9.0a" if info.get("hopper") else "not compiled in"
@@ -177,7 +177,7 @@ def cuda_architectures(info: dict[str, Any]) -> str:
 
 
 def table(devices: tuple[str, ...]) -> list[str]:
-    """Ops x backends; reasons below, each once."""
+    """A table of operations and backends, with the reasons for missing ones below."""
     reasons: list[str] = []
 
     def cell(op: OpSpec, backend: str) -> str:
@@ -206,10 +206,10 @@ def overview() -> list[str]:
 
 
 def report() -> list[str]:
-    """The overview with what a bug report needs besides. The one path in it is the package's."""
+    """The overview, with more details for a bug report. It contains no path except the package's."""
     try:
         system = platform.freedesktop_os_release().get("PRETTY_NAME", "")
-    except OSError:  # not Linux, or a Linux without this file
+    except OSError:  # not Linux, or the file does not exist
         system = ""
     others = ("numpy", "accelerate", "peft", "trl", "lightning", "deepspeed", "liger-kernel", "flash-attn")
     above = overview()
@@ -227,7 +227,7 @@ def report() -> list[str]:
 
 
 def variables() -> list[tuple[str, str]]:
-    """Those of `VARIABLES` that are set; of a path only its last part, of a secret that it is set."""
+    """The set variables of `VARIABLES`: a path is reduced to its last part, and the value of a secret is not shown."""
     return [
         (name, "(set)" if any(word in name for word in SECRETS) else _PATH.sub(r"[...]\1", text))
         for name, text in sorted(os.environ.items())

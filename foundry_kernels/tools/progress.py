@@ -1,4 +1,4 @@
-"""How far a command is, on stderr: a bar by tqdm on a terminal, plain lines elsewhere and without tqdm."""
+"""Shows a command's progress on stderr: a tqdm bar on a terminal, or plain lines."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 
 class Progress:
-    """While its block runs, shows how far it is, also where one step takes long.
+    """Shows the progress of its block, also during a long step.
 
-    The bar is of the time where there is a limit to it, since many of the steps may not be reached, and else of the
-    steps. Without a bar there is a line every ten seconds.
+    The bar shows the time if it is limited, since many steps may not be reached; otherwise it shows the steps. Without
+    a bar there is a line every ten seconds.
     """
 
     def __init__(self, total: int, seconds: float = math.inf) -> None:
@@ -37,7 +37,7 @@ class Progress:
         self.now, self.done = now, done
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Prints a line that stays."""
         with self._writing:
             if self._bar is not None:
                 self._bar.clear()

@@ -197,7 +197,7 @@ def test_the_command(tmp_path: Path, capsys):
     assert f"{model.config.n_parameters:,} parameters" in said
     assert "of a training step of 2 x 12 tokens" in said
     assert size.main(["nothing"]) == 2
-    assert "nothing is no checkpoint, and no preset: gpt2-small" in capsys.readouterr().err
+    assert "nothing is neither a checkpoint nor a preset: gpt2-small" in capsys.readouterr().err
 
 
 def test_the_command_reads_folders_of_transformers(tmp_path: Path, capsys):

@@ -274,7 +274,7 @@ ENCODER = dataclasses.replace(TINY, causal=False, head=False)
             "context_dim=16, the encoder's width; got 8",
         ),
         (lambda: EncoderDecoder(TINY, start_token=11), "start_token must be below vocab_size=11; got 11"),
-        (lambda: pair()(source()), "tokens must be given where there are no targets"),
+        (lambda: pair()(source()), "tokens must be given without targets"),
         (lambda: EncoderDecoder(TINY)(source(), targets=draw()), "the model has no start_token"),
         (lambda: EncoderDecoder(TINY).generate(source(), 2), "prompts must be given: the model has no start_token"),
         (lambda: pair().generate(source(), 2, prompts=[[1]]), "prompts must be one for each of 3 sources; got 1"),

@@ -95,7 +95,7 @@ def test_training_loss_and_gradients_are_mixtrals():
     [
         ({"n_experts": 2, "top_k": 3}, "top_k must be at most n_experts=2; got 3"),
         ({"n_experts": 0}, "n_experts must be at least 1; got 0"),
-        ({"top_k": 3}, "top_k needs n_experts: there is no router and no expert without; got 3"),
+        ({"top_k": 3}, "top_k needs n_experts: otherwise there is no router and no expert; got 3"),
         ({"router_z_coef": 0.1}, "router_z_coef needs n_experts"),
         ({"n_experts": 4, "activation": "relu"}, "n_experts needs a gated activation, one of swiglu, .*'relu'"),
         ({"n_experts": 4, "top_k": 1}, "router_renormalize must be False with top_k=1"),

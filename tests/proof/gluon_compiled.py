@@ -80,7 +80,7 @@ def test_products_are_under_way_during_the_softmax(width: int, causal: bool) -> 
     assert len(masked) == (2 if causal else 0)
     for loop in masked + plain:
         tiles = 1 if loop in masked else 2
-        assert loop.counts["product"] == loop.overlapped == tiles * (width // 16 + 4)
+        assert loop.counts["matmul"] == loop.overlapped == tiles * (width // 16 + 4)
         exponentials = loop.counts["exponential"]
         most = exponentials - 2 * tiles
         assert loop.hidden >= (most if width == 128 and loop in plain else 0.6 * exponentials)

@@ -403,7 +403,7 @@ def refused(check: Callable[[Transformer], Any], model: Transformer) -> bool:
     try:
         check(model)
     except ValueError as error:
-        return " is not sharded by this plan" in str(error) or " has no logits to be clipped" in str(error)
+        return " is not sharded by this plan" in str(error) or " is not supported by QKClip" in str(error)
     return False
 
 

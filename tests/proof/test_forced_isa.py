@@ -68,9 +68,9 @@ def test_a_failure_and_what_was_skipped_are_told(
     assert forced_isa.main(["avx2"]) == 0
     assert forced_isa.main([]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(" in ")[0] for line in lines if line.startswith("held to")] == [
-        "held to avx2: passed", "held to avx2: passed", "held to avx512: failed",
-        "held to widened: passed",
+    assert [line.partition(" in ")[0] for line in lines if line.startswith("restricted to")] == [
+        "restricted to avx2: passed", "restricted to avx2: passed", "restricted to avx512: failed",
+        "restricted to widened: passed",
     ]  # fmt: skip
     assert any(line.startswith("amx_bf16: skipped") for line in lines)
 

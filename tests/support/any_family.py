@@ -1,5 +1,4 @@
-"""A small causal language model of any family of transformers that can be built from sizes alone; nothing is
-downloaded."""
+"""Small causal language models of any transformers family that can be built from sizes only; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from foundry_kernels.integrations.table import PATCHED
 
-#: The families without a row of their own, in this release of transformers.
+#: The families without their own row, in this release of transformers.
 WITHOUT_A_ROW = sorted(set(NAMES) - set(PATCHED) - {"gemma3_text"})
 
-#: Those of them that every test run tries; the others are slow tests.
+#: The ones in every test run; the others are slow tests.
 NAMED = (
     "afmoe",
     "biogpt",
@@ -66,7 +65,7 @@ LINEAR = {
     "linear_value_head_dim": 8,
     "shared_expert_intermediate_size": 16,
 }
-#: What families need besides.
+#: Additional options of families.
 EXTRA: dict[str, dict[str, Any]] = {
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], **LINEAR},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], **LINEAR},
@@ -81,8 +80,8 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 def any_family(family: str) -> Any:
-    """Returns a model of two layers with random weights, in float32 and eval mode; None where sizes do not suffice for
-    one that runs."""
+    """Returns a float32 model of two layers with random weights in eval mode, or None if sizes are not enough for a
+    model that runs."""
     kind = CONFIG_MAPPING[family]
     known = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(SIZES)
     try:
@@ -93,7 +92,7 @@ def any_family(family: str) -> Any:
                 return None
             model = randomise(AutoModelForCausalLM.from_config(config))
         with torch.no_grad():
-            model(torch.arange(3, 21)[None])  # sizes may not go together
+            model(torch.arange(3, 21)[None])  # the sizes may not fit together
         return model
     except Exception:
         return None

@@ -1,5 +1,5 @@
-"""The accuracy of attention, as an error against float64 beside that of the reference: in float32, and where gradients
-cancel. `python tests/support/attention_errors.py` prints the table of docs/dev/proof.md."""
+"""The accuracy of attention: the error against float64 relative to the reference's error, in float32 and for gradients
+that cancel. `python tests/support/attention_errors.py` prints the table of docs/dev/proof.md."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from foundry_kernels.testing import MAX_FACTOR, RMS_FACTOR, Arg, Case, Values, a
 def assert_errors_of_the_reference(
     backend: str, shape: tuple[int, int, int, int], s: int, spread: float, device: str = "cpu"
 ) -> None:
-    """The policy of foundry_kernels.testing without what it forgives a few values: here are enough of them.
+    """The policy of foundry_kernels.testing, without its allowance for few values.
 
-    Inputs [B, H, T, D] = `shape` with `s` keys are normal, or give scores of up to 200 (`spread`: q and k are uniform
-    within it), whose weights any error of lse would change in its own size.
+    Inputs [B, H, T, D] = `shape` with `s` keys are normal, or q and k are uniform in ±`spread`, which gives scores of
+    up to 200. Then an error of lse changes weights by as much.
     """
     b, h, t, d = shape
     g = torch.Generator().manual_seed(0)
@@ -43,7 +43,7 @@ def assert_errors_of_the_reference(
     for n, error in kernel.items():
         assert error.abs().max() <= MAX_FACTOR * reference[n].abs().max(), n
         if spread and n in ("dq", "dk"):
-            continue  # up to 1.2: in a row with one key to speak of, they cancel exactly in the reference
+            continue  # up to 1.2: in rows with one dominant key, they cancel exactly in the reference
         assert error.square().mean().sqrt() <= RMS_FACTOR * reference[n].square().mean().sqrt(), n
 
 
@@ -52,7 +52,8 @@ def assert_errors_of_the_reference(
 
 @dataclass(frozen=True)
 class _Leading:
-    """Keys of which the first leads by `lead` for queries that are about 1 everywhere: nearly all weight is on it."""
+    """Keys of which the first has nearly all weight: its score leads by `lead` for queries that are about 1
+    everywhere."""
 
     lead: float
 
@@ -68,7 +69,7 @@ def _case(note: str, tokens: tuple[int, int], dim: int, q: Values, k: Values, v:
     return Case(note, args, {"causal": True})
 
 
-#: Ordinary scores; sharp ones, of few rows and of many; and keys all alike.
+#: Ordinary scores; sharp scores with few and with many rows; and equal keys.
 ORDINARY = _case("ordinary", (128, 128), 32, normal(), normal())
 SHARP = tuple(_case(f"sharp-{a}", (3, 6), 8, uniform(a), uniform(a)) for a in (1, 3, 9))
 LEADING = _case("leading", (64, 64), 16, normal(0.2, 1.0), _Leading(7.0))
@@ -76,7 +77,7 @@ ALIKE = _case("alike", (64, 64), 16, normal(), alike(2), normal(1.0, 4.0))
 
 
 def ratios(case: Case, dtype: torch.dtype, attention: Callable[..., Tensor], seed: int) -> Tensor:
-    """Errors of dq and dk over those of plain PyTorch, [the largest, RMS] x [dq, dk]; nothing is forgiven."""
+    """Errors of dq and dk relative to plain PyTorch's, [the largest, RMS] x [dq, dk], without allowances."""
     args = case.make(dtype, seed=seed)
     t, d = args["q"].shape[-2:]  # type: ignore[union-attr]
     dout = torch.randn(1, 8, t, d, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64).to(dtype)
@@ -84,7 +85,7 @@ def ratios(case: Case, dtype: torch.dtype, attention: Callable[..., Tensor], see
     def gradients(attend: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
         q, k, v = (x.detach().to(dtype).requires_grad_() for x in args.values() if x is not None)
         found = torch.autograd.grad(attend(q, k, v), (q, k), dout.to(dtype))
-        return tuple(x.to(dout.dtype).double() for x in found)  # what a caller in 16 bits makes of them
+        return tuple(x.to(dout.dtype).double() for x in found)  # as a caller with 16 bits gets them
 
     def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash_attention(q, k, v, causal=True, backend="reference")
@@ -99,7 +100,7 @@ def ratios(case: Case, dtype: torch.dtype, attention: Callable[..., Tensor], see
 
 
 def by_backend(backend: str, dtype: torch.dtype | None = None) -> Callable[..., Tensor]:
-    """The kernel; `dtype`: of inputs that it is given instead."""
+    """The kernel. `dtype`: the dtype to which inputs are converted first."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         of = q.dtype
@@ -117,7 +118,7 @@ def torch_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def table() -> Iterator[str]:
-    """The table of docs/dev/proof.md, of what runs here."""
+    """The table of docs/dev/proof.md for the backends that run here."""
     columns = {"torch's flash": torch_flash}
     if _triton.INTERPRET:
         columns = {"triton": by_backend("triton")}

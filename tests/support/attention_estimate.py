@@ -1,12 +1,14 @@
-"""What attention's loops of CUDA C++ cost beside FlashAttention-2's, from machine code: an estimate; no GPU ran them.
+"""An estimate of the cost of attention's CUDA C++ loops relative to FlashAttention-2's, from machine code. No GPU ran
+them.
 
-The cycles that a quadrant of a multiprocessor takes for one `mma.sync` of 16x8x16 are taken as
+The model of the cycles of one `mma.sync` of 16x8x16 on a quadrant of a multiprocessor is
 
     tensor + SHARE (issue + 16 loads)
 
-with `tensor` the cycles of its tensor core, from data sheets, `issue` the instructions, and `loads` those of shared
-memory, most of them ldmatrix, which keep the quadrant's part of it for 16 cycles. SHARE, what of that products do not
-hide, is the one number fitted, on what is published of FlashAttention-2, whose machine code was counted alike.
+where `tensor` are the cycles of its tensor core, from data sheets, `issue` is the number of instructions, and `loads`
+the number of loads from shared memory, mostly ldmatrix, each of which takes 16 cycles. SHARE is the fraction that does
+not overlap with matmuls. It is the only fitted number, from published speeds of FlashAttention-2, whose machine code
+was counted in the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Loop:
-    """Products of a score, and for each of their `mma` the instructions and those that load from shared memory."""
+    """The matmuls per score, and for each `mma` the number of instructions and of loads from shared memory."""
 
     products: int
     issue: float
@@ -26,7 +28,7 @@ class Loop:
 #: Cycles of a `mma.sync` of 16x8x16, with sums in float32.
 TENSOR = {"A100": 8, "RTX 3090": 32, "RTX 4090": 32, "RTX 5090": 32}
 
-#: FlashAttention-2 at 128 wide, by chip and direction: its loop, and the share of the chip's peak that was published.
+#: FlashAttention-2 with heads of 128, by chip and direction: its loop, and the published share of the chip's peak.
 PEER = {
     ("A100", "forward"): (Loop(2, 3.54, 0.31), 0.73),
     ("A100", "backward"): (Loop(5, 2.78, 0.45), 0.63),
@@ -39,17 +41,18 @@ PEER = {
 
 
 def cycles(chip: str, loops: list[Loop], share: float) -> float:
-    """Of all products of a score."""
+    """The cycles of all matmuls of a score."""
     return sum(x.products * (TENSOR[chip] + share * (x.issue + 16 * x.loads)) for x in loops)
 
 
 def of_peak(chip: str, loops: list[Loop], needed: int, share: float) -> float:
-    """The share of the chip's peak, by the products that are needed: 2 forward, 5 backward."""
+    """The share of the chip's peak, for the `needed` matmuls: 2 forward, 5 backward."""
     return needed * TENSOR[chip] / cycles(chip, loops, share)
 
 
 def fitted() -> tuple[float, dict[tuple[str, str], float]]:
-    """SHARE with the least largest relative error, and each published figure's: estimate / published - 1."""
+    """The SHARE with the smallest maximum relative error, and the error (estimate / published - 1) for each published
+    figure."""
 
     def errors(share: float) -> dict[tuple[str, str], float]:
         return {
@@ -63,7 +66,7 @@ def fitted() -> tuple[float, dict[tuple[str, str], float]]:
 
 
 def report(ours: dict[tuple[str, str], list[Loop]]) -> list[str]:
-    """A line for each chip and direction that both have; `ours` by architecture, such as "80", and what is made."""
+    """A line for each chip and direction that both have. `ours` is by architecture, such as "80", and direction."""
     share, errors = fitted()
     worst = max(map(abs, errors.values()))
     lines = [f"an estimate, fitted on {len(errors)} published figures, with errors of up to {worst:.0%}:"]

@@ -31,7 +31,7 @@ def inputs(
 
 
 def plain_options(t: int, s: int, scale: float = 0.1, **given: Any) -> AttentionOptions:
-    """The options of T queries and S keys, off but for what is given."""
+    """The options for T queries and S keys, off except for the given ones."""
     fields: dict[str, Any] = dict.fromkeys(AttentionOptions._fields)
     fields |= {"max_seqlen_q": t, "max_seqlen_k": s, "scale": scale, "bottom_right": True, "deterministic": True}
     fields["batch_invariant"] = False

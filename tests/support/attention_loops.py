@@ -1,4 +1,4 @@
-"""What the tests of foundry_kernels.compat share: attention in plain loops, and the options to try it with."""
+"""Shared code of the tests of foundry_kernels.compat: attention in plain loops, and options to test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 import foundry_kernels as fk
 
 BACKENDS = ("reference", *(("native",) if "native" in fk.OPS["flash_attention"].backends("cpu") else ()))
-#: The references take float64, in which they must agree with the loops but for rounding; kernels take float32.
+#: In float64, references must agree with the loops up to rounding; kernels run in float32.
 EXACT = {"reference": (torch.float64, 1e-12), "native": (torch.float32, 2e-5)}
 over_backends = pytest.mark.parametrize("backend", BACKENDS)
 

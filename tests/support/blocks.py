@@ -1,4 +1,4 @@
-"""Models whose blocks are one call in decoding, and which of their blocks were."""
+"""Models whose blocks decode in one call, and a record of the blocks that did."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foundry_kernels.models.decode_block import decode, decode_all
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-#: What blocks differ in: heads, their width, what is rotated and how, windows, norms, gates.
+#: Differences of blocks: heads, their width, rotation, windows, norms, gates.
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {"dim": 64, "n_heads": 4},
     "grouped": {"dim": 256, "n_heads": 4, "n_kv_heads": 1, "rope_interleaved": False},
@@ -42,7 +42,8 @@ def make(dtype: torch.dtype = torch.float32, **changes: Any) -> Transformer:
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch, allowed: bool = True, together: bool = False) -> Iterator[list[bool]]:
-    """Whether each block was one call, or all of them; where not `allowed`, none is. All in one are tried before."""
+    """Yields whether each block was one call or, with `together`, all blocks. Unless `allowed`, there are no such
+    calls."""
     taken: list[bool] = []
 
     def call(*args: Any) -> Any:

@@ -1,9 +1,9 @@
-"""`make test-isa`: what depends on instruction sets, tested as on processors that have fewer of them than this one, or
-on which those for products of bfloat16 are slow ("widened").
+"""`make test-isa`: runs the tests that depend on instruction sets as on processors with fewer of them, or with slow
+instructions for bfloat16 matmuls ("widened").
 
-Our kernels, torch, oneDNN and MKL are held to one set after another, in a fresh process each: they read their switches
-when they are first used (`benchmarks/isa.py`). `python tests/support/forced_isa.py avx2 -x` takes that set alone, and
-options that it does not know are pytest's.
+This package's kernels, torch, oneDNN and MKL are restricted to one set at a time, in fresh processes, because they read
+their switches at first use (`benchmarks/isa.py`). `python tests/support/forced_isa.py avx2 -x` only tests this set;
+unknown options are passed to pytest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import isa  # noqa: E402
 from foundry_kernels.core import bfloat16, extension  # noqa: E402
 
-#: Tests of results in which such instructions have a part: of kernels here, of torch's products, or of both.
+#: Tests whose results depend on such instructions: in this package's kernels, in torch's matmuls, or in both.
 FILES = (
     "tests/proof/test_parity.py::test_parity",
     "tests/nn/test_decode.py",
@@ -42,12 +42,12 @@ FILES = (
     "tests/ops/test_rope_native.py",
     "tests/ops/test_grouped_mm.py",
 )
-#: Of these what runs on the CPU itself in float32 or bfloat16, and does not try all instruction sets of ours by itself.
+#: Of these, the tests that run natively in float32 or bfloat16, and do not already test all instruction sets.
 CHOICE = "not (triton or cuda_on_cpu or compile or every_instruction_set) and (bfloat16 or not float16)"
 
 
 def to_run(names: Sequence[str], usable: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Chooses the instruction sets to hold the tests to, and why not the others; `usable` are the processor's, the
+    """Returns the instruction sets to test, and the reasons for skipping the others. `usable` are the processor's, the
     best one last."""
     chosen, skipped = [], []
     for name in names:
@@ -55,18 +55,18 @@ def to_run(names: Sequence[str], usable: Sequence[str]) -> tuple[list[str], list
             if usable and usable[-1] in bfloat16.INSTRUCTIONS:
                 chosen.append(name)
             else:
-                skipped.append(f"{name}: skipped, as products of bfloat16 are so here, which `make test` uses")
+                skipped.append(f"{name}: skipped, because `make test` already widens bfloat16 here")
         elif name not in usable:
-            skipped.append(f"{name}: skipped, as this processor or this build of the extension lacks it")
+            skipped.append(f"{name}: skipped, because this processor or this build of the extension lacks it")
         elif name == usable[-1]:
-            skipped.append(f"{name}: skipped, as it is the best that there is here, which `make test` uses")
+            skipped.append(f"{name}: skipped, because it is the best one here, which `make test` uses")
         else:
             chosen.append(name)
     return chosen, skipped
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """pytest's exit code."""
+    """Returns pytest's exit code."""
     environment = os.environ | {"OMP_WAIT_POLICY": "passive", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "--numprocesses=2", "--dist=worksteal"]
     if name == bfloat16.WIDENED:
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in chosen:
         began = time.monotonic()
         code = run(name, arguments)
-        print(f"held to {name}: {'failed' if code else 'passed'} in {time.monotonic() - began:.0f} s", flush=True)
+        print(f"restricted to {name}: {'failed' if code else 'passed'} in {time.monotonic() - began:.0f} s", flush=True)
         failed |= code != 0
     return int(failed)
 

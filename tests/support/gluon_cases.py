@@ -18,6 +18,6 @@ def case(b: int, heads: tuple[int, int], tokens: tuple[int, int], d: int = 64, l
 
 
 def hold(expected: Expected, results: tuple[Tensor, ...]) -> None:
-    """Out and lse against the reference's."""
+    """Compares out and lse with the reference's."""
     for i, (a, r, o) in enumerate(zip(results, expected.reference.outputs, expected.oracle.outputs, strict=True)):
         compare(f"output {i}", a, r, o, float(expected.scales.get(f"output {i}", 0.0)))

@@ -1,5 +1,5 @@
-"""Runs Gluon kernels for Hopper on the CPU: their own Python functions, with what is here in place of the primitives of
-Gluon. `gluon_world` has what they act on."""
+"""Runs Gluon kernels for Hopper on the CPU: their own Python functions, with this module's replacements for Gluon's
+primitives. The primitives act on the objects of `gluon_world`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Int(int):
-    """A whole number of 32 or 64 bits. `//` and `%` truncate on a GPU and floor here: of negatives they are refused."""
+    """An integer of 32 or 64 bits. `//` and `%` truncate on a GPU but floor here, so negative operands are refused."""
 
     bits: int
 
@@ -52,7 +52,7 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "xor", "and"):
 
 
 class Value:
-    """A block of registers. `dtype` is what its numbers are rounded to; they are kept in float32."""
+    """A block of registers. Its numbers are rounded to `dtype` and stored as float32."""
 
     def __init__(self, data: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         self.data, self.dtype = data, dtype or data.dtype
@@ -78,7 +78,7 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "lt", "eq"
 
 
 class Pointer:
-    """Points to elements of a tensor in global memory; `written` counts the stores to each."""
+    """Points to elements of a tensor in global memory. `written` counts the stores to each element."""
 
     def __init__(self, tensor: torch.Tensor, at: Any = 0) -> None:
         self.tensor, self.at = tensor, at
@@ -128,7 +128,7 @@ def _box(descriptor: Any, at: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements from the first of a tensor to the end of its memory."""
+    """All elements from a tensor's first one to the end of its memory."""
     size = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
     return tensor.as_strided((size,), (1,))
 
@@ -197,7 +197,7 @@ def _multiply(a: Any, b: View, acc: Any, *, use_acc: bool = True, is_async: bool
 
 def _products_wait(pending: int, deps: list[Any]) -> Any:
     agent = World.now.step("products_wait")
-    while len(agent.products) > pending:  # in order; they have read their operands only now
+    while len(agent.products) > pending:  # in order; operands are read only now
         done = agent.products.pop(0)
         done.result = done.run()
         agent.known |= done.event
@@ -236,7 +236,7 @@ def _no_layout(*_: Any, **__: Any) -> None:
 
 
 def language(real: Any) -> SimpleNamespace:
-    """What stands in for `gl`, of which `real` has the dtypes."""
+    """The replacement for `gl`, with the dtypes of `real`."""
     return SimpleNamespace(
         **{name: getattr(real, name) for name in ("float32", "bfloat16", "float16", "int32", "int64", "constexpr")},
         **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout"), _no_layout),
@@ -262,7 +262,7 @@ def language(real: Any) -> SimpleNamespace:
 
 
 def stand_ins(real: Any) -> dict[str, Any]:
-    """Returns stand-ins by the names that kernels import them under."""
+    """Returns the replacements, by the names under which kernels import them."""
     return {
         "gl": language(real),
         "tl": language(real),
@@ -277,7 +277,7 @@ def stand_ins(real: Any) -> dict[str, Any]:
 
 
 def emulated(kernel: Any, stands: dict[str, Any]) -> Any:
-    """A kernel's Python function, and those that it calls, among stand-ins."""
+    """A kernel's Python function, with the functions that it calls and the replacements as globals."""
     source: FunctionType = kernel.fn if hasattr(kernel, "fn") else kernel
     scope: dict[str, Any] = {"__builtins__": __builtins__}
     for name in source.__code__.co_names:
@@ -290,7 +290,7 @@ def emulated(kernel: Any, stands: dict[str, Any]) -> Any:
 
 
 def launch(function: Any, grid: int, args: dict[str, Any], seed: int, programs: list[int] | None = None) -> list[World]:
-    """Run the programs of a grid, one after the other, each in an interleaving of its own."""
+    """Runs the programs of a grid, one after the other, each in its own interleaving."""
     made = []
     for position in programs if programs is not None else range(grid):
         World.now = World(seed * 1000 + position, position, grid)

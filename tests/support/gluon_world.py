@@ -1,10 +1,11 @@
-"""One program of a Gluon kernel for Hopper: its shared memory, its barriers, and who goes on when.
+"""One program of a Gluon kernel for Hopper: its shared memory, its barriers and its scheduler.
 
-Partitions are threads of which one runs at a time: at each primitive a seeded scheduler chooses who goes on, so a seed
-is one interleaving. Copies land in pieces, each at a moment of its own, and memory that is being copied to holds NaN
-until then. What is ordered is followed apart from that: every access to shared memory is an event, and everybody knows
-a set of events, his own and those that a barrier or a wait told him of. An access that conflicts with one that is not
-known is a race, whether or not the interleaving shows it. docs/dev/proof.md says what is left out.
+Partitions are threads, and only one runs at a time. At each primitive, a seeded scheduler chooses the next one, so a
+seed determines an interleaving. Copies arrive in pieces at different times; until then, their target is NaN.
+
+Races do not depend on the interleaving. Every access to shared memory is an event. Each partition knows a set of
+events: its own, and those that a barrier or a wait told it. An access that conflicts with an unknown event is a race.
+docs/dev/proof.md lists what is not modelled.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ import torch
 
 
 class Fault(AssertionError):
-    """What is wrong with a kernel."""
+    """An error in a kernel."""
 
 
 class _Stopped(BaseException):
-    """Ends the threads of a program that another one has failed."""
+    """Ends the other threads of a program after an error."""
 
 
-# --- shared memory, barriers and what is under way --------------------------------------------------------------------
+# --- shared memory, barriers and operations in flight -----------------------------------------------------------------
 
 
 class Agent:
-    """A partition of the program: what it knows of, as bits of an int, and what of its own is under way."""
+    """A partition of the program, with its known events (bits of an int) and its operations in flight."""
 
     def __init__(self, name: str, known: int) -> None:
         self.name, self.known = name, known
@@ -41,16 +42,16 @@ class Agent:
 
 
 class Slot:
-    """A buffer, or one of several, in shared memory, and the events of its last writes and of the reads since then."""
+    """A buffer, or one of several, in shared memory, with the events of its last writes and of the reads since then."""
 
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
         self.name, self.shape = name, shape
         self.data = torch.full(shape, torch.nan)
         self.writes = self.reads = 0
-        self.unfenced: set[str] = set()  # who wrote it without a fence after that
+        self.unfenced: set[str] = set()  # agents that wrote it without a fence since
 
     def read(self, world: World, known: int, what: str) -> int:
-        """The event of an asynchronous read that is begun by one who knows of `known`."""
+        """Returns the event of an asynchronous read by an agent that knows `known`."""
         if not self.writes:
             raise Fault(f"{what} reads {self.name}, which nothing has written")
         if self.writes & ~known:
@@ -117,12 +118,12 @@ class Memory:
 
 
 class Barrier:
-    """An mbarrier: a phase is over when `count` have arrived and as many bytes were copied as were expected."""
+    """An mbarrier. A phase ends after `count` arrivals and when all expected bytes have been copied."""
 
     def __init__(self, name: str) -> None:
         self.name, self.count, self.pending, self.bytes, self.phase = name, 0, 0, 0, 0
         self.fenced = False  # since it was initialized
-        self.gathered = self.told = 0  # events known to those who arrived in this phase, and in the last
+        self.gathered = self.told = 0  # events known to the agents that arrived in this phase, and in the last one
 
     def arrive(self, count: int, known: int, by: str) -> None:
         if self.count == 0:
@@ -145,7 +146,7 @@ class Barrier:
 
 
 class Copy:
-    """A piece of a tile on its way to shared memory."""
+    """A piece of a tile in flight to shared memory."""
 
     def __init__(self, slot: Slot, part: slice, values: torch.Tensor, barrier: Barrier, known: int, size: int) -> None:
         self.slot, self.part, self.values = slot, part, values
@@ -160,7 +161,7 @@ class Copy:
 
 
 class Product:
-    """An asynchronous product, which nothing may use before the wait for it but another product."""
+    """The result of an asynchronous matmul. Before the wait for it, only another matmul may use it."""
 
     def __init__(self, run: Callable[[], torch.Tensor], event: int) -> None:
         self.run, self.event = run, event
@@ -174,7 +175,7 @@ class Product:
 
 
 class World:
-    """One program, and the interleaving of a seed."""
+    """One program in the interleaving of a seed."""
 
     now: World
 
@@ -190,7 +191,7 @@ class World:
         self.running = self.main
         self.back = threading.Semaphore(0)
         self.fault: BaseException | None = None
-        self.order: list[tuple[str, str]] = []  # who did what
+        self.order: list[tuple[str, str]] = []  # (agent, operation)
 
     def slots(self) -> list[Slot]:
         return [slot for memory in self.memories for slot in memory.slots if isinstance(slot, Slot)]
@@ -200,7 +201,7 @@ class World:
         return 1 << (self.events - 1)
 
     def step(self, what: str, until: Callable[[], bool] | None = None, waits_for: str = "") -> Agent:
-        """Called by a primitive before it does anything: others may go first, and must until `until` holds."""
+        """Each primitive first calls this. Other agents may run first, and must run until `until` is true."""
         agent = self.running
         if agent is not self.main:
             agent.blocked, agent.waits_for = until, waits_for
@@ -214,15 +215,14 @@ class World:
         return agent
 
     def specialize(self, functions: Any, warps: Any, registers: Any = None) -> None:
-        """Does what Gluon does: the first function is run by the 4 warps that there are, the others by so many warps
-        more."""
+        """As in Gluon, the existing 4 warps run the first function, and additional warps run the others."""
         assert len(functions) == len(warps) + 1 == (len(registers) + 1 if registers else len(warps) + 1)
         threads = []
         for i, (function, args) in enumerate(functions):
             agent = Agent(f"partition {i} ({function.__name__})", self.main.known)
             self.agents.append(agent)
             threads.append(threading.Thread(target=self._partition, args=(agent, function, args), daemon=True))
-        # Some are slow, in some interleavings by far.
+        # Some agents are slow, in some interleavings very slow.
         slow = {id(a): self.random.choice((0.02, 0.3, 1.0)) for a in [*self.agents, None]}
         for thread in threads:
             thread.start()
@@ -242,7 +242,7 @@ class World:
                 self.running = chosen
                 chosen.go.release()
                 self.back.acquire()
-        for agent in self.agents:  # those that a fault has stopped
+        for agent in self.agents:  # the ones stopped by an error
             agent.go.release()
         for thread in threads:
             thread.join()

@@ -1,4 +1,4 @@
-"""Runs the backward kernels of csrc/cuda/hopper under the checker, beside gradients in double."""
+"""Runs the backward kernels of csrc/cuda/hopper under the checker, and computes the gradients in double."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def text() -> str:
 
 
 def broken(old: str, new: str) -> str:
-    """The same with `new` in place of `old`, which is somewhere in it or in its own headers, and one width alone."""
+    """The source with `new` in place of `old`, which is in it or in its own headers, and with only one head width."""
 
     def inlined(match: re.Match[str]) -> str:
         header = HOPPER / match[1]
@@ -98,7 +98,7 @@ class Case:
 
 @dataclass
 class Sequence:
-    """[H, T, D] of what a pass reads, and in double what it should write."""
+    """The inputs [H, T, D] of a pass, and the expected results in double."""
 
     q: Tensor
     k: Tensor
@@ -164,16 +164,16 @@ def laid_out(case: Case, parts: list[Tensor]) -> tuple[Tensor, list[int]]:
 @dataclass
 class Result:
     report: str
-    gradients: list[list[Tensor]]  # of each sequence dq, dk and dv
+    gradients: list[list[Tensor]]  # (dq, dk, dv) of each sequence
     delta: list[Tensor]
-    done: Tensor  # [key-value heads, sequences]: writers of dq that have ended
+    done: Tensor  # [key-value heads, sequences]: the number of finished writers of dq
 
     def bits(self, n: int) -> list[Tensor]:
         return [x.contiguous().view(torch.int16) for x in self.gradients[n]]
 
 
 class Pass:
-    """A backward pass of sequences that are made from a case; `call` may be changed before it runs."""
+    """A backward pass of a case's sequences. `call` may be changed before it runs."""
 
     def __init__(self, case: Case, sequences: list[Sequence], deterministic: bool = True) -> None:
         self.case, self.sequences, self.deterministic = case, sequences, deterministic
@@ -223,7 +223,7 @@ class Pass:
         c, of = self.call, of or library()
         space = (ctypes.c_int64 * 2)()
         of.space_of_backward(ctypes.byref(c), space)
-        behind = 7777  # stays behind both
+        behind = 7777  # a guard after both
         floats, integers = torch.full((space[0] + 32,), torch.nan), torch.zeros(space[1] + 32, dtype=torch.int32)
         floats[space[0] :] = integers[space[1] :] = behind
         c.floats, c.integers = floats.data_ptr(), integers.data_ptr()
@@ -247,7 +247,7 @@ class Pass:
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """The root of the mean squared error, by that of what is expected."""
+    """The RMS error relative to the RMS of the expected values."""
     if expected.numel() == 0:
         return 0.0
     off, size = (found.double() - expected).square().mean().sqrt(), expected.square().mean().sqrt()
@@ -255,7 +255,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def is_right(case: Case, sequences: list[Sequence], r: Result) -> bool:
-    """Gradients as precise as one rounding of weights, or of two where P is rounded as well, lets them be."""
+    """Whether gradients have the precision of rounded weights, or of rounded weights and rounded P."""
     limit = 4e-3 if case.dtype == torch.bfloat16 else 5e-4
     pairs = [(f, e) for n, s in enumerate(sequences) for f, e in zip(r.gradients[n], s.gradients, strict=True)]
     return r.report == "" and all(error(f, e) < limit for f, e in pairs)

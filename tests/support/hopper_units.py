@@ -14,7 +14,7 @@ from cuda_on_cpu.build import HERE, ROOT, load_plain
 from torch import Tensor
 
 SAMPLES, MISTAKES = HERE / "hopper_samples.cu", HERE / "hopper_mistakes.cu"
-#: Copies arrive when nothing else can move, often, or now and then (hopper_scheduler.h); warps in another order.
+#: Copies arrive only when nothing else can run, often, or sometimes (hopper_scheduler.h); warps run in another order.
 SEEDS = (1, 2, 3)
 ON_GPU = 0
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and nvcc.nvcc() is not None
@@ -56,7 +56,7 @@ def run(name: str, a: Tensor, b: Tensor, out: Tensor, seed: int, sizes: tuple[in
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Small integers: their products and sums are exact."""
+    """Small integers, whose products and sums are exact."""
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 

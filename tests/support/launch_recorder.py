@@ -1,7 +1,7 @@
-"""A stub of a GPU that records what is launched, for launches.py.
+"""A stub of a GPU that records launches, for launches.py.
 
-Nothing is compiled: the stand-in of a compiled kernel is what it would have been compiled from, so that two launches
-are of equal kernels where Triton specialises them equally.
+Nothing is compiled. A compiled kernel is replaced by its compiler input, so that two launches have equal kernels if
+Triton's specialisation is equal.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def gpu(process: Recorder) -> Recorder:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels launched by Triton itself, which is not disturbed by being watched."""
+    """The kernels that Triton itself launches; recording does not change the launch path."""
     seen: list[str] = []
     own = JITFunction.run
 

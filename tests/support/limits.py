@@ -1,5 +1,5 @@
-"""Limits on processes that a busy machine does not reach: on the processor time that they use, and on how long they
-wait for anything but a processor. The clock alone decides only where the system has no /proc."""
+"""Limits on processes that do not depend on the load of the machine: limits on their processor time, and on the time
+that they wait for anything except a processor. Without /proc, wall-clock time is limited instead."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 PROC = Path("/proc")
-#: Seconds by the clock, where nothing else is known of a process.
+#: Seconds of wall-clock time, if nothing else is known about a process.
 LONGEST = 3600.0
-#: In this part of the samples processes that wait may be seen running: they poll, or threads of a library wake. One
-#: that has work is seen so in nearly all, whether it has a processor or not.
+#: Waiting processes may be running in this fraction of samples, because they poll, or because threads of a library wake
+#: up. A process with work is runnable in nearly all samples, even without a processor.
 WAKES = 0.3
 
 
 class Watch:
-    """Says of some processes, with those that they started, why they should be ended."""
+    """Watches processes and their children, and returns the reason why they should be ended."""
 
     def __init__(self, pids: Iterable[int], processor: float, idle: float) -> None:
-        """processor: seconds of processor time, all together. idle: seconds in which no thread runs or is ready to."""
+        """processor: seconds of processor time in total. idle: seconds in which no thread is running or runnable."""
         self.pids = list(pids)
         self.processor = processor
         self.samples: deque[bool] = deque(maxlen=max(1, round(idle)))
@@ -33,13 +33,13 @@ class Watch:
         self.used_before = 0.0
 
     def progress(self) -> None:
-        """Something was finished: limits count from here."""
+        """Restarts the limits, because something has finished."""
         self.begun = time.monotonic()
         self.used_before = sum(processor_seconds(pid) for pid in self.pids)
         self.samples.clear()
 
     def over(self) -> str | None:
-        """Why they should be ended, or None. To be asked often: it looks once a second."""
+        """The reason to end them, or None. Call it often; it takes a sample once a second."""
         now = time.monotonic()
         if now - self.sampled < 1.0:
             return None
@@ -56,10 +56,10 @@ class Watch:
 
 
 def run(command: Sequence[str], processor: float = 300.0, idle: float = 60.0, **options: Any) -> Any:
-    """`subprocess.run` with its output as text, and with these limits in place of a timeout.
+    """`subprocess.run` with text output, and with these limits in place of a timeout.
 
     Raises:
-        TimeoutError: the process was ended; with the reason, and what it printed.
+        TimeoutError: the process was ended; with the reason and its output.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err, text=True, start_new_session=True, **options)
@@ -69,7 +69,7 @@ def run(command: Sequence[str], processor: float = 300.0, idle: float = 60.0, **
                 process.wait(0.05)
             except subprocess.TimeoutExpired:
                 if why := watch.over():
-                    os.killpg(process.pid, signal.SIGKILL)  # with what it started
+                    os.killpg(process.pid, signal.SIGKILL)  # also its children
                     process.wait()
                     err.seek(0)
                     raise TimeoutError(f"{why}: {command}\n{err.read()}") from None
@@ -79,12 +79,12 @@ def run(command: Sequence[str], processor: float = 300.0, idle: float = 60.0, **
 
 
 def processor_seconds(pid: int) -> float:
-    """Used by a process and by all that it started, the ended ones too."""
+    """The processor time of a process and all of its children, including ended ones."""
     return sum(sum(map(int, fields[11:15])) for fields in map(_stat, _tree(pid)) if fields) / os.sysconf("SC_CLK_TCK")
 
 
 def is_running(pid: int) -> bool:
-    """Whether a thread of these processes uses a processor or a disk, or waits for its turn."""
+    """Whether a thread of these processes uses a processor or a disk, or is runnable."""
     for each in _tree(pid):
         for thread in _entries(PROC / str(each) / "task"):
             fields = _stat(f"{each}/task/{thread}")
@@ -112,7 +112,7 @@ def _entries(folder: Path) -> list[int]:
 
 
 def _stat(process: int | str) -> list[str]:
-    """What follows the name in a process's `stat`: its state, its parent, ...; nothing if it has ended."""
+    """The fields after the name in a process's `stat`: its state, its parent, ...; empty if it has ended."""
     try:
         return (PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,6 +1,6 @@
-"""What a computation would do to a device, from shapes alone: with tensors on the meta device nothing is computed, and
-each operator tells what it reads, writes and multiplies. A floating-point number that is asked for is 0, a comparison
-of tensors true, and a mask chooses everything."""
+"""Measures the work of a computation from shapes: with tensors on the meta device, nothing is computed, but each
+operator's reads, writes and multiplications are counted. A requested floating-point number is 0, a comparison of
+tensors is true, and a mask selects everything."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ aten = torch.ops.aten
 
 
 class Meter(TorchDispatchMode):
-    """operations: by dtype, of matrix products. moved: bytes read and written by operators that make new memory or
-    write to it. launches: how many of these. on_cpu: elements of tensors made on the CPU. peak: the most bytes that
-    tensors made meanwhile held at a time."""
+    """operations: those of matmuls, by dtype. moved: bytes read and written by operators that allocate memory or write
+    to it. launches: the number of these operators. on_cpu: elements of tensors created on the CPU. peak: the maximum
+    bytes of new tensors at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Meter(TorchDispatchMode):
         return made
 
     def _instead(self, func: Any, args: Any) -> Any:
-        """Returns the result of an operator that depends on values, None of another."""
+        """Returns a result for operators that depend on values, and None for others."""
         if func is aten._local_scalar_dense.default:
             return 0.0 if args[0].is_floating_point() else 1
         if func in (aten.equal.default, aten.is_nonzero.default):

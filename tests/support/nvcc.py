@@ -1,8 +1,8 @@
-"""Compiles csrc/cuda with nvcc and reads what each kernel costs: `python tests/support/nvcc.py`. A spill fails, and
-so does wgmma that ptxas does not let run asynchronously.
+"""Compiles csrc/cuda with nvcc and prints the cost of each kernel: `python tests/support/nvcc.py`. It fails for spills,
+and for wgmma that ptxas serialises.
 
-What ptxas said and the machine code are kept in build/nvcc by the content of the sources, so that a second run costs
-what changed.
+The output of ptxas and the machine code are cached in build/nvcc by the content of the sources, so that only changes
+are compiled again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import attention_estimate
 ROOT = Path(__file__).parents[2]
 REPORTS = ROOT / "build" / "nvcc"
 KERNELS = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-#: For compute capability 9.0 alone; these have launches, and no kernel.
+#: Sources for compute capability 9.0 only, with launches but no kernels.
 WITHOUT_KERNELS = ("attention_backward", "tensor_map")
 HOPPER = sorted(p for p in (ROOT / "csrc" / "cuda" / "hopper").glob("*.cu") if p.stem not in WITHOUT_KERNELS)
 ARCHITECTURES = ("80", "90a")
-#: What is compiled, and for which architecture.
+#: The compiled sources and their architectures.
 JOBS = [*((source, arch) for source in KERNELS for arch in ARCHITECTURES), *((source, "90a") for source in HOPPER)]
 
-#: Bytes of stack that a kernel may have: two numbers, which it reads once a head and once where masked tiles end.
+#: Allowed bytes of stack: two numbers, which are read once for each head and once at the end of masked tiles.
 STACK = {"attention_backward_tiles<bfloat16, 128, 4, false>": 8, "attention_backward_tiles<__half, 128, 4, false>": 8}
 
 
@@ -42,7 +42,7 @@ class Kernel:
     stack: int
     spilled: int
     shared: int
-    #: What ptxas says of wgmma that it serialises, or orders by instructions of its own.
+    #: ptxas's warning about wgmma that it serialises or orders with additional instructions.
     warning: str = ""
 
     @property
@@ -64,12 +64,12 @@ def nvcc() -> str | None:
 
 
 def compile_kernels(source: Path, arch: str) -> list[Kernel]:
-    """Raises RuntimeError with nvcc's own words, and what to do where the host compiler is too new for it."""
+    """Raises RuntimeError with nvcc's output, and with advice if the host compiler is too new."""
     return parse(_kept(source, arch).with_suffix(".txt").read_text())
 
 
 def _kept(source: Path, arch: str) -> Path:
-    """Where the machine code is, and with the suffix txt what ptxas said of it."""
+    """The path of the machine code. The output of ptxas has the suffix txt."""
     program = nvcc()
     assert program is not None
     kept = REPORTS / f"{source.stem}-{arch}.{_content(source, program)}.cubin"
@@ -84,7 +84,7 @@ def _kept(source: Path, arch: str) -> Path:
 
 
 def _content(source: Path, program: str) -> str:
-    """Returns a digest of all that the report depends on."""
+    """Returns a digest of everything that the report depends on."""
     version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
     headers = [p for folder in ("common", "cuda") for p in sorted((ROOT / "csrc" / folder).rglob("*.*h"))]
     texts = [version, *(p.read_text() for p in (Path(__file__), source, *headers))]
@@ -92,7 +92,7 @@ def _content(source: Path, program: str) -> str:
 
 
 def _compile(program: str, source: Path, arch: str) -> tuple[str, bytes]:
-    """What ptxas said, and the machine code."""
+    """The output of ptxas, and the machine code."""
     with tempfile.TemporaryDirectory() as folder:
         target = ["-gencode", f"arch=compute_{arch},code=sm_{arch}", "-o", str(Path(folder) / "out.o")]
         keep = ["--keep", "--keep-dir", folder]
@@ -111,7 +111,7 @@ def _compile(program: str, source: Path, arch: str) -> tuple[str, bytes]:
 
 
 def parse(report: str) -> list[Kernel]:
-    """What `ptxas -v` printed, an entry a kernel."""
+    """Parses the output of `ptxas -v`; each kernel has an entry."""
     warnings: dict[str, list[str]] = {}
     for text, mangled in re.findall(r"\(C75\d\d\) (.*) in (?:the )?function '([^']+)'", report):
         warnings.setdefault(mangled, []).append(text)
@@ -141,8 +141,8 @@ def _readable(mangled: str) -> str:
 
 
 def machine_code(source: Path, arch: str) -> dict[str, str]:
-    """What nvdisasm prints, by kernel."""
-    # This module is also a script, which runs where the package is not installed.
+    """The output of nvdisasm, by kernel."""
+    # This module is also a script, which may run without the installed package.
     from foundry_kernels.tools.inspect.aot import run_on_cubin, tool
 
     text = run_on_cubin([tool("nvdisasm"), "-c"], _kept(source, arch).read_bytes())
@@ -155,7 +155,7 @@ def machine_code(source: Path, arch: str) -> dict[str, str]:
 
 
 def inner_loops(source: Path, arch: str) -> dict[str, list[Any]]:
-    """By kernel its innermost loops with matrix products, in machine code (`foundry_kernels.tools.inspect.sass`)."""
+    """The innermost loops with matmuls of each kernel, from machine code (`foundry_kernels.tools.inspect.sass`)."""
     from foundry_kernels.tools.inspect.sass import inner_loops as loops_of
 
     return {name: loops_of(code) for name, code in machine_code(source, arch).items()}
@@ -180,7 +180,7 @@ def main() -> int:
 
 
 def print_attention_loops() -> None:
-    """The loops of attention's kernels for bfloat16 without masks, and what they let expect."""
+    """Prints the loops without masks of attention's bfloat16 kernels, and their estimated speed."""
     from foundry_kernels.tools.inspect.aot import tool
 
     try:
@@ -195,12 +195,12 @@ def print_attention_loops() -> None:
             for name, several in sorted(loops.items()):
                 if several and re.search("bfloat16.*(, 0|false)>", name):
                     x = clean_loop(several)
-                    print(f"sm_{arch}  {name}: {x.instructions / x.counts['product']:.2f} instructions a product")
+                    print(f"sm_{arch}  {name}: {x.instructions / x.counts['matmul']:.2f} instructions a matmul")
             for what, parts in kinds.items():
                 names = [(n, f"attention_{part}_tiles<bfloat16, 128, {kind.format(large)}>") for n, kind in parts]
                 ours[arch, what] = [
                     attention_estimate.Loop(
-                        n, x.instructions / x.counts["product"], x.counts["shared"] / x.counts["product"]
+                        n, x.instructions / x.counts["matmul"], x.counts["shared"] / x.counts["matmul"]
                     )
                     for n, x in ((n, clean_loop(loops[name])) for n, name in names)
                 ]
@@ -208,7 +208,7 @@ def print_attention_loops() -> None:
 
 
 def print_hopper_loops() -> None:
-    """The plain loop of each kernel of csrc/cuda/hopper: its shortest."""
+    """Prints the loop without masks, which is the shortest, of each kernel of csrc/cuda/hopper."""
     from wgmma_steps import product_loops
 
     for source in HOPPER:
@@ -217,13 +217,13 @@ def print_hopper_loops() -> None:
                 print(f"sm_90a  {name}: {min(loops, key=lambda loop: loop.instructions)}")
 
 
-#: The kernels of a pass at 128 wide: products of a score, and the rest of the template's arguments.
+#: The kernels of a pass for heads of 128: matmuls per score, and the remaining template arguments.
 FORWARD = {"forward": [(2, "{}, 0")]}
 BACKWARD = {"backward": [(3, "0, false"), (4, "1, false")]}
 
 
 def clean_loop(loops: list[Any]) -> Any:
-    """That without masks: the other has more instructions."""
+    """The loop without masks, which has fewer instructions."""
     return min(loops, key=lambda loop: loop.instructions)
 
 

@@ -1,4 +1,4 @@
-"""Documents of 5, 9 and 4 tokens in one row, and the ways in which a call tells a model of them."""
+"""Documents of 5, 9 and 4 tokens in one row, and the arguments that describe them to a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOTALS = torch.tensor([0, 5, 14, 18], dtype=torch.int32)
 GIVEN: dict[str, Any] = {"cu_seq_lens_q": TOTALS, "cu_seq_lens_k": TOTALS, "max_length_q": 9, "max_length_k": 9}
 CAUSAL = torch.ones(1, 1, 18, 18, dtype=torch.bool).tril()
 
-#: What a call says of its documents, by positions and otherwise.
+#: Arguments that describe the documents, by positions and in other ways.
 BY_POSITIONS: dict[str, dict[str, Any]] = {
     "positions": {"position_ids": POSITIONS},
     "positions, mask": {"position_ids": POSITIONS, "attention_mask": ONES},

@@ -1,4 +1,4 @@
-"""What the tests of tests/integrations share."""
+"""Shared code of the tests of tests/integrations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from foundry_kernels.integrations.table import PATCHED
 
 
 def _can_be_built(family: str) -> bool:
-    """Whether transformers makes a configuration at all: with a newer huggingface_hub its oldest releases refuse their
-    own defaults for some."""
+    """Whether transformers can create a configuration: with a newer huggingface_hub, its oldest releases refuse some of
+    their own defaults."""
     try:
         CONFIG_MAPPING["gemma3_text" if family == "gemma3" else family]()
     except Exception:
@@ -21,7 +21,7 @@ def _can_be_built(family: str) -> bool:
     return True
 
 
-#: The families of the table that the transformers at hand can build: all of them, but in its oldest releases.
+#: The families of the table that this release of transformers can build; all, except in its oldest releases.
 BUILDABLE = tuple(family for family in PATCHED if _can_be_built(family))
 
 IDS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -33,7 +33,7 @@ def logits(model: Any, **options: Any) -> Tensor:
 
 
 def gradients(model: Any) -> Tensor:
-    """Those of all parameters in one vector."""
+    """The gradients of all parameters as one vector."""
     model.zero_grad()
     model(IDS, labels=IDS).loss.backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -44,5 +44,5 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def snapshot(model: nn.Module) -> list[Any]:
-    """Everything that a failed patch must not have touched."""
+    """Everything that a failed patch must not change."""
     return [(id(m), type(m), {k: id(v) for k, v in vars(m).items()}) for m in model.modules()]

@@ -1,7 +1,7 @@
-"""`make test-releases`: patched models on the oldest transformers that is supported, and on the newest there is.
+"""`make test-releases`: tests patched models with the oldest supported and with the newest transformers.
 
-Each has an environment in build/transformers-RELEASE, which holds transformers and what that release asks for; all
-else, torch among it, is that of the environment which runs this script.
+Each release has an environment in build/transformers-RELEASE with transformers and its requirements. Everything else,
+including torch, comes from the environment that runs this script.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from foundry_kernels.integrations.release import OLDEST
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What is tested: packed documents in every family, and results, gradients and generation of those of the table.
+#: The tests: packed documents in every family, and results, gradients and generation for the table's families.
 NAMES = ("test_packing", "test_packing_arguments", "test_releases")
 TESTS = tuple(f"tests/integrations/{name}.py" for name in NAMES)
 RELEASES = {"oldest": f"transformers=={'.'.join(map(str, OLDEST))}.*", "newest": "transformers"}
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
 
 
 def environment(name: str, requirement: str) -> Path:
-    """The Python of an environment that has this release, made or brought up to date."""
+    """The Python of an environment with this release, which is created or updated."""
     folder = ROOT / "build" / f"transformers-{name}"
     python = folder / "bin" / "python"
     if not python.exists():
@@ -47,7 +47,7 @@ def environment(name: str, requirement: str) -> Path:
         text=True,
         check=True,
     )
-    # Its own packages come first; those of the environment around it, by this line, behind them.
+    # Its own packages come first; this line adds those of the surrounding environment after them.
     Path(inner.stdout.strip(), "around.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     quiet = ["--quiet", "--disable-pip-version-check", "--no-compile", "--no-warn-conflicts"]
     subprocess.run([python, "-m", "pip", "install", *quiet, "--upgrade", requirement], check=True)

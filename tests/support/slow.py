@@ -1,8 +1,8 @@
-"""Which tests `make test` leaves to `make test-slow`: the further points of long sweeps, chosen by what they are about.
+"""Marks the tests that `make test` leaves to `make test-slow`: additional points of long sweeps.
 
-Every operation, backend, dtype and kind of test stays in `make test`. Of the parity table these are the telling cases
-(`telling`). A test of its own that is long says so with `@pytest.mark.slow`. Each commit's CI runs a third of the slow
-tests, any three commits in a row all of them; `make test-all` runs all at once.
+`make test` keeps every operation, backend, dtype and kind of test. From the parity table, it runs the selected cases
+(`telling`). Other long tests are marked with `@pytest.mark.slow`. Each commit's CI runs a third of the slow tests, so
+three consecutive commits run all of them; `make test-all` runs all at once.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import torch
 
 from foundry_kernels.testing import Case
 
-#: Ahead of time, kernels are compiled for these; each architecture takes minutes.
+#: `make test` compiles kernels ahead of time only for these; each architecture takes minutes.
 ARCHITECTURES = (90, "90a")
-#: By nvcc these CUDA sources are compiled, an ordinary one and one for Hopper; others take up to minutes each.
+#: `make test` compiles only these CUDA sources with nvcc, an ordinary one and one for Hopper; others take up to minutes
+#: each.
 NVCC_SOURCES = ("rope", "attention_forward")
-#: Cases of more elements, all arguments together, repeat on several tiles or chunks what smaller ones show on a few.
+#: Larger cases (elements of all arguments) only repeat with more tiles or chunks what smaller ones test.
 MOST_ELEMENTS = 100_000
-#: Likewise where kernels are interpreted.
+#: The same limit in the interpreter.
 MOST_INTERPRETED = 20_000
-#: In the interpreter pairs of choices are looked for among cases of at most so many.
+#: In the interpreter, pairs of choices are only covered by cases of at most this many elements.
 MOST_PAIRED = 10_000
-#: Where kernels are emulated (Triton's interpreter, CUDA on the CPU) every element takes a thousand times as long.
+#: In emulation (Triton's interpreter, CUDA on the CPU), every element takes a thousand times as long.
 FEW_ELEMENTS = 2_000
-#: Tests that try several cases at once, or an instruction set, do so in these dtypes; where kernels are emulated, in
-#: the first.
+#: Tests of several cases at once, or of an instruction set, use these dtypes; in emulation only the first one.
 SWEPT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def reason(parameters: dict[str, Any], instruction_sets: list[str], every_case: bool = False) -> str | None:
-    """Why a test with these parameters is slow, or None. every_case: the CPU kernels' cases are all telling."""
+    """The reason why a test with these parameters is slow, or None. every_case: no case of the CPU kernels is slow."""
     from table import Row, is_twin
 
     from foundry_kernels.tools.check import numel
@@ -72,7 +72,7 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str], every_case: 
         return f"not a telling case in {dtype}"
     name = instruction_set_in(parameters)
     if name in instruction_sets:
-        if name != instruction_sets[-1]:  # `make test` compiles for this processor alone
+        if name != instruction_sets[-1]:  # `make test` compiles only for this processor
             return f"instruction set {name}"
         if dtype not in (None, *SWEPT_DTYPES):
             return f"instruction sets in {dtype}"
@@ -80,18 +80,18 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str], every_case: 
 
 
 def first_dtype(row: Any) -> torch.dtype:
-    """That in which most cases are tried."""
+    """The dtype in which most cases are tested."""
     return torch.bfloat16 if row.hopper else torch.float32
 
 
 @functools.cache
 def telling(row: Any) -> dict[torch.dtype, frozenset[str]]:
-    """The names of the cases that `make test` tries of a row, by dtype.
+    """The names of a row's cases in `make test`, by dtype.
 
-    In the first dtype each two choices (an option's value, the layout or the values of an argument, its absence) that
-    some case combines are combined in one of them, and every size is in one; of cases that take the interpreter long,
-    each choice. In bfloat16 each choice is in one; a third
-    of these cases is tried in the other dtypes. Emulated code is the same for all dtypes, so there they are small.
+    In the first dtype, they cover every pair of choices (an option's value, the layout or the values of an argument,
+    its absence) that some case combines, and every size. If cases take long in the interpreter, they cover every single
+    choice. In bfloat16 they cover every choice; the other dtypes have a third of these cases. Emulated code is the same
+    for all dtypes, so its cases are small.
     """
     from foundry_kernels.tools.check import numel
 
@@ -111,10 +111,11 @@ def telling(row: Any) -> dict[torch.dtype, frozenset[str]]:
 
 
 def _cover(cases: Sequence[Case], points_of: Callable[[Case], set[Any]]) -> list[str]:
-    """The names of cases that have all the points of all, found greedily: those with the most for their size first."""
+    """The names of cases that together cover all points, by a greedy search: cases with the most new points for their
+    size come first."""
     from foundry_kernels.tools.check import numel
 
-    cost = {case.id: 200 + numel(case) for case in cases}  # a case without an element takes its time too
+    cost = {case.id: 200 + numel(case) for case in cases}  # an empty case takes time too
     points = {case.id: points_of(case) for case in cases}
     missing, found = set().union(*points.values()), []
     while missing:
@@ -125,20 +126,20 @@ def _cover(cases: Sequence[Case], points_of: Callable[[Case], set[Any]]) -> list
 
 
 def _choices(case: Case) -> set[str]:
-    """What a case chooses: options, and of each argument how it is laid out and made."""
+    """The choices of a case: options, and the layout and values of each argument."""
     found = {f"{name}={value}" for name, value in case.options.items()} | {f"cotangent: {case.cotangent}"}
     for name, arg in case.args.items():
         if arg is None:
             found.add(f"no {name}")
             continue
-        values = getattr(arg.values, "__qualname__", arg.values)  # a function's repr is another one in each process
+        values = getattr(arg.values, "__qualname__", arg.values)  # a function's repr differs between processes
         found |= {f"{name}: {arg.layout.partition('-')[0]}", f"{name}: {len(arg.shape)} dimensions"}
         found.add(f"{name}: {values} {arg.dtype} {arg.grad}")
     return found
 
 
 def _sizes(case: Case) -> set[Any]:
-    """For each dimension of each argument between which powers of 2 it is, and whether vectors divide it."""
+    """The powers of 2 around each dimension of each argument, and whether it is a multiple of vectors."""
     return {
         (name, i - len(arg.shape), n.bit_length(), n % 8 == 0)
         for name, arg in case.args.items()
@@ -156,7 +157,7 @@ def _is_interpreted(row: Any) -> bool:
 
 
 def instruction_set_in(parameters: dict[str, Any]) -> Any:
-    """What a test calls `name` or `instruction_set`; the first may be the name of something else."""
+    """The parameter `name` or `instruction_set` of a test; `name` may also be the name of something else."""
     return parameters.get("name", parameters.get("instruction_set"))
 
 
@@ -166,7 +167,7 @@ def instruction_set_of(item: pytest.Item) -> Any:
 
 
 def third_of(nodeid: str) -> int:
-    """The third that a test belongs to, 0 to 2: by its name, so that a new test moves no other."""
+    """The third of a test, 0 to 2. It depends only on the test's name, so that a new test does not move others."""
     return zlib.crc32(nodeid.encode()) % 3
 
 
@@ -175,7 +176,7 @@ def is_slow(item: pytest.Item) -> bool:
 
 
 def mark(items: list[pytest.Item], every_case: bool = False) -> None:
-    """Give slow tests their marker, and begin with those that are long on their own."""
+    """Marks slow tests, and moves long single tests to the beginning."""
     from foundry_kernels.core import extension
 
     usable = extension.build_info().get("usable_instruction_sets", [])

@@ -1,11 +1,11 @@
-"""`make TARGET STACK=2.11` or `STACK=newest`: any target, on other versions of torch and Triton.
+"""`make TARGET STACK=2.11` or `STACK=newest`: any target, with other versions of torch and Triton.
 
-The target runs in a copy of this tree, build/stack-2.11, with its own environment, build folder and extension, so that
-nothing of the default's is touched: an extension lies beside the sources and is for one version of torch. This script
-makes the copy, or brings it up to date. constraints-2.11.txt has the versions that differ from constraints.txt; a name
-alone, as all are in constraints-newest.txt, stands for the newest version that the package index has.
+The target runs in a copy of this tree, build/stack-2.11, with its own environment, build folder and extension, because
+an extension is next to the sources and works with one version of torch. This script creates or updates the copy.
+constraints-2.11.txt has the versions that differ from constraints.txt. A name without a version, as in
+constraints-newest.txt, means the newest version in the package index.
 
-`stack.py --python STACK` says which Python the stack's environment is made with.
+`stack.py --python STACK` prints the Python for the stack's environment.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What `make` is told by that the packages are installed (Makefile).
+#: The file that marks the packages as installed for `make`.
 INSTALLED = Path(".venv", ".demo-packages")
-#: Seconds after which the index is asked again what is newest.
+#: Seconds after which the index is asked again for the newest versions.
 FRESH = 3600
 #: Whether a Python can make an environment and compile for it.
 USABLE = "import bootstrap, sys; sys.exit(bootstrap.missing() is not None)"
@@ -42,10 +42,10 @@ def main(argv: list[str]) -> int:
 
 
 def update(root: Path, stack: str) -> Path:
-    """The copy of the tree at `root`, equal to it but for the versions.
+    """Updates and returns the copy of the tree at `root`, which only differs in the versions.
 
     Raises:
-        ValueError: there is no such stack.
+        ValueError: the stack does not exist.
     """
     versions = constraints(root, stack)
     copy = root / "build" / f"stack-{stack}"
@@ -60,7 +60,7 @@ def update(root: Path, stack: str) -> Path:
             path.unlink()
     for name, content in wanted.items():
         target = copy / name
-        if not target.exists() or target.read_bytes() != content:  # else it keeps its time, by which make decides
+        if not target.exists() or target.read_bytes() != content:  # otherwise keeps its time for make
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
             if name != Path("constraints.txt"):
@@ -69,7 +69,7 @@ def update(root: Path, stack: str) -> Path:
 
 
 def files(root: Path) -> Iterator[Path]:
-    """What git would not ignore, whether or not there is a git."""
+    """The files that git would not ignore, also without git."""
     ignored = (root / ".gitignore").read_text().split() if (root / ".gitignore").exists() else []
     patterns = ["/.git", *(line.rstrip("/") for line in ignored)]
 
@@ -87,7 +87,7 @@ def files(root: Path) -> Iterator[Path]:
 
 
 def constraints(root: Path, stack: str) -> str:
-    """constraints.txt with the versions of the stack in place of its own."""
+    """constraints.txt with the versions of the stack."""
     text = _file(root, stack).read_text()
     ours = pins(text)
     lines = (root / "constraints.txt").read_text().splitlines()
@@ -110,15 +110,15 @@ def without_version(text: str) -> list[str]:
 
 
 def python(root: Path, stack: str) -> str:
-    """The Python for the stack's environment: the newest one here for the newest packages, some of which ask for one,
-    and else the one that runs this."""
+    """The Python for the stack's environment: for the newest packages the newest one here, because some packages need
+    it; otherwise the one that runs this."""
     if not without_version(_file(root, stack).read_text()):
         return sys.executable
     return next(filter(_usable, newer_pythons()), sys.executable)
 
 
 def newer_pythons() -> list[str]:
-    """Commands and, where pyenv keeps them, paths of Pythons, the newest first."""
+    """Commands, and paths in pyenv, of Pythons, the newest first."""
     kept = Path.home() / ".pyenv" / "versions"
     found = []
     for minor in (14, 13, 12):

@@ -1,5 +1,5 @@
-"""The table that the parity suite runs over: every registered op, backend, device, dtype and case. No operation is
-named here, but for those of `HOPPER`: a new one is covered as soon as it is registered."""
+"""The table of the parity suite: every registered op, backend, device, dtype and case. A new operation is covered as
+soon as it is registered, because this module names none except in `HOPPER`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.testing import Case, call
 from foundry_kernels.tools.check import small_cases
 
-#: The operations that have kernels for compute capability 9.0 alone.
+#: The operations with kernels only for compute capability 9.0.
 HOPPER = (FLASH_ATTENTION, FLASH_ATTENTION_VARLEN)
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
@@ -40,8 +40,8 @@ class Row:
     device: str
     #: The native row's CUDA kernels, run on the CPU under the checker of tests/support/cuda_on_cpu.
     cuda_on_cpu: bool = False
-    #: Of these the kernels for compute capability 9.0 alone, with the cases that they take within `batch_invariant`,
-    #: where they take few queries too.
+    #: Only its kernels for compute capability 9.0, with the cases that they accept within `batch_invariant`, which
+    #: includes few queries.
     hopper: bool = False
 
     @property
@@ -52,7 +52,7 @@ class Row:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """While a test of this row runs: the checker's row calls its own library of operators."""
+        """The context of a test of this row. A checker's row calls the checker's library of operators."""
         if not self.cuda_on_cpu:
             yield
             return
@@ -72,7 +72,7 @@ class Row:
                     undo.enter_context(fk.batch_invariant())
                 if isinstance(impl.fn, OpOverload):
                     undo.enter_context(override(self.op, "native", fn=checked(impl.fn), devices=("cpu",)))
-                else:  # a function around operators, which its module names; nor is it passed by
+                else:  # a function around operators, which its module names
                     undo.enter_context(override(self.op, "native", devices=("cpu",)))
                     module = sys.modules[impl.fn.__module__]
                     for name, operator in list(vars(module).items()):
@@ -108,7 +108,7 @@ class Row:
 
 @contextmanager
 def pretended_hopper() -> Iterator[None]:
-    """While it lasts, the checker's operators believe that they run on compute capability 9.0."""
+    """In this block, the checker's operators run as on compute capability 9.0."""
     load_operators()
     library = getattr(torch.ops, LIBRARY)
     was = library.pretend_hopper(True)
@@ -120,7 +120,7 @@ def pretended_hopper() -> Iterator[None]:
 
 @contextmanager
 def on_hopper() -> Iterator[None]:
-    """Likewise, and its kernels must serve at least one forward pass."""
+    """The same, and its kernels must run at least one forward pass."""
     before = hopper_passes()
     with pretended_hopper():
         yield
@@ -128,15 +128,15 @@ def on_hopper() -> Iterator[None]:
 
 
 def hopper_passes() -> tuple[int, int]:
-    """Forward and backward passes that the checker's kernels of csrc/cuda/hopper have made."""
+    """The number of forward and backward passes of the checker's kernels of csrc/cuda/hopper."""
     load_operators()
     return tuple(getattr(torch.ops, LIBRARY).flash_attention_hopper_passes())
 
 
 @functools.cache
 def taken_by_hopper(op: OpSpec) -> frozenset[str]:
-    """The names of those of attention's cases in 16 bits that `hopper.takes` within `batch_invariant`. Of their tensors
-    only sizes and strides are made."""
+    """The names of attention's 16-bit cases that `hopper.takes` accepts within `batch_invariant`. Only sizes and
+    strides of tensors are created."""
     answers: list[bool] = []
 
     def ask(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -155,7 +155,7 @@ def taken_by_hopper(op: OpSpec) -> frozenset[str]:
 
 
 def rows(*backends: str) -> tuple[Row, ...]:
-    """The usable rows of these backends (default: those that are compared with the reference)."""
+    """The usable rows of these backends (default: those compared with the reference)."""
     wanted = backends or ("triton", "native")
     return tuple(
         Row(op, b, d) for op in fk.OPS.values() for d in DEVICES for b in op.backends(d) if b in wanted
@@ -163,7 +163,7 @@ def rows(*backends: str) -> tuple[Row, ...]:
 
 
 def checked_rows() -> tuple[Row, ...]:
-    """All of `rows()`, and a row for each operation that has CUDA kernels, whether it has some for the CPU or not."""
+    """All of `rows()`, and a row for each operation with CUDA kernels, also without CPU kernels."""
     impls = ((op, op.impl("native")) for op in fk.OPS.values())
     return rows() + tuple(
         Row(op, "native", "cpu", cuda_on_cpu=True)
@@ -173,7 +173,7 @@ def checked_rows() -> tuple[Row, ...]:
 
 
 def hopper_rows() -> tuple[Row, ...]:
-    """A row for each operation that has kernels for compute capability 9.0 alone."""
+    """A row for each operation of `HOPPER`."""
     native = (op.impl("native") for op in HOPPER)
     return tuple(
         Row(op, "native", "cpu", cuda_on_cpu=True, hopper=True)
@@ -183,15 +183,15 @@ def hopper_rows() -> tuple[Row, ...]:
 
 
 def is_twin(op: OpSpec) -> bool:
-    """Whether its kernels are those of another operation in the same folder, by other flags."""
+    """Whether it uses the kernels of another operation in the same folder, with other flags."""
     return op is not next(each for each in fk.OPS.values() if each.package == op.package)
 
 
 def over_rows(
     *backends: str, slow: tuple[str, ...] = (), twins: bool = True, gradients: bool = False
 ) -> pytest.MarkDecorator:
-    """Those of the backends in `slow` are left to `make test-slow`, and without `twins` those of such operations.
-    `gradients`: of operations that have some."""
+    """Parametrizes a test with the rows. Rows of the backends in `slow` are slow tests, and without `twins` also rows
+    of such operations. `gradients`: only operations with gradients."""
     chosen = [r for r in rows(*backends) if r.has_gradients or not gradients]
     left = {r.id for r in chosen if r.backend in slow or (is_twin(r.op) and not twins)}
     params = [pytest.param(r, id=r.id, marks=pytest.mark.slow if r.id in left else ()) for r in chosen]
@@ -206,7 +206,7 @@ def over_dtypes(*backends: str, gradients: bool = False) -> pytest.MarkDecorator
 
 @contextmanager
 def cpu_setting(instruction_set: str, threads: int) -> Iterator[None]:
-    """While it lasts, the native CPU kernels are those of `instruction_set` and torch has `threads` threads."""
+    """In this block, native CPU kernels use `instruction_set`, and torch uses `threads` threads."""
     chosen, before = extension.build_info()["instruction_set"], torch.get_num_threads()
     extension._C.force_instruction_set(instruction_set)
     torch.set_num_threads(threads)
@@ -229,7 +229,7 @@ over_cases = pytest.mark.parametrize(("row", "dtype", "case"), list(_every_case(
 
 @contextmanager
 def saved_tensors() -> Iterator[list[Tensor]]:
-    """What autograd keeps for a backward pass."""
+    """The tensors that autograd saves for a backward pass."""
     saved: list[Tensor] = []
 
     def pack(t: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def saved_tensors() -> Iterator[list[Tensor]]:
 
 
 class Allocations(TorchDispatchMode):
-    """Watches operators: `largest` is the most elements of a tensor that one of them made anew."""
+    """Watches operators: `largest` is the number of elements of the largest new tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models of transformers with random weights, and how ours are compared with them."""
+"""Models of transformers with random weights, and comparisons with this package's models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = {
 
 
 def randomise(model: nn.Module) -> nn.Module:
-    """Random weights, biases and norms among them: 0 and 1 would hide much."""
+    """Sets random weights, including biases and norms, because 0 and 1 would hide errors."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -41,11 +41,11 @@ def near(actual: Tensor, expected: Tensor, error: float = 1e-5) -> None:
 
 
 def gradients_are_equal(ours: nn.Module, theirs: nn.Module, read: Callable[[nn.Module], nn.Module]) -> None:
-    """Their gradients, read as if they were weights, are ours."""
+    """Checks that gradients are equal: `read` converts their gradients like weights."""
     gradients = copy.deepcopy(theirs)
     for parameter, of in zip(gradients.parameters(), theirs.parameters(), strict=True):
         parameter.data = torch.zeros_like(of) if of.grad is None else of.grad
     expected = dict(read(gradients).named_parameters())
     for key, parameter in ours.named_parameters():
-        if not key.endswith("wk.bias"):  # it shifts all scores of a query alike: 0, but for rounding
+        if not key.endswith("wk.bias"):  # it shifts all scores of a query equally, so it is 0 up to rounding
             near(parameter.grad, expected[key].detach(), 1e-4)

@@ -1,4 +1,4 @@
-"""Models so small that a test builds many, and tokens for them."""
+"""Very small models, and tokens for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foundry_kernels.models import ModelConfig, Transformer
 
 TINY = ModelConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=11, max_seq_len=24, norm_eps=1e-5)
 
-#: What differs from a Llama. Each value of each choice is in at least one.
+#: The differences to a Llama. Each value of each choice is in at least one model.
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"positions": "learned", "norm": "layer_norm", "activation": "gelu_tanh", "attention_bias": True}
     | {"mlp_bias": True, "tie_embeddings": True, "init": "depth_scaled"},
@@ -55,7 +55,7 @@ def config(name: str, **changes: Any) -> ModelConfig:
 
 
 def make(config: ModelConfig = TINY, backend: str = "reference", **options) -> Transformer:
-    """A model whose every parameter matters: wide enough weights, norms away from 1."""
+    """A model in which every parameter matters: weights are wide enough, and norms differ from 1."""
     model = Transformer(config, backend, **options)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Loops of kernels with asynchronous products (wgmma), in machine code: what is done while some are under way.
+"""Loops of kernels with asynchronous matmuls (wgmma) in machine code, and the work that overlaps with them.
 
-A loop waits for a part of what it issued (`WARPGROUP.DEPBAR.LE gsb0, 0x1`: for all but the newest group) and then for
-the rest (`0x0`). What stands between runs beside the rest: a step. That ptxas moved the exponentials elsewhere, or that
-a step grew, is not seen in results, only in time.
+A loop waits for a part of its matmuls (`WARPGROUP.DEPBAR.LE gsb0, 0x1`: all except the newest group) and then for the
+rest (`0x0`). The instructions between the waits, a step, overlap with the rest. If ptxas moved the exponentials
+elsewhere, or if a step grew, results would not change, only the time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _WAIT = re.compile(r"WARPGROUP\.DEPBAR\S* \w+, 0x(\w)")
 
 @dataclass(frozen=True)
 class Loop:
-    """`instructions` without those of loops within it, which wait for barriers. `hidden`: of the exponentials, those
-    that are issued while a product is under way. `steps`: from a wait for a part to that for the rest, the instructions
-    and the exponentials between. `local`: accesses of memory of a thread's own."""
+    """`instructions` does not count inner loops, which wait for barriers. `hidden`: the exponentials that are issued
+    while a matmul runs. `steps`: the instructions and exponentials between the wait for a part and the wait for the
+    rest. `local`: accesses to local memory."""
 
     instructions: int
     products: int
@@ -38,7 +38,7 @@ class Loop:
 
 
 def product_loops(disassembly: str) -> list[Loop]:
-    """Those loops with products that contain no other such, of what `nvdisasm -c` prints, in the order of the code."""
+    """The innermost loops with matmuls in the output of `nvdisasm -c`, in the order of the code."""
     code, labels = _parse(disassembly)
     code = [re.sub(r"^@!?U?P\w+\s+", "", text) for text in code]
     spans = []
@@ -66,7 +66,7 @@ def _loop(body: list[str]) -> Loop:
                 steps.append((len(between), sum(t.startswith("MUFU.EX2") for t in between)))
             since = at if wait[1] != "0" else None
     hidden = groups = 0
-    for _ in range(2):  # the first time round tells what is under way when the loop begins again
+    for _ in range(2):  # the first iteration finds the matmuls in flight at the start of the second
         hidden = 0
         for text in body:
             if wait := _WAIT.match(text):

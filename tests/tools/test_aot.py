@@ -335,9 +335,9 @@ def test_instructions_that_a_branch_passes_over() -> None:
     ],
     ids=["wide", "wide-shared", "narrow-shared", "narrow"],
 )
-def test_cycles_of_products(product: str, multiply_adds: int, cycles: float) -> None:
+def test_cycles_of_matmuls(product: str, multiply_adds: int, cycles: float) -> None:
     (found,) = inner_loops(loop(product, WAIT, EXP, product, EXP))
-    assert (found.multiply_adds, found.product_cycles, found.overlapped_cycles) == (
+    assert (found.multiply_adds, found.matmul_cycles, found.overlapped_cycles) == (
         2 * multiply_adds,
         2 * cycles,
         cycles,
@@ -396,19 +396,19 @@ def test_what_overlaps_counts_once() -> None:
     half = estimate(Loop(360, counts, 4, 16, 20, 1 << 20, 512.0, 256.0), 4)
     assert apart is not None
     assert half is not None
-    assert (apart.products, apart.issue, apart.exponentials) == (512, 340, 272)
+    assert (apart.matmuls, apart.issue, apart.exponentials) == (512, 340, 272)
     assert apart.together == pytest.approx(512 + REST * 612)
     assert half.issue == apart.issue, "less what is skipped"
     hidden = REST * 612 * 16 / 32
     assert hidden < 256, "the products are longer"
     assert half.together == pytest.approx(apart.together - GAINED * hidden)
-    assert estimate(Loop(340, {"product": 4}, 0, 0), 4) is None, "no asynchronous products"
+    assert estimate(Loop(340, {"matmul": 4}, 0, 0), 4) is None, "no asynchronous products"
 
 
-def test_products_of_a_warp_are_slower() -> None:
+def test_matmuls_of_a_warp_are_slower() -> None:
     (found,) = inner_loops(loop("HMMA.16816.F32.BF16 R24, R4, R8, R24", EXP))
     assert (found.multiply_adds, found.overlapped_cycles) == (8192, 0)
-    assert found.product_cycles == pytest.approx(4 / 0.63)
+    assert found.matmul_cycles == pytest.approx(4 / 0.63)
 
 
 QK, PV, EXP = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4]", "@P2 HGMMA.64x128x16.F32.BF16 R24, R4", "MUFU.EX2 R5, R5"
@@ -425,9 +425,9 @@ WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
     ],
     ids=["one-by-one", "ahead", "both", "waits"],
 )
-def test_what_products_hide(body: tuple[str, ...], overlapped: int, hidden: int) -> None:
+def test_what_matmuls_hide(body: tuple[str, ...], overlapped: int, hidden: int) -> None:
     """Over the loop's end too: a product of the round before is waited for in this one."""
     (found,) = inner_loops(loop(*body))
-    assert (found.instructions, found.counts["product"]) == (len(body) + 1, 2)
+    assert (found.instructions, found.counts["matmul"]) == (len(body) + 1, 2)
     assert found.counts["exponential"] == body.count(EXP)
     assert (found.overlapped, found.hidden) == (overlapped, hidden)

@@ -207,7 +207,7 @@ def test_logits_are_those_before_dropout() -> None:
 @pytest.mark.parametrize(
     ("changes", "limit", "message"),
     [
-        ({"qk_norm": True}, 100.0, "qk_norm=True has no logits to be clipped: it bounds"),
+        ({"qk_norm": True}, 100.0, "qk_norm=True is not supported by QKClip: it already bounds"),
         ({}, 0.0, "limit must be finite and above 0"),
     ],
 )
@@ -288,7 +288,7 @@ def test_a_checkpoint_of_a_release_with_other_defaults(positions: str, tmp_path:
 def test_checkpoints_that_cannot_be_read(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "noise.pt").write_bytes(b"noise")
     torch.save({"weights": {}}, tmp_path / "other.pt")
-    for name, message in (("absent.pt", "cannot read"), ("noise.pt", "cannot read"), ("other.pt", "holds neither")):
+    for name, message in (("absent.pt", "cannot read"), ("noise.pt", "cannot read"), ("other.pt", "has neither")):
         assert main([str(tmp_path / name), "--text", str(text)]) == 2
         assert message in capsys.readouterr().err
     assert main([str(tmp_path), "--text", str(text)]) == 2

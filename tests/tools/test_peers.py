@@ -78,8 +78,8 @@ def loop(products: int, cycles: float, width: int = 128) -> Loop:
 
 @pytest.mark.parametrize("products", [2, 3, 4, 5])
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_products_of_a_score(products: int, width: int) -> None:
-    assert peers.products_a_score(loop(products, 1.0, width), width) == products
+def test_matmuls_per_score(products: int, width: int) -> None:
+    assert peers.matmuls_per_score(loop(products, 1.0, width), width) == products
 
 
 def test_the_slowest_launch_and_its_fastest_loop_are_shown() -> None:

@@ -386,7 +386,7 @@ def test_initialisations_beside_each_other(drawn: Any) -> None:
 
 #: Options that are refused before the checkpoint, which there is not, is opened.
 EARLY = [
-    (["attention"], "give a checkpoint or --qk"),
+    (["attention"], "give either a checkpoint or --qk"),
     (["attention", "absent.pt"], "give a text with --text FILE or --prompt TEXT"),
     (["attention", "absent.pt", "--text", "absent.txt"], "cannot read the text absent.txt"),
     (["attention", "absent.pt", "--prompt", "a b", "--head", "first"], "--head must be LAYER.HEAD"),

@@ -301,7 +301,7 @@ def test_and_a_disk_that_is_full(timed: Any, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(tuning_file, "write", full)
     assert swiglu(tmp_path / "a.json", "--seconds", "0") == 2
     shown = capsys.readouterr().out
-    assert "a.json cannot be written (No space left on device). What was measured:" in shown
+    assert "a.json cannot be written (No space left on device). The results are:" in shown
     assert "'speedup': 2.0" in shown
 
 
@@ -315,7 +315,7 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert tune.main([], []) == 2
     shown = capsys.readouterr().out
     assert "nothing to measure: torch finds no usable GPU: " in shown
-    assert "tune --arch 90` says which launches fit" in shown
+    assert "tune --arch 90` shows which configs fit" in shown
 
 
 def test_a_driver_that_is_too_old_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +352,7 @@ def some_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> No
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda path: path.write_text("{"), "no tuning file that can be read"),
+        (lambda path: path.write_text("{"), "cannot be read as a tuning file"),
         (lambda path: path.mkdir(), "cannot be|can be read"),
     ],
     ids=["damaged", "a folder"],

@@ -3,8 +3,8 @@
     python -m examples.studies.ablation --text shakespeare.txt --out runs/ablation
     python -m examples.studies.ablation --out runs/ablation --only speed tables report    # on a quiet machine, later
 
-The phases: train (losses; a run that is in --out is not repeated), speed (the variants by turns), tables (attention and
-norms by themselves), report. What they leave is JSON in --out.
+The phases are train (losses; existing runs in --out are not repeated), speed (the variants in turns), tables (attention
+and norms alone) and report. They write JSON files to --out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--only", nargs="+", choices=PHASES, metavar="PHASE", help=f"{', '.join(PHASES)} (default: all)")
     add("--variants", nargs="+", metavar="NAME", help="default: GPT-2, each single change toward LLaMA, LLaMA")
     add("--back", action="store_true", help="also LLaMA with each change taken back")
-    add("--minutes", type=float, metavar="N", help="choose --steps so that training takes about so long")
+    add("--minutes", type=float, metavar="N", help="choose --steps so that training takes about N minutes")
     add_options(parser)
     return parser.parse_args(argv)
 
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def choose(options: argparse.Namespace, settings: Settings) -> tuple[list[str], dict[str, ModelConfig]]:
-    """The requested variants and their models, checked to be as large as GPT-2."""
+    """The requested variants and their models, after checking that they are as large as GPT-2."""
     chosen = list(dict.fromkeys(options.variants or names(settings.shape, options.back)))
     try:
         configs = {name: config_of(name, settings.shape) for name in dict.fromkeys(["gpt2", *chosen])}
@@ -87,7 +87,8 @@ def choose(options: argparse.Namespace, settings: Settings) -> tuple[list[str], 
 
 
 def plan_steps(settings: Settings, configs: dict[str, ModelConfig], seeds: int, minutes: float) -> int:
-    """How many steps fit, estimated from a few steps of each variant; a tenth of the time is for evaluation."""
+    """The number of steps that fit, estimated from a few steps of each variant. A tenth of the time is for
+    evaluation."""
     total = 0.0
     for config in configs.values():
         step, times = speed.OneStep(config, settings)(), []

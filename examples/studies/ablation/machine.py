@@ -1,4 +1,4 @@
-"""The machine on which figures were measured."""
+"""A description of the machine of a measurement."""
 
 from __future__ import annotations
 

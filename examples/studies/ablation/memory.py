@@ -1,4 +1,4 @@
-"""Peak memory of a piece of work: in a fresh process, so that nothing that ran before counts or is reused."""
+"""Peak memory of a function, in a fresh process, so that earlier work does not count and its memory is not reused."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Prepare = Callable[[], Callable[[], object]]
 
 
 def peak_bytes(prepare: Prepare, *, whole: bool = False, device: str = "cpu") -> int:
-    """Peak bytes (on a CPU, resident ones) of ``prepare()()`` above what was held before: what the call adds to what
-    was prepared, or with `whole` both. `prepare` must be picklable."""
+    """Peak bytes (on a CPU, resident bytes) of ``prepare()()``: the increase by the call, or with `whole` the increase
+    by preparation and call. `prepare` must be picklable."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         return pool.submit(partial(_measure, prepare, whole, device, torch.get_num_threads())).result()
@@ -24,7 +24,7 @@ def peak_bytes(prepare: Prepare, *, whole: bool = False, device: str = "cpu") ->
 
 def _measure(prepare: Prepare, whole: bool, device: str, threads: int) -> int:
     torch.set_num_threads(threads)
-    prepare()()  # libraries load, and compile for these shapes, at first use
+    prepare()()  # a first call loads libraries and compiles for these shapes
     memory = PeakMemory(torch.device(device))
     run = prepare()
     if not whole:

@@ -1,4 +1,4 @@
-"""Parts of a Markdown page that programs write, between marks."""
+"""Fills marked parts of a Markdown page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from examples.studies.ablation.settings import UsageError
 
 
 def fill(page: Path, parts: Mapping[str, str]) -> None:
-    """Replace what is between ``<!-- name -->`` and ``<!-- end of name -->``.
+    """Replaces the text between ``<!-- name -->`` and ``<!-- end of name -->``.
 
     Raises:
         UsageError: the page cannot be read, or has no such marks.

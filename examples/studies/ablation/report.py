@@ -16,15 +16,15 @@ from examples.studies.ablation.training import load_run
 from examples.studies.ablation.variants import title
 
 #: The claims of tutorials for attention without its matrix and for RMSNorm. Most give no shapes, machine or baseline.
-#: All of them stand next to either table.
+#: Both tables show all of them.
 TUTORIALS = "Tutorials claim 1.9x and 1.8x, or 3.6x, 3.4x and 3.9x, mostly without shapes or machine."
-#: What tables and pictures show of a run; its folder has the rest.
+#: The fields of a run that tables and pictures show; its folder has the rest.
 KEPT = ("parameters", "held_out", "curve", "text")
 
 
 def write(folder: Path, settings: Settings, names: Sequence[str], seeds: Sequence[int], page: Path | None) -> None:
-    """Print the tables, and write `report.md` and pictures in the folder; or, with `page`, fill its marked parts, and
-    put pictures and numbers into the folder of the page's name beside it.
+    """Prints the tables, and writes `report.md` and pictures to the folder. With `page`, it fills the page's marked
+    parts instead, and writes pictures and numbers to the folder with the page's name.
 
     Raises:
         UsageError: nothing was trained, or the page has no marks.
@@ -47,7 +47,7 @@ def write(folder: Path, settings: Settings, names: Sequence[str], seeds: Sequenc
 
 
 def collect(folder: Path, settings: Settings, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """All that was found, as it is kept beside the page."""
+    """All results, as they are stored next to the page."""
     found = {n: {str(s): r for s in seeds if (r := load_run(folder, n, s)) is not None} for n in names}
     runs = {n: {s: {key: r[key] for key in KEPT} for s, r in of.items()} for n, of in found.items() if of}
     if not runs:

@@ -42,7 +42,7 @@ def exit_code(run: Callable[[], int]) -> int:
 class Settings:
     """The settings that all variants share, except the options in a variant's name. `dtype` bfloat16 is autocast with
     parameters in float32. `warm_up` is a fraction of the steps. `train_bytes` is the number of bytes to train on, from
-    the start of the text (0: all that are not held out), `held_out` the number of held-out bytes for losses."""
+    the start of the text (0: all except the held-out ones). `held_out` is the number of held-out bytes for losses."""
 
     dim: int = Shape.dim
     layers: int = Shape.layers
@@ -76,7 +76,7 @@ FIELDS = {field.name: field.default for field in dataclasses.fields(Settings)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that programs with a folder of runs share. Settings not given are None, see `settle`."""
+    """Adds the common options of programs with a folder of runs. Settings that are not given are None; see `settle`."""
     add = parser.add_argument
     add("--text", type=Path, metavar="FILE", help="any file, read as bytes; its last tenth is held out")
     add("--out", type=Path, default=Path("runs/ablation"), metavar="DIR", help="default: runs/ablation")
@@ -86,12 +86,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     about = {
         "seq_len": "bytes of a window",
         "batch": "windows of a step",
-        "kv_heads": "of grouped-query attention",
+        "kv_heads": "key-value heads of grouped-query attention",
         "lr": "peak learning rate of AdamW",
-        "dtype": "of training; bfloat16 is autocast",
-        "warm_up": "part of the steps in which the learning rate rises",
-        "train_bytes": "of the text, to train on; 0 is all but the tail",
-        "held_out": "bytes of the tail that losses are over, at most",
+        "dtype": "dtype of training; bfloat16 is autocast",
+        "warm_up": "fraction of the steps with a rising learning rate",
+        "train_bytes": "bytes of the text to train on; 0 is all except the tail",
+        "held_out": "maximum number of bytes of the tail for losses",
         "device": "cpu or cuda",
     }
     for name, default in FIELDS.items():
@@ -114,10 +114,10 @@ def check_device(name: str) -> None:
 
 
 def settle(folder: Path, given: Mapping[str, Any]) -> Settings:
-    """The settings saved in the folder, else the `given` ones (None: not given), else the defaults.
+    """The settings in the folder, otherwise the `given` ones (None: not given), otherwise the defaults.
 
     Raises:
-        UsageError: the folder was begun with something else, or a value is out of range.
+        UsageError: the folder has other settings, or a value is out of range.
     """
     stored = load(folder / "settings.json") or {}
     values = {}
@@ -160,7 +160,8 @@ def load(path: Path) -> Any:
 
 
 def compact(content: Any, indent: int = 0) -> str:
-    """JSON with one row a line: a mapping that holds other mappings has a line for each of them, all else is on one."""
+    """JSON in compact lines: a mapping of mappings has one line for each of them, and everything else is on one
+    line."""
     if not (isinstance(content, dict) and any(isinstance(value, dict) for value in content.values())):
         return json.dumps(content)
     space = " " * (indent + 1)
@@ -169,7 +170,7 @@ def compact(content: Any, indent: int = 0) -> str:
 
 
 def save(path: Path, content: Any) -> None:
-    """Write the file atomically."""
+    """Writes the file atomically."""
     temporary = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

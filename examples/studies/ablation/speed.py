@@ -1,4 +1,4 @@
-"""Speed of the variants, measured alternately, and their memory."""
+"""Speed of the variants, measured in turns, and their memory."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from examples.studies.ablation.settings import DTYPES, Settings, load, save
 from examples.training.optimizer import make_optimizer
 from foundry_kernels.models import KVCache, ModelConfig, Transformer
 
-#: By name: what prepares a run, and how many units it has.
+#: By name: a function that prepares a run, and the number of units in the run.
 Contenders = Mapping[str, tuple[Prepare, int]]
 
-SECONDS = 60.0  # for the steps of all variants; generation gets a third of it
-NEW_TOKENS = 32  # in a timed run of generation
+SECONDS = 60.0  # for the steps of all variants; generation has a third of it
+NEW_TOKENS = 32  # generated in a timed run
 
 
 def measure(folder: Path, settings: Settings, configs: dict[str, ModelConfig]) -> None:
-    """Complete `speed.json` with the parts (a step, generated tokens, memory) that it lacks."""
+    """Measures the parts (a step, generated tokens, memory) that are missing in `speed.json`."""
     path = folder / "speed.json"
     kept: dict[str, Any] = load(path) or {}
     kept = begin(kept, {"settings": asdict(settings), "machine": machine(settings.device)})
     parts = {"step": (steps, SECONDS), "token": (tokens, SECONDS / 3.0)}
     for part, (prepare_all, limit) in parts.items():
-        if not kept.get(part, {}).keys() >= configs.keys():  # a new variant alternates with all others
+        if not kept.get(part, {}).keys() >= configs.keys():  # a new variant needs all others in turn
             kept[part] = timed(prepare_all(settings, configs), limit)
             save(path, kept)
             release()
@@ -52,7 +52,7 @@ def allocated(cache: KVCache) -> int:
 
 
 def begin(kept: dict[str, Any], context: dict[str, Any]) -> dict[str, Any]:
-    """Earlier measurements, if their `context` differs only in the day."""
+    """Earlier measurements, if their `context` differs only in the date."""
     same = all(_dateless(kept.get(key)) == _dateless(value) for key, value in context.items())
     if kept and not same:
         print("measured before with other settings or another machine; measured again", flush=True)
@@ -64,7 +64,7 @@ def _dateless(context: Any) -> Any:
 
 
 def timed(contenders: Contenders, seconds: float, rounds: int = 15) -> dict[str, Any]:
-    """Returns the median milliseconds per unit of each contender, and the median over rounds of the ratio to the first
+    """Returns for each contender the median milliseconds per unit, and the median over rounds of the ratio to the first
     one's time."""
     times = interleaved({name: prepare for name, (prepare, _) in contenders.items()}, seconds, rounds)
     base = times[next(iter(times))]
@@ -95,7 +95,7 @@ def tokens(settings: Settings, configs: dict[str, ModelConfig]) -> Contenders:
 
 @dataclass(frozen=True)
 class OneStep:
-    """A model, its optimizer, and a step of training."""
+    """A training step of a model with its optimizer."""
 
     config: ModelConfig
     settings: Settings
@@ -118,7 +118,7 @@ class OneStep:
 
 
 class Decoding:
-    """`new` tokens, one by one, after a prompt whose keys and values are cached."""
+    """Decodes `new` tokens, one by one, after a prompt in the cache."""
 
     def __init__(self, model: Transformer, prompt: torch.Tensor, new: int) -> None:
         self.model, self.length, self.new = model.eval(), prompt.shape[1], new

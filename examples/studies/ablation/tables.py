@@ -1,4 +1,4 @@
-"""Parts measured by themselves: heads that share keys and values, attention without its matrix, and RMSNorm against
+"""Measurements of parts: heads that share keys and values, attention without its matrix, and RMSNorm against
 LayerNorm."""
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from examples.studies.ablation.settings import DTYPES, load, save
 from examples.studies.ablation.speed import Contenders, Decoding, allocated, begin, ready, timed
 from foundry_kernels.models import ModelConfig, Transformer
 
-#: For a backward pass alone, the forward pass before it is not timed.
+#: "backward" does not include the time of the forward pass.
 DIRECTIONS = ("forward", "backward", "forward+backward")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: attention of `tokens` in `heads` of `head_dim`, norms of `rows` of `width`. `group` query heads
-    share keys and values in grouped-query attention."""
+    """The measured sizes: attention of `tokens` with `heads` of `head_dim`, and norms of `rows` of `width`. In
+    grouped-query attention, `group` query heads share keys and values."""
 
     tokens: int = 2048
     heads: int = 8
@@ -38,7 +38,7 @@ class Sizes:
     new_tokens: int = 16
     rows: int = 2048
     width: int = 4096
-    seconds: float = 8.0  # for a comparison
+    seconds: float = 8.0  # for each comparison
     device: str = "cpu"
 
     @property
@@ -50,7 +50,7 @@ SIZES = Sizes()
 
 
 def measure(folder: Path) -> None:
-    """Complete `tables.json` with the parts that it lacks."""
+    """Measures the parts that are missing in `tables.json`."""
     path, sizes = folder / "tables.json", SIZES
     kept = begin(load(path) or {}, {"machine": machine(sizes.device), "sizes": vars(sizes)})
     parts: dict[str, Callable[[Sizes], Any]] = {"heads": heads, "attention": attention_with_memory, "norms": norms}
@@ -66,8 +66,8 @@ def measure(folder: Path) -> None:
 
 
 def heads(sizes: Sizes) -> dict[str, Any]:
-    """Measures a model with so many key-value heads, in float32: bytes of the cache, generation behind `tokens`
-    positions, and reading as many at once; and both of attention alone."""
+    """Measures float32 models with several numbers of key-value heads: bytes of the cache, generation after `tokens`
+    positions, and prefill of `tokens` positions. Measures generation and prefill also for attention alone."""
     dim, tokens = sizes.heads * sizes.head_dim, sizes.tokens
     config = ModelConfig(
         dim, sizes.layers, sizes.heads, vocab_size=256, max_seq_len=tokens + sizes.new_tokens, norm_eps=1e-5
@@ -133,7 +133,7 @@ def materialized(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
 
 
-#: Causal attention. The explicit form comes first: the others are compared with it.
+#: Causal attention. The first one, the explicit form, is the baseline.
 ATTENTION: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "explicit matrices": materialized,
     "PyTorch's SDPA": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
@@ -143,7 +143,7 @@ ATTENTION: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Attend:
-    """A run of one of `ATTENTION` on its own inputs."""
+    """A run of one of `ATTENTION`, with its own inputs."""
 
     name: str
     sizes: Sizes
@@ -158,7 +158,7 @@ class Attend:
 def directed(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], dout: Tensor, direction: str
 ) -> Callable[[], object]:
-    """The timed part of a call for a direction. For "backward" alone this makes the forward call."""
+    """Returns the timed function for a direction. For "backward", this already runs the forward pass."""
     if direction == "forward":
         return lambda: function(*inputs)
     if direction == "backward":
@@ -179,7 +179,7 @@ def attention(sizes: Sizes) -> dict[str, Any]:
 
 
 def attention_with_memory(sizes: Sizes) -> dict[str, Any]:
-    """Also measures peak memory above that before the run."""
+    """Also measures the increase of peak memory by a run."""
     found = attention(sizes)
     for case, rows in found.items():
         direction, dtype = case.split()
@@ -198,7 +198,7 @@ def _qkv(sizes: Sizes, dtype: torch.dtype, kv_heads: int | None = None) -> tuple
 
 # --- RMSNorm and LayerNorm --------------------------------------------------------------------------------------------
 
-#: LayerNorm first: RMSNorm is compared with it.
+#: The first one, LayerNorm, is the baseline.
 NORMS: dict[str, dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
     "fk": {
         "LayerNorm": lambda x, weight, bias: fk.layer_norm(x, weight, bias),
@@ -212,7 +212,7 @@ NORMS: dict[str, dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
 
 
 def norms(sizes: Sizes) -> dict[str, Any]:
-    """Time of each in each dtype and direction. All four alternate; our LayerNorm is the first."""
+    """Time of each norm for each dtype and direction. All four are measured in turns; the baseline is fk.layer_norm."""
     found: dict[str, Any] = {}
     flat = {f"{whose} {what}": norm for whose, both in NORMS.items() for what, norm in both.items()}
     for dtype_name, dtype in DTYPES.items():

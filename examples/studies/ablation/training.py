@@ -1,4 +1,4 @@
-"""Train the variants from the same seeds on the same batches, and save a JSON file and the weights of each run.
+"""Trains the variants from the same seeds on the same batches, and saves a JSON file and the weights of each run.
 Existing runs are not repeated."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:
         raise
     sys.exit("error: tqdm is missing; pip install 'foundry-kernels[train]'")
 
-MEANS = 16  # mean losses kept per run, over as many equal parts
+MEANS = 16  # mean losses stored for each run, over as many equal parts
 
 
 def run_path(folder: Path, name: str, seed: int) -> Path:
@@ -48,10 +48,10 @@ def train_all(
     *,
     may_diverge: bool = False,
 ) -> None:
-    """Train all runs that the folder lacks, on the file at `path` or on the standard library's source.
+    """Trains all runs that are missing in the folder, on the file at `path` or on the standard library's source.
 
     Raises:
-        UsageError: one diverged and may not; or there are runs of another text.
+        UsageError: a run diverged without `may_diverge`; or there are runs on another text.
     """
     text = read_text(path, settings.seq_len)
     if settings.train_bytes:
@@ -68,7 +68,7 @@ def train_all(
             weights = {"config": dataclasses.asdict(model.config), "model": model.state_dict()}
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(weights, weights_path(folder, name, seed))
-            save(run_path(folder, name, seed), run)  # last, so that its presence means a complete run
+            save(run_path(folder, name, seed), run)  # last, so that this file marks a complete run
             print(f"{name}, seed {seed}: {_outcome(run)}, {run['seconds']:.0f} s", flush=True)
 
 
@@ -80,7 +80,7 @@ def load_run(folder: Path, name: str, seed: int, text: Text | None = None) -> di
     """The saved results of a run, or None if there are none.
 
     Raises:
-        UsageError: it is of another text.
+        UsageError: the run is on another text.
     """
     run: dict[str, Any] | None = load(run_path(folder, name, seed))
     if run is not None and text is not None and run["text"]["sha256"] != text.digest:
@@ -94,7 +94,7 @@ def load_model(folder: Path, name: str, seed: int, config: ModelConfig) -> Trans
     """The trained weights in a model of `config`, which may differ from the run's in fields without weights.
 
     Raises:
-        UsageError: they are not there.
+        UsageError: the weights are missing.
     """
     path = weights_path(folder, name, seed)
     if not path.exists():
@@ -144,7 +144,7 @@ def train(
 
 
 def mean_loss(model: Transformer, data: Tensor, settings: Settings) -> float | None:
-    """The mean loss of the first bytes in windows that do not overlap, None if it is not finite."""
+    """The mean loss of the first bytes in windows that do not overlap; None if it is not finite."""
     loss = losses_by_position(model, data, settings.seq_len, settings.held_out).mean().item()
     return loss if math.isfinite(loss) else None
 
@@ -156,7 +156,7 @@ def _finite(loss: float) -> float | None:
 @torch.no_grad()
 def losses_by_position(model: Transformer, data: Tensor, length: int, tokens: int) -> Tensor:
     """Mean loss at each position of windows of `length` that do not overlap, float64 ``[length]``. The model runs in
-    float32, over the first `tokens` predictions or as many whole windows as there are."""
+    float32, over the first `tokens` predictions or as many whole windows as fit."""
     device = next((p.device for p in model.parameters()), data.device)
     data = data[: tokens + 1].to(device)
     count = max(1, min(tokens, len(data) - 1) // length)

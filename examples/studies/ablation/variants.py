@@ -17,7 +17,7 @@ TOLERANCE = 0.03
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape that all variants share. `kv_heads` is for grouped-query attention."""
+    """The common shape of all variants. `kv_heads` is for grouped-query attention."""
 
     dim: int = 192
     layers: int = 4
@@ -28,7 +28,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Change:
-    """One choice of LLaMA: the name of a model with it, that of a LLaMA without it, and the fields it changes."""
+    """One choice of LLaMA: the name of a model with it, the name of a LLaMA without it, and its fields."""
 
     with_it: str
     without_it: str
@@ -49,8 +49,8 @@ def changes(shape: Shape) -> dict[str, Change]:
 
 @dataclass(frozen=True)
 class Option:
-    """An option ``+name=value`` in a variant's name: how to read the value, the model's fields that it sets (none: a
-    training option), and the title of the variant."""
+    """An option ``+name=value`` in a variant's name: how to parse the value, the model's fields that it sets (none for
+    a training option), and the variant's title."""
 
     read: Callable[[str], Any]
     fields: Callable[[Any], dict[str, Any]]
@@ -90,7 +90,7 @@ def config_of(name: str, shape: Shape) -> ModelConfig:
     """The model of a variant.
 
     Raises:
-        ValueError: there is no such variant, or the shape cannot be.
+        ValueError: the variant does not exist, or the shape is invalid.
     """
     fields: dict[str, Any] = {}
     known = changes(shape)
@@ -100,7 +100,7 @@ def config_of(name: str, shape: Shape) -> ModelConfig:
         fields = {"positions": plain}
     elif base == "llama" and (not sign or (sign == "-" and change in known)):
         fields = {k: v for n, c in known.items() if n != change for k, v in c.fields.items()}
-        # The norm's bias belongs to LayerNorm: a LLaMA with LayerNorm has none, one with biases has RMSNorm's none.
+        # The norm's bias counts as part of LayerNorm, so the reverted changes keep LLaMA's norms without a bias.
     elif base == "gpt2" and sign == "+" and change in known:
         fields = known[change].fields
     elif plain != "gpt2":
@@ -122,7 +122,7 @@ def split(name: str) -> tuple[str, dict[str, Any]]:
     """Splits a variant's name from its options and their values.
 
     Raises:
-        ValueError: there is no such option, or its value cannot be read.
+        ValueError: the option does not exist, or its value cannot be parsed.
     """
     parts = name.split("+")
     options = {}
@@ -138,7 +138,7 @@ def split(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def _with_parameters_of_mha(config: ModelConfig) -> ModelConfig:
-    """Gives the parameters that fewer key-value heads save to the feed-forward part, as in Llama 2's comparison of MHA,
+    """Moves the parameters that fewer key-value heads save to the feed-forward part, as in Llama 2's comparison of MHA,
     GQA and MQA (Touvron et al., 2023, arXiv:2307.09288, appendix A.2.1)."""
     if config.kv_heads == config.n_heads:
         return config
@@ -148,10 +148,10 @@ def _with_parameters_of_mha(config: ModelConfig) -> ModelConfig:
 
 
 def check_parameters(configs: dict[str, ModelConfig]) -> None:
-    """Checks that all are as large as the first, within `TOLERANCE`.
+    """Checks that all models are as large as the first one, within `TOLERANCE`.
 
     Raises:
-        ValueError: one is not; the message names it.
+        ValueError: the message names the model that is not.
     """
     first, expected = next((n, c.n_parameters) for n, c in configs.items())
     for name, config in configs.items():
@@ -164,7 +164,7 @@ def check_parameters(configs: dict[str, ModelConfig]) -> None:
 
 
 def title(name: str, shape: Shape) -> str:
-    """Returns the name that the tables use."""
+    """Returns the name for tables."""
     known = changes(shape)
     name, options = split(name)
     if options:

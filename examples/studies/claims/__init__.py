@@ -1,1 +1,1 @@
-"""What tutorials on transformers claim in numbers, measured: `python -m examples.studies.claims`."""
+"""Measurements of the numbers that tutorials on transformers claim: `python -m examples.studies.claims`."""

@@ -1,13 +1,13 @@
-"""What tutorials on transformers claim in numbers, beside what is measured here: claims.md beside this folder, and its
-results in it.
+"""Compares the numbers that tutorials on transformers claim with measurements. The page is claims.md; its results are
+in this folder.
 
     python -m examples.studies.claims --text tinyshakespeare.txt    # everything
-    python -m examples.studies.claims --only train memory           # what a busy machine does not change
-    python -m examples.studies.claims --only timings page           # later, on a quiet one
-    python -m examples.studies.claims --only page                   # the page again, from the results that are kept
+    python -m examples.studies.claims --only train memory           # also on a busy machine
+    python -m examples.studies.claims --only timings page           # later, on a quiet machine
+    python -m examples.studies.claims --only page                   # only the page, from the stored results
 
-Without --text it is trained on the standard library's source, as `make demo` is; nothing is downloaded. A phase goes on
-where it was; parts of the page that this folder has nothing for keep their last results.
+Without --text, it trains on the standard library's source, like `make demo`; nothing is downloaded. A phase continues
+where it stopped. Parts of the page without new results keep the old ones.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, metavar="DIR", help="default: runs/claims-SCALE")
     add("--seeds", nargs="+", type=int, default=[0, 1], metavar="N", help="default: 0 1")
     add("--threads", type=int, metavar="N", help="default: PyTorch's")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--steps", type=int, metavar="N", help="of each training run, in place of the scale's")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if available")
+    add("--steps", type=int, metavar="N", help="steps of each training run (default: the scale's)")
     add("--page", type=Path, default=PAGE, metavar="FILE",
         help="default: examples/studies/claims.md; its results are kept in the folder of its name")  # fmt: skip
     return parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""The claims: what tutorials say, which results test it, and the numbers for the explanation."""
+"""The claims of tutorials, the results that test them, and the numbers for the explanations."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Claim:
     """One row of the page's first table and one of its sections; the explanation is in `why.md`, under the same key.
 
     Attributes:
-        title: heads the section.
-        says: what tutorials claim.
-        measured: what was found, in a cell; names in braces are of `values`.
+        title: the section's title.
+        says: the claim of tutorials.
+        measured: the result for a table cell; names in braces are keys of `values`.
         body: the section's tables.
-        values: numbers by the names that `measured` and the explanation use.
+        values: numbers for `measured` and the explanation, by name.
     """
 
     title: str
@@ -109,7 +109,7 @@ def _labels(key: str) -> list[str]:
 
 
 def _loss_values(results: Results, key: str, names: dict[str, str], prefix: str = "") -> Values:
-    """For each variant, by its name here: its mean loss, and the difference to the first one's."""
+    """For each variant in `names`: its mean loss, and the difference to the first variant's."""
     of, trained = tables.losses(results, key), tables.losses(results, key, "trained_on")
     above = tables.changes(of)
     found = {}
@@ -122,7 +122,7 @@ def _loss_values(results: Results, key: str, names: dict[str, str], prefix: str 
 
 
 def _all_losses(*keys_and_names: tuple[str, str, tuple[str, ...]]) -> Callable[[Results], Values]:
-    """The values of studies, each with a prefix and the names of its variants in their order."""
+    """The values of several studies. Each has a prefix and the names of its variants in order."""
 
     def values(results: Results) -> Values:
         found: Values = {}
@@ -141,7 +141,7 @@ def _dropout_values(results: Results) -> Values:
 
 
 def _init_values(results: Results) -> Values:
-    """Also Xavier's standard deviation of a square matrix, at the width of the study and at that of a large model."""
+    """Also Xavier's standard deviation for a square matrix, with the study's width and with a large model's."""
     found = _all_losses(("init_shallow", "shallow_", DRAWN), ("init_deep", "deep_", DRAWN))(results)
     settings = results.get("studies", {}).get("init_deep", {}).get("settings")
     width = settings["dim"] if settings else None

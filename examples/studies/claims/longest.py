@@ -1,4 +1,4 @@
-"""The longest sequence that attention supports in a given memory, by the peak of a fresh process per length."""
+"""The longest sequence for which attention fits a memory budget. Each length's peak is measured in a fresh process."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from examples.studies.ablation.settings import load, save
 from examples.studies.ablation.speed import begin
 from examples.studies.ablation.tables import ATTENTION, Attend, Sizes
 
-#: Bytes for inputs, results and intermediates, by scale.
+#: Bytes for inputs, results and intermediates by scale.
 BUDGETS = {"small": 128 * 2**20, "tutorial": 4 * 2**30}
 SHORTEST = 1024
 DIRECTIONS = ("forward", "forward+backward")
-PARTS = 16  # precision: this fraction of the power of two below the answer
+PARTS = 16  # the search stops at this fraction of the largest power of two that fits
 
 
 def measure(folder: Path, scale: str, device: str) -> None:
-    """Complete `memory.json` with what it lacks, or what was measured on another machine."""
+    """Measures what is missing in `memory.json` or was measured on another machine."""
     path, sizes = folder / "memory.json", Sizes(device=device)
     context = {
         "machine": machine(device),
@@ -42,8 +42,8 @@ def measure(folder: Path, scale: str, device: str) -> None:
 
 
 def search(peak: Callable[[int], int], budget: int) -> dict[str, Any]:
-    """Doubles the length until `peak` exceeds `budget`, then bisects the last interval; longest None: the first length
-    does not fit. `exponent` is that of the peak's growth over the last doublings."""
+    """Doubles the length until `peak` exceeds `budget`, then bisects the last interval. `longest` is None if the first
+    length does not fit. `exponent` is the exponent of the peak's growth in the last doublings."""
     peaks: dict[int, int] = {}
     length = SHORTEST
     while (found := peak(length)) <= budget:

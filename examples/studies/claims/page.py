@@ -14,14 +14,14 @@ from examples.studies.claims.studies import STUDIES
 from examples.studies.claims.tables import MISSING
 
 WHY = Path(__file__).with_name("why.md")
-#: Sections of `why.md` that belong to no claim: the beginning and end of the page.
+#: The sections of `why.md` without a claim: the beginning and end of the page.
 FRAME = ("begin", "end")
-#: Studies whose losses during training are drawn, and which losses: of the batches, or of held-out text.
+#: The studies with a picture of losses during training, and the losses: of batches, or of held-out text.
 DRAWN = {"placement_deep": "curve", "placement_xavier": "curve", "dropout_often": "held_out_curve"}
 
 
 def write(results: Results, path: Path) -> None:
-    """Write the page to `path` and its pictures to the folder of the same name.
+    """Writes the page to `path` and its pictures to the folder of the same name.
 
     Raises:
         UsageError: it cannot be written, or an explanation is missing or names a number that its claim does not have.
@@ -37,7 +37,7 @@ def write(results: Results, path: Path) -> None:
 
 
 def render(results: Results, why: Mapping[str, str], shown: Mapping[str, list[str]]) -> str:
-    """The page as Markdown; shown: lines of pictures, by the claim."""
+    """The page as Markdown. shown: lines with pictures, by claim."""
     values = {key: claim.values(results) for key, claim in CLAIMS.items()}
     rows = [
         [f"[{claim.title}](#{anchor(claim.title)})", claim.says, fill(claim.measured, values[key], key)]
@@ -58,10 +58,10 @@ def render(results: Results, why: Mapping[str, str], shown: Mapping[str, list[st
 
 
 def explanations(text: str) -> dict[str, str]:
-    """The sections of `why.md` by the comments at their beginning.
+    """The sections of `why.md` by the comments before them.
 
     Raises:
-        UsageError: one is missing, empty or of no claim.
+        UsageError: a section is missing, empty or has no claim.
     """
     parts = re.split(r"^<!-- (\w+) -->$", text, flags=re.MULTILINE)[1:]
     found = {key: body.strip() for key, body in zip(parts[::2], parts[1::2], strict=True)}
@@ -73,7 +73,7 @@ def explanations(text: str) -> dict[str, str]:
 
 
 def fill(text: str, values: Mapping[str, str], key: str) -> str:
-    """The text with numbers in place of their names in braces. A line without any measured number only says so.
+    """The text with numbers in place of their names in braces. If a line has no measured number, it only says so.
 
     Raises:
         UsageError: there is no such number.
@@ -97,7 +97,7 @@ def anchor(title: str) -> str:
 
 
 def pictures(results: Results, folder: Path) -> dict[str, list[str]]:
-    """By claim, the lines with pictures of the losses during training, for studies drawn in the folder."""
+    """The lines with pictures of losses during training by claim, for the pictures in the folder."""
     found: dict[str, list[str]] = {}
     for key, curve in DRAWN.items():
         if key in results.get("studies", {}) and (folder / f"{key}.png").exists():
@@ -108,7 +108,7 @@ def pictures(results: Results, folder: Path) -> dict[str, list[str]]:
 
 
 def draw(results: Results, folder: Path) -> None:
-    """Draw the losses during training. Without matplotlib existing pictures stay."""
+    """Draws the losses during training. Without matplotlib, existing pictures stay."""
     try:
         from examples.studies.ablation import plots
     except ImportError as error:

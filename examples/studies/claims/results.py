@@ -1,4 +1,4 @@
-"""The results in a folder, merged with those saved beside the page."""
+"""The results in a folder, merged with the results next to the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from examples.studies.claims.timings import PARTS
 
 Results = dict[str, Any]
 
-#: Fields kept per run; the rest is equal for a whole study, or too large.
+#: The stored fields of a run; the others are equal for a whole study, or too large.
 KEPT = ("parameters", "held_out", "trained_on", "seconds")
 CURVES = ("curve", "held_out_curve")
 
@@ -22,7 +22,7 @@ def beside(page: Path) -> Path:
 
 
 def collect(folder: Path, scale: str, page: Path) -> Results:
-    """Merge the folder's results into those beside the page, and save them there.
+    """Merges the folder's results into the results next to the page, and saves these.
 
     Raises:
         UsageError: a file is damaged or cannot be written.
@@ -41,7 +41,7 @@ def collect(folder: Path, scale: str, page: Path) -> Results:
 
 
 def _trained(folder: Path, study: Study) -> dict[str, Any] | None:
-    """The runs of a study by label and seed, and their common settings; None if there are none."""
+    """The runs of a study by label and seed, and their common settings; None without runs."""
     seeds = sorted({int(path.stem.rpartition("-seed")[2]) for path in folder.glob("run-*-seed*.json")})
     runs: dict[str, dict[str, Any]] = {}
     one: dict[str, Any] = {}

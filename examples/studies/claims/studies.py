@@ -14,13 +14,13 @@ from foundry_kernels.models import ModelConfig
 
 SCALES = ("small", "tutorial")
 
-# Five to fifteen seconds per run on one core, at a size at which the claim can show. There are 12 attention heads if a
-# third and a twelfth of them are needed. Widths are such that two thirds of 4d need no rounding.
+# A run takes 5 to 15 seconds on one core, with a size at which the claim can show. There are 12 attention heads if a
+# third and a twelfth of them are needed. Widths are chosen so that two thirds of 4d need no rounding.
 _SMALL = Settings(
     dim=96, layers=4, heads=6, kv_heads=6, seq_len=64, batch=16, steps=200, lr=3e-3, dtype="bfloat16", held_out=16384
 )
 _DEEP = dataclasses.replace(_SMALL, layers=24, dim=64, heads=4, kv_heads=4, steps=120, dtype="float32")
-# 10 million parameters, as nanoGPT's small model of characters.
+# 10 million parameters, like nanoGPT's small character model.
 _TUTORIAL = Settings(
     dim=384, layers=6, heads=12, kv_heads=12, seq_len=256, batch=64, steps=5000, lr=1e-3, dtype="bfloat16"
 )
@@ -31,10 +31,10 @@ class Study:
     """Compared variants by their labels on the page; the first is the baseline.
 
     Attributes:
-        variants: names of the ablation's variants by their labels.
-        settings: by the scale.
-        curves: whether the losses on the way are kept.
-        note: what the page says of all variants.
+        variants: names of the ablation's variants by label.
+        settings: settings by scale.
+        curves: whether losses during training are stored.
+        note: the page's text about all variants.
     """
 
     variants: Mapping[str, str]
@@ -43,10 +43,10 @@ class Study:
     note: str = ""
 
     def configs(self, scale: str) -> dict[str, ModelConfig]:
-        """The models by their labels.
+        """The models by label.
 
         Raises:
-            ValueError: they are not of one size.
+            ValueError: their sizes differ.
         """
         found = {label: config_of(name, self.settings[scale].shape) for label, name in self.variants.items()}
         check_parameters(found)
@@ -108,10 +108,10 @@ STUDIES: dict[str, Study] = {
 def train(
     folder: Path, path: Path | None, scale: str, seeds: list[int], keys: list[str], overrides: Mapping[str, object]
 ) -> None:
-    """Train the runs that the folder lacks; each study has its own subfolder.
+    """Trains the runs that are missing in the folder; each study has its own subfolder.
 
     Raises:
-        UsageError: the folder holds runs with other settings or of another text.
+        UsageError: the folder has runs with other settings or on another text.
     """
     for key in keys:
         study, place = STUDIES[key], folder / key

@@ -6,15 +6,15 @@ import dataclasses
 
 from foundry_kernels.models import ModelConfig
 
-#: A tutorial's small model: width 256, 4 layers, 8 heads that share 4 for keys and values, 8,192 tokens. It counts
-#: feed-forward matrices of 256 x 341, two thirds of 2d where the rule is two thirds of 4d, and calls the sum 2.08 M.
+#: A tutorial's small model: width 256, 4 layers, 8 heads, 4 key-value heads, 8,192 tokens. The tutorial counts
+#: feed-forward matrices of 256 x 341, two thirds of 2d, although the rule is two thirds of 4d. Its sum is 2.08 M.
 SMALL = ModelConfig(256, 4, 8, n_kv_heads=4, vocab_size=8192)
 COUNTED_WIDTH = 2 * 2 * SMALL.dim // 3
 LLAMA = ModelConfig.llama("llama-2-7b")
 
 
 def shares(config: ModelConfig) -> dict[str, float]:
-    """The shares of attention, the feed-forward part, and embedding plus head in all parameters."""
+    """The shares of attention, the feed-forward part, and embedding plus head of all parameters."""
     of = config.parameters_by_part().shares
     return {
         "embedding and head": of["embedding"] + of["head"],
@@ -24,7 +24,7 @@ def shares(config: ModelConfig) -> dict[str, float]:
 
 
 def rows() -> list[list[str]]:
-    """The claim, the correct number, and how it is counted."""
+    """The rows of the table: the claim, the correct number, and its calculation."""
     tied = dataclasses.replace(SMALL, tie_embeddings=True)
     narrow = dataclasses.replace(SMALL, hidden_dim=COUNTED_WIDTH).parameters_by_part()
     vocabulary = f"{SMALL.vocab_size:,} x {SMALL.dim}"

@@ -28,14 +28,14 @@ def losses(results: Results, key: str, what: str = "held_out") -> Losses:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """None if one diverged, or if there are none."""
+    """The mean; None if a run diverged, or without values."""
     losses = list(values)
     known = [loss for loss in losses if loss is not None]
     return statistics.fmean(known) if known and len(known) == len(losses) else None
 
 
 def best(results: Results, key: str) -> Losses:
-    """The lowest held-out loss during training, for a study that records it."""
+    """The lowest held-out losses during training, for a study that records them."""
     runs = results.get("studies", {}).get(key, {}).get("runs", {})
     return {
         label: {seed: min(loss for _, loss in run["held_out_curve"] if loss is not None) for seed, run in of.items()}
@@ -44,7 +44,7 @@ def best(results: Results, key: str) -> Losses:
 
 
 def changes(of: Losses) -> dict[str, float | None]:
-    """The difference of each variant's loss to the first one's, averaged over the seeds that both have."""
+    """The difference of each variant's loss to the first one's, averaged over their common seeds."""
     base = next(iter(of.values()), {})
     differences = {}
     for label, found in of.items():
@@ -54,7 +54,7 @@ def changes(of: Losses) -> dict[str, float | None]:
 
 
 def spread(results: Results, key: str) -> float | None:
-    """The largest difference between seeds of a variant, None without two seeds."""
+    """The largest difference between a variant's seeds; None without two seeds."""
     found = []
     for of in losses(results, key).values():
         known = [loss for loss in of.values() if loss is not None]
@@ -71,7 +71,7 @@ def loss(value: float | None, sign: bool = False) -> str:
 
 
 def study(results: Results, key: str) -> str:
-    """A table of a study with its settings and machine."""
+    """The table of a study, with its settings and machine."""
     found = results.get("studies", {}).get(key)
     if found is None:
         return f"{MISSING}: --only train --studies {key}"

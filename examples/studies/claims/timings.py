@@ -15,16 +15,16 @@ from examples.studies.ablation.settings import Settings, load, save
 from examples.studies.ablation.variants import config_of
 from examples.studies.claims.studies import STUDIES
 
-#: What is timed, with the shapes that tutorials name: norms of width 4096, attention of 2048 tokens in 8 and 16 heads
-#: of 64, and a model with 12 heads, of which 12, 4 and 1 are for keys and values.
+#: The timings, with the shapes of tutorials: norms of width 4096, attention of 2048 tokens with 8 and 16 heads of 64,
+#: and models with 12 heads and 12, 4 or 1 key-value heads.
 TABLES: dict[str, tuple[tables.Sizes, Callable[[tables.Sizes], Any]]] = {
     "norms": (tables.Sizes(seconds=4.0), tables.norms),
     "attention_8": (tables.Sizes(heads=8, seconds=6.0), tables.attention),
     "attention_16": (tables.Sizes(heads=16, seconds=6.0), tables.attention),
     "caches": (tables.Sizes(heads=12, group=3), tables.heads),
 }
-#: Studies whose variants' steps of training are timed, and what is then different: where heads are shared, the model
-#: that is trained is too small for attention to show.
+#: The studies whose training steps are timed, and settings that differ from the training: for shared heads, the trained
+#: model is too small for attention to matter.
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "steps_heads": ("heads", {"dim": 768, "layers": 4, "seq_len": 512, "batch": 2, "dtype": "bfloat16"}),
     "steps_activations": ("activations", {}),
@@ -34,7 +34,7 @@ PARTS = (*TABLES, *STEPS)
 
 
 def measure(folder: Path, scale: str, device: str) -> None:
-    """Complete `timings.json` with what it lacks, or what was measured on another machine."""
+    """Measures what is missing in `timings.json` or was measured on another machine."""
     path = folder / "timings.json"
     kept: dict[str, Any] = load(path) or {}
     for part in PARTS:

@@ -1,6 +1,7 @@
-"""Pictures of attention, of positions and of an initialisation; each function returns a ``matplotlib.figure.Figure``,
-which `savefig` writes and a notebook shows. `python -m foundry_kernels.diagnostics attention`, `positions` and
-`initialization` draw them into files.
+"""Pictures of attention, positions and initialisations.
+
+Each function returns a ``matplotlib.figure.Figure``, which `savefig` writes and a notebook shows. The commands
+`attention`, `positions` and `initialization` of `python -m foundry_kernels.diagnostics` draw them into files.
 
     maps = diagnostics.attention_maps(model, tokens, [(2, 1)])
     pictures.attention_map(maps[2, 1], labels, causal=True, title="layer 2, head 1").savefig("attention.png")

@@ -1,4 +1,4 @@
-"""What the pictures share. Nothing of matplotlib's global state is used: no pyplot, and no backend is chosen."""
+"""Shared code of the pictures. It does not use matplotlib's global state: no pyplot, and no backend."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 from torch import Tensor
 
-#: From dark to light evenly, so that a picture printed in grey says the same.
+#: Its lightness increases evenly, so that a picture can be printed in grey.
 COLORS = "viridis"
-#: Of what does not exist, such as keys that a query does not see: no colour of the scale.
+#: For cells without a value, such as keys that a query does not see; not a colour of the scale.
 BLANK = "white"
-#: The family of fonts of tokens.
+#: The font family of tokens.
 LABELS = "monospace"
 FORMATS = (".png", ".svg", ".pdf")
 
 
 class MissingMatplotlib(ImportError):
-    """Pictures are drawn by matplotlib."""
+    """matplotlib, which draws the pictures, is missing."""
 
 
 def make_figure(rows: int, columns: int, width: float, height: float, title: str | None, **options: Any) -> Any:
     """Returns (figure, axes ``[rows, columns]``), `width` x `height` inches.
 
     Raises:
-        MissingMatplotlib: it does not import.
+        MissingMatplotlib: matplotlib does not import.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
@@ -62,6 +62,6 @@ def drawable(text: str) -> str:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Writes PNG, SVG or PDF, by the name's end; the folder is made."""
+    """Writes PNG, SVG or PDF, depending on the suffix; creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

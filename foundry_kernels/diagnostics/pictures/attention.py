@@ -1,4 +1,4 @@
-"""Attention maps with tokens on both axes: of one head, of all heads, causal beside bidirectional."""
+"""Attention maps with tokens on both axes: one head, all heads, or causal next to bidirectional."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from foundry_kernels.core.checks import check_float, check_rank
 from foundry_kernels.diagnostics.pictures._figure import LABELS, drawable, heat_map, make_figure
 
-#: Tokens up to which each has its label; beyond it their numbers are on the axes.
+#: With at most this many tokens each has a label; with more, the axes have their numbers.
 _MOST_LABELS = 96
 
 
 def hide_unseen(weights: Tensor, causal: bool = False, window: int | None = None) -> Tensor:
-    """Returns the weights ``[..., T, S]`` with NaN where a query does not see the key, as `causal` and `sliding_window`
-    of :class:`foundry_kernels.nn.Attention` have it. The last query is beside the last key."""
+    """Returns the weights ``[..., T, S]`` with NaN where a query does not see the key, according to `causal` and
+    `sliding_window` of :class:`foundry_kernels.nn.Attention`. The last query has the position of the last key."""
     length, keys = weights.shape[-2:]
     place = torch.arange(keys - length, keys, device=weights.device)
     distance = place[:, None] - torch.arange(keys, device=weights.device)
@@ -37,18 +37,18 @@ def attention_map(
     window: int | None = None,
     title: str | None = None,
 ) -> Any:
-    """Draws where each query looks.
+    """Draws the attention weights of each query.
 
     Args:
         weights: ``[T, S]``, rows of the softmax.
         queries: the labels of the T queries, from the top; None numbers them.
-        keys: the labels of the S keys, from the left; None takes those of the queries where T is S.
-        causal, window: which cells are blank, since their keys are not seen.
-        title: above it, such as the model, the layer and the head.
+        keys: the labels of the S keys, from the left; None uses the queries' labels if T is S.
+        causal, window: cells with keys that a query does not see are blank.
+        title: the title, such as the model, the layer and the head.
 
     Raises:
-        TypeError, ValueError: weights of another rank, or labels of another number.
-        MissingMatplotlib: there is no matplotlib.
+        TypeError, ValueError: weights of another rank, or the wrong number of labels.
+        MissingMatplotlib: matplotlib does not import.
     """
     _check_maps("weights", weights, 2, queries, keys)
     side = _side(max(weights.shape))
@@ -67,10 +67,11 @@ def causal_and_bidirectional(
     window: int | None = None,
     title: str | None = None,
 ) -> Any:
-    """Draws the weights ``[T, T]`` of one head with a causal mask beside those without, in one scale of colours.
+    """Draws the weights ``[T, T]`` of one head with and without a causal mask, side by side, with the same colour
+    scale.
 
     Args:
-        causal, bidirectional: weights of the two.
+        causal, bidirectional: the weights with and without the mask.
         tokens: labels of both axes; None numbers them.
         window, title: as for :func:`attention_map`.
     """
@@ -92,8 +93,8 @@ def causal_and_bidirectional(
 def attention_grid(
     weights: Tensor, *, causal: bool = False, window: int | None = None, title: str | None = None
 ) -> Any:
-    """Draws all heads, a row a layer, in one scale of colours, whose steps are those of the square root: a head that
-    looks everywhere would be dark beside one that looks at one token.
+    """Draws all heads, one row for each layer, with the same colour scale. The scale uses square roots, because
+    otherwise a head that attends to all tokens would look dark next to one that attends to one token.
 
     Args:
         weights: ``[n_layers, n_heads, T, S]``.
@@ -124,7 +125,7 @@ def attention_grid(
 
 
 def _side(count: int) -> float:
-    """Inches of a map of so many tokens."""
+    """The size in inches of a map of `count` tokens."""
     return max(4.0, min(14.0, 0.21 * count + 1.2))
 
 
@@ -148,7 +149,7 @@ def _check_maps(
     check_float(name, weights)
     check_rank(name, weights, rank, "[T, S]" if rank == 2 else "[n_layers, n_heads, T, S]")
     if not weights.numel():
-        raise ValueError(f"{name} must have an element; got shape {tuple(weights.shape)}")
+        raise ValueError(f"{name} must not be empty; got shape {tuple(weights.shape)}")
     for of, labels, count in (("queries", queries, weights.shape[-2]), ("keys", keys, weights.shape[-1])):
         if labels is not None and len(labels) != count:
             raise ValueError(f"{of} must have a label for each of {count} tokens; got {len(labels)}")

@@ -1,4 +1,4 @@
-"""The commands that draw: attention, positions, initialization. Options are checked before anything is loaded."""
+"""The commands attention, positions and initialization. They check their options before they load anything."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from foundry_kernels.models.config import CHOICES
 from foundry_kernels.models.presets import FAMILIES
 from foundry_kernels.ops.rope import RopeScaling
 
-#: Of llama3's blend, as in Llama 3.1.
+#: Parameters of llama3's scaling, as in Llama 3.1.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-#: The options behind arguments that errors name.
+#: The options by the arguments that error messages name.
 _OPTIONS = {
     "rotary_dim": "--dim", "dim": "--dim", "max_positions": "--positions", "positions": "--positions", "base": "--base",
     "factor": "--factor", "original_max_position_embeddings": "--trained", "n_heads": "--heads", "heads": "--shown",
@@ -34,7 +34,7 @@ _OPTIONS = {
 
 
 class UsageError(Exception):
-    """Options that cannot be drawn; the message is for the user."""
+    """The options are invalid; the message is for the user."""
 
 
 def main(argv: list[str]) -> int:
@@ -69,31 +69,31 @@ def _parser() -> argparse.ArgumentParser:
 # --- attention --------------------------------------------------------------------------------------------------------
 
 _ATTENTION = (
-    "Draw attention maps of a checkpoint, of all heads or one of them, or of given queries and keys. A checkpoint is "
-    "what the command without a name takes, or a folder of transformers with an encoder (BERT) or both (T5, BART)."
+    "Draw attention maps of a checkpoint, of all heads or one of them, or of given queries and keys. The same "
+    "checkpoints as without a command work, and folders of transformers with an encoder (BERT) or both (T5, BART)."
 )
 
 
 def _attention_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("checkpoint", type=Path, nargs="?", help="the model; none with --qk")
+    add("checkpoint", type=Path, nargs="?", help="the model; omit it with --qk")
     texts = parser.add_mutually_exclusive_group()
-    texts.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text of which the model reads the first tokens")
+    texts.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text; the model reads its first tokens")
     texts.add_argument("--prompt", metavar="TEXT", help="the text itself")
-    add("--target", metavar="TEXT", help="what a decoder beside an encoder reads")
-    add("--part", choices=PARTS, help="of an encoder with a decoder (default: cross)")
+    add("--target", metavar="TEXT", help="the decoder's text, for an encoder with a decoder")
+    add("--part", choices=PARTS, help="the attention of an encoder with a decoder (default: cross)")
     add("--qk", type=Path, metavar="FILE", help='torch.save({"q": q, "k": k}, FILE): [T, D], [H, T, D] or [1, H, T, D]')
     add("--head", metavar="LAYER.HEAD", help="one head, with its tokens (with --qk: its number); default: all heads")
-    add("--compare", action="store_true", help="that head with a causal mask beside the same weights without one")
+    add("--compare", action="store_true", help="draw --head with and without a causal mask")
     add("--causal", action="store_true", help="mask the future of --qk")
-    add("--tokens", type=int, default=32, help="tokens that it reads and that are drawn, at most (default: 32)")
+    add("--tokens", type=int, default=32, help="maximum number of tokens (default: 32)")
     add("--out", type=Path, default=Path("attention.png"), metavar="FILE", help="PNG, SVG or PDF")
     parser.set_defaults(draw=_draw_attention)
 
 
 def _draw_attention(options: argparse.Namespace) -> Any:
     if (options.checkpoint is None) == (options.qk is None):
-        raise UsageError("give a checkpoint or --qk, one of them")
+        raise UsageError("give either a checkpoint or --qk")
     if options.tokens < 2:
         raise UsageError(f"--tokens must be at least 2; got {options.tokens}")
     if options.compare and options.head is None:
@@ -103,7 +103,7 @@ def _draw_attention(options: argparse.Namespace) -> Any:
     head = None if options.head is None else _layer_and_head(options.head)
     if options.causal:
         raise UsageError("--causal is for --qk; a checkpoint has its own mask, and --compare draws both")
-    text = _text(options)[: 64 * options.tokens]  # no more is read of a long file: tokens are shorter than that
+    text = _text(options)[: 64 * options.tokens]  # enough of a long file: tokens are shorter
     model, tokens = read(options.checkpoint)
     name = "/".join(options.checkpoint.parts[-2:])
     if isinstance(model, EncoderDecoder):
@@ -167,7 +167,7 @@ def _draw_given(options: argparse.Namespace) -> Any:
     try:
         content = torch.load(options.qk, map_location="cpu", weights_only=True)
         q, k = (torch.as_tensor(content[name]) for name in ("q", "k"))
-    except Exception as error:  # a damaged file raises whatever the damaged part leads to
+    except Exception as error:  # damaged files raise errors of many types
         raise UsageError(
             f'--qk must be a file of {{"q": tensor, "k": tensor}}; {options.qk}: {_first_line(error)}'
         ) from None
@@ -237,7 +237,7 @@ def _stacked(found: dict[tuple[int, int], Tensor], n_layers: int, n_heads: int) 
 
 
 def _masked(model: Transformer, causal: bool) -> Transformer:
-    """The same weights with that mask."""
+    """A model with the same weights and this mask."""
     if model.config.causal == causal:
         return model
     config = _with_options(dataclasses.replace, model.config, causal=causal)
@@ -254,16 +254,16 @@ def _positions_options(kinds: Any) -> None:
         parser = kinds.add_parser(kind)
         parser.add_argument("--dim", type=int, default=dim, help=f"dimensions (default: {dim})")
         parser.add_argument("--positions", type=int, default=256 if kind == "rope" else 128)
-        parser.add_argument("--base", type=float, default=10000.0, help="of the wavelengths")
+        parser.add_argument("--base", type=float, default=10000.0, help="base of the wavelengths")
         if kind == "rope":
             scalings = "linear", "dynamic", "yarn", "llama3"
             parser.add_argument("--scaling", nargs="+", default=[], choices=scalings, help="draw these below")
-            parser.add_argument("--factor", type=float, default=4.0, help="of the scalings (default: 4)")
-            parser.add_argument("--trained", type=int, help="the length before it is scaled (default: positions / 4)")
+            parser.add_argument("--factor", type=float, default=4.0, help="factor of the scalings (default: 4)")
+            parser.add_argument("--trained", type=int, help="the length before scaling (default: positions / 4)")
         _end(parser, draw, f"positions-{kind}.png")
     parser = kinds.add_parser("alibi")
-    parser.add_argument("--heads", type=int, default=8, help="of the model (default: 8)")
-    parser.add_argument("--shown", type=int, nargs="+", metavar="HEAD", help="heads whose bias is drawn")
+    parser.add_argument("--heads", type=int, default=8, help="number of heads of the model (default: 8)")
+    parser.add_argument("--shown", type=int, nargs="+", metavar="HEAD", help="heads to draw the bias of")
     parser.add_argument("--positions", type=int, default=32)
     _end(parser, _draw_alibi, "positions-alibi.png")
 
@@ -303,7 +303,7 @@ def _with_options(function: Any, *values: Any, **named: Any) -> Any:
 # --- initialization ---------------------------------------------------------------------------------------------------
 
 _INITIAL = (
-    "Draw root mean squares of activations and gradients by layer of new models that differ in their initialisation, "
+    "Draw root mean squares of activations and gradients by layer, for new models with several initialisations, "
     "in one pass on random tokens."
 )
 

@@ -1,4 +1,4 @@
-"""What an initialisation does to activations and gradients on their way through a deep model, before any training."""
+"""The effect of an initialisation on activations and gradients in a deep model, before any training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from foundry_kernels.diagnostics.pictures._figure import make_figure
 from foundry_kernels.models import ModelConfig, Transformer
 
-#: Lines of the picture: a field of LayerScales, its title, and the first number on its axis.
+#: The panels: a field of LayerScales, its title, and the first number on its axis.
 _PANELS = (
     ("activations", "residual stream", 0),
     ("activation_gradients", "gradient of the residual stream", 0),
@@ -27,8 +27,8 @@ class LayerScales:
     """Root mean squares by layer.
 
     Attributes:
-        activations: of the residual stream: behind the embeddings and behind each layer, ``n_layers + 1`` numbers.
-        activation_gradients: of the loss's gradient there.
+        activations: of the residual stream after the embeddings and after each layer, ``n_layers + 1`` numbers.
+        activation_gradients: of the loss's gradient at the same places.
         weight_gradients: of the gradients of each layer's matrices, ``n_layers`` numbers.
     """
 
@@ -38,12 +38,12 @@ class LayerScales:
 
 
 def layer_scales(config: ModelConfig, tokens: Tensor, targets: Tensor, *, seed: int = 0) -> LayerScales:
-    """Returns root mean squares by layer of a new model in one forward and backward pass.
+    """Returns root mean squares by layer for a new model in one forward and backward pass.
 
     Args:
-        config: of the model, with its initialisation; dropouts do nothing.
+        config: the model's, with its initialisation; dropout is off.
         tokens, targets: ``[B, T]`` int32 or int64, as of :class:`foundry_kernels.models.Transformer`.
-        seed: of the weights.
+        seed: the weights' seed.
 
     Raises:
         TypeError, ValueError: as the model.
@@ -57,7 +57,7 @@ def layer_scales(config: ModelConfig, tokens: Tensor, targets: Tensor, *, seed: 
     kept: list[Tensor] = []
 
     def keep(branch: Tensor | None, stream: Tensor) -> None:
-        # The stream behind a layer is a sum that the next norm makes: its gradient is that of each of the two.
+        # The next norm adds the stream and the branch, so each has the gradient of the sum.
         total = stream if branch is None else stream + branch
         found.activations.append(_rms(total))
         part = stream if branch is None else branch
@@ -80,26 +80,26 @@ def layer_scales(config: ModelConfig, tokens: Tensor, targets: Tensor, *, seed: 
 def initialization(
     config: ModelConfig, schemes: Sequence[str], tokens: Tensor, targets: Tensor, *, seed: int = 0
 ) -> Any:
-    """Draws :func:`layer_scales` of a model under several initialisations, `init` of its configuration.
+    """Draws :func:`layer_scales` of a model for several initialisations (`init` of its configuration).
 
     Args:
-        config: of the model.
+        config: the model's.
         schemes: values of `init`.
         tokens, targets, seed: as for :func:`layer_scales`.
 
     Raises:
         ValueError: no or an unknown scheme, and as :func:`layer_scales`.
-        MissingMatplotlib: there is no matplotlib.
+        MissingMatplotlib: matplotlib does not import.
     """
     if not schemes:
         raise ValueError("schemes must name an initialisation")
-    configs = {name: dataclasses.replace(config, init=name) for name in schemes}  # all are checked before one is run
+    configs = {name: dataclasses.replace(config, init=name) for name in schemes}  # checks all before running one
     depth, norm = config.n_layers, config.norm_placement
     figure, (axes,) = make_figure(
         1, 3, 11.0, 3.7, f"at initialisation: {depth} layers of width {config.dim}, {norm}-norm, seed {seed}"
     )
     marker = "." if depth <= 24 else None
-    styles = itertools.cycle(("-", "--", ":"))  # equal curves all stay visible
+    styles = itertools.cycle(("-", "--", ":"))  # so that equal curves stay visible
     for (name, chosen), style in zip(configs.items(), styles, strict=False):
         scales = layer_scales(chosen, tokens, targets, seed=seed)
         for axis, (part, _, first) in zip(axes, _PANELS, strict=True):

@@ -1,4 +1,4 @@
-"""Tables and biases of positions, by the functions that models use."""
+"""Pictures of position tables and biases, from the functions that models use."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from foundry_kernels.ops.rope import RopeScaling, rope, rope_table
 
 
 def sinusoidal(dim: int = 128, positions: int = 128, *, base: float = 10000.0) -> Any:
-    """Draws the sinusoidal table (:class:`foundry_kernels.nn.SinusoidalEmbedding`) beside the cosine similarity of
-    its rows, which depends on their distance alone.
+    """Draws the sinusoidal table (:class:`foundry_kernels.nn.SinusoidalEmbedding`) and the cosine similarity of its
+    rows, which depends only on their distance.
 
     Args:
-        dim, positions, base: of the table.
+        dim, positions, base: the table's.
     """
     table = SinusoidalEmbedding(dim, positions, base=base, device="cpu").weight
     figure, (axes,) = make_figure(
@@ -57,14 +57,14 @@ def rotary(
     seed: int = 0,
 ) -> Any:
     """Draws cos and sin of the rotary table (:func:`foundry_kernels.rope_table`) by position and pair of dimensions,
-    and the scores of fixed queries and keys over their distance: of equal ones, all ones, and of random ones.
+    and scores over the distance, for q = k = (1, ..., 1) and for a random query and key.
 
     Args:
         dim: rotated dimensions R of a head.
         positions: rows of the table.
-        base: of the wavelengths (`rope_theta`).
-        scalings: by their names, drawn below the plain table.
-        seed: of the random query and key.
+        base: the base of the wavelengths (`rope_theta`).
+        scalings: by name; each is drawn below the plain table.
+        seed: the seed of the random query and key.
     """
     check_int("positions", positions, minimum=1)
     every: dict[str, RopeScaling | None] = {"no scaling": None, **(scalings or {})}
@@ -95,16 +95,16 @@ def rotary(
 
 
 def alibi(n_heads: int = 8, positions: int = 32, *, heads: Sequence[int] | None = None) -> Any:
-    """Draws ALiBi's bias of causal attention in some heads, ``-slope (i - j)`` for query i and key j, in one scale of
-    colours, and the slopes of all of them (:func:`foundry_kernels.nn.alibi_slopes`).
+    """Draws ALiBi's bias of causal attention in some heads, ``-slope (i - j)`` for query i and key j, with the same
+    colour scale, and the slopes of all heads (:func:`foundry_kernels.nn.alibi_slopes`).
 
     Args:
-        n_heads: of the model.
-        positions: tokens.
-        heads: those whose bias is drawn, at most four look well; None is the first, one a quarter on and the last.
+        n_heads: the model's number of heads.
+        positions: number of tokens.
+        heads: heads to draw, preferably at most four; None is the first, the one after a quarter, and the last.
 
     Raises:
-        ValueError: there is no such head, or no positions.
+        ValueError: a head does not exist, or there are no positions.
     """
     slopes = alibi_slopes(n_heads, device="cpu")
     check_int("positions", positions, minimum=1)

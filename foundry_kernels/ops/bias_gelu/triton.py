@@ -1,12 +1,11 @@
-"""Activations of a sum with a bias in Triton; with DROPOUT (`core.dropout`) what they return is dropped out.
+"""activation(x + bias) in Triton, followed by dropout (`core.dropout`) with DROPOUT.
 
-Forward: a program takes a block of some rows and columns. Backward: a program keeps its columns, whose bias it holds,
-and goes down the rows in steps of as many programs as share the columns; what the rows contribute to the bias's
-gradient it adds up in float32, and one more kernel sums over the programs and rounds. There are no atomics, so
-gradients are bitwise deterministic on one device.
+Forward: a program computes one block of rows and columns. Backward: several programs share a block of columns and take
+its rows in turns. Each loads the bias once and sums the bias's gradient over its rows in float32. One more kernel sums
+over the programs and rounds. There are no atomics, so gradients are bitwise deterministic on one device.
 
-Names: n1, n2 and stride_x0, stride_x1, stride_x2 are what `row_offset` needs to find a row of x; b_ is a block of
-values, o_ offsets, m_ a mask.
+Names: `row_offset` finds a row of x by n1, n2 and stride_x0, stride_x1, stride_x2; b_ is a block of values, o_ offsets,
+m_ a mask.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from foundry_kernels.core.inference import refuse_second_derivative
 
 @triton.jit
 def _bias(bias_ptr, cols, m_cols, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr):
-    """[1, C]; zeros where there is none."""
+    """The bias [1, C], or zeros."""
     if HAS_BIAS:
         return tl.load(bias_ptr + cols, mask=m_cols, other=0.0).to(COMPUTE)
     return tl.zeros_like(cols).to(COMPUTE)
@@ -100,8 +99,8 @@ def bias_act_bwd_kernel(
 
 def configs(n_rows: int, n_cols: int, *, backward: bool, regular: bool = False) -> list[dict[str, int]]:
     """Returns launch configs: the default, then those that `python -m foundry_kernels tune` tries. A thread has 8
-    elements. Backward a block of many rows is narrow, so that many programs share the rows, and where rows are
-    `regular` (one after the other, aligned) the loads of two blocks are prefetched."""
+    elements. In the backward pass, blocks of many rows are narrow, so that many programs share the rows. If rows are
+    `regular` (contiguous and aligned), the loads of two blocks are prefetched."""
     found: list[dict[str, int]] = []
     if backward:
         shapes: tuple[tuple[int, int, int], ...] = ((256, 2048, 8), (128, 2048, 8), (512, 2048, 8), (256, 1024, 4))
@@ -109,7 +108,7 @@ def configs(n_rows: int, n_cols: int, *, backward: bool, regular: bool = False) 
     else:
         shapes, stages = ((1024, 1024, 4), (1024, 2048, 8), (512, 1024, 4), (2048, 2048, 8)), [{}]
     for narrow, elements, warps in shapes:
-        few = elements // triton.next_power_of_2(n_rows)  # rows: they are cut less often
+        few = elements // triton.next_power_of_2(n_rows)  # few rows: blocks are wider
         cols = min(max(narrow, few), triton.next_power_of_2(n_cols))
         tile = min(elements // cols, triton.next_power_of_2(n_rows))
         for more in stages:
@@ -122,7 +121,7 @@ def configs(n_rows: int, n_cols: int, *, backward: bool, regular: bool = False) 
 def _choose(
     kernel: str, dtype: torch.dtype, activation: str, found: list[dict[str, int]], device: torch.device, dropout: bool
 ) -> dict[str, int]:
-    if dropout:  # nothing of it is measured; a counter of the generator has four columns
+    if dropout:  # not tuned; a counter of the generator covers four columns
         return found[0] | {"BLOCK_COLS": max(4, found[0]["BLOCK_COLS"])}
     return choose(kernel, f"{8 * dtype.itemsize}-bit {activation}", found, device)
 
@@ -137,7 +136,7 @@ def _plan_fwd(
     activation: str,
     dropout_p: float | None,
 ) -> Plan | None:
-    """None where x must be copied first."""
+    """None if x must be copied first."""
     layout = row_strides(shape, x_strides)
     if layout is None:
         return None
@@ -188,7 +187,7 @@ def _plan_bwd(
     need_dbias: bool,
     dropout_p: float | None,
 ) -> tuple[int, Plan] | None:
-    """Returns among how many programs the rows are split, and the launch; None where dy and x must be copied first."""
+    """Returns the number of programs that share the rows, and the launch; None if dy and x must be copied first."""
     layout = row_strides(shape, dy_strides, x_strides)
     if layout is None:
         return None

@@ -1,9 +1,8 @@
 """combine_experts in Triton.
 
-Forward: a program takes a block of some tokens and columns, and adds up the rows of their slots in order. Backward: a
-program takes some slots and goes along their rows, writing the gradient of each and adding up its product with x; rows
-that no slot has named are noted as such, and one more kernel fills them with zeros. So every row is written once, and
-there are no atomics.
+Forward: a program computes a block of tokens and columns; it adds the rows of their slots in order. Backward: a program
+takes some slots, writes the gradients of their rows, and sums the products with x. It marks the rows that slots name;
+one more kernel writes zeros to the others. So every row is written once, and there are no atomics.
 
 Names: b_ is a block of values, m_ a mask.
 """
@@ -25,9 +24,9 @@ from foundry_kernels._triton.rows import compute_dtype, contiguous
 from foundry_kernels._triton.tuning import choose
 from foundry_kernels.core.inference import refuse_second_derivative
 
-#: Numbers of no use to the compiler: it would make a kernel for each kind of them.
+#: The compiler does not specialise on these: it would compile more kernels without making them faster.
 _PLAIN = ("n_rows", "n_tokens", "n_slots")
-#: Rows of a token whose loads are under way at a time.
+#: Rows of a token that are loaded at the same time.
 _MOST_AT_A_TIME = 8
 
 
@@ -47,7 +46,7 @@ def combine_experts_fwd_kernel(
     for first in range(0, k, AT_A_TIME):
         for i in tl.static_range(AT_A_TIME):
             j = first + i
-            named = live & (tl.zeros([1], tl.int32) + j < k)  # two numbers make no mask in Triton 3.9's interpreter
+            named = live & (tl.zeros([1], tl.int32) + j < k)  # Triton 3.9's interpreter has no scalar masks
             b_slot = tl.load(slots_ptr + tokens * k + j, mask=named, other=-1).to(tl.int64)
             named = (b_slot >= 0) & (b_slot < n_rows)
             b_wrong |= (b_slot >= n_rows).to(tl.int32)
@@ -98,7 +97,7 @@ def combine_experts_bwd_kernel(
 def combine_experts_rest_kernel(
     named_ptr, dx_ptr, n_rows, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
 ):  # fmt: skip
-    """Zeros in the rows of dx that no slot names."""
+    """Writes zeros to the rows of dx that no slot names."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     rest = tl.load(named_ptr + rows, mask=rows < n_rows, other=1) == 0
     needed = tl.where(tl.max(rest.to(tl.int32), 0) == 1, n_cols, 0)
@@ -123,7 +122,7 @@ def tiles(n_cols: int) -> list[dict[str, int]]:
 
 
 def _row_stride(x: Tensor) -> Tensor:
-    """x, or a copy of it where the values of a row do not lie side by side."""
+    """x, or a copy if its rows are not contiguous."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 

@@ -33,7 +33,7 @@ def of_output(
     return {**options, "return_lse": True}, (cotangents[0], dlse, *rest)
 
 
-#: Two float32 roundings, as a part of what tiny() forgives a sum.
+#: Two float32 roundings, as a fraction of the error that tiny() allows for a sum.
 _ROUNDING = 1 / 16
 
 

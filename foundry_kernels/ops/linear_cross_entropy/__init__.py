@@ -169,12 +169,12 @@ def linear_cross_entropy(
 
     On a CPU chunks take the logits of one chunk, by default of a 16th of the tokens (an 8th in 16 bits) but of 512 at
     least; with gradients and a reduced loss the gradients in float32, which for float32 inputs and a loss that is the
-    root of a graph that is not retained are the ones returned. With reduction "none": lse and what its rounding took.
-    With bfloat16, chunks have 256 tokens by default, and the weight's gradient is summed in 24 bits. The returned
-    gradient holds the first 16 of these, so the sum takes one additional byte per element. If oneDNN has no
-    instructions for such matmuls, logits are float32, and the weights of a few classes at a time are copied to float32.
-    Tiles take the logits of one chunk forward; backward two million logits at a time, or those of 256 classes, and
-    hidden's gradient in float32.
+    root of a graph that is not retained are the ones returned. With reduction "none": lse and its rounding error. With
+    bfloat16, chunks have 256 tokens by default, and the weight's gradient is summed in 24 bits. The returned gradient
+    holds the first 16 of these, so the sum takes one additional byte per element. If oneDNN has no instructions for
+    such matmuls, logits are float32, and the weights of a few classes at a time are copied to float32. Tiles take the
+    logits of one chunk forward; backward two million logits at a time, or those of 256 classes, and hidden's gradient
+    in float32.
 
     Gradients that are rounded when they are made (of 16 bits: on a GPU hidden's, and with all rows at once the
     weight's; on a CPU in bfloat16 those of more than 4 million multiplications) are multiplied by the loss's own

@@ -30,7 +30,7 @@ class Needs(NamedTuple):
 
 
 class Saves(NamedTuple):
-    """What the forward pass returns beside the loss. stats: lse with what its rounding took, for a backward pass.
+    """The results of the forward pass besides the loss. stats: lse with its rounding error, for a backward pass.
     predicted: the class of each token's largest logit."""
 
     lse: bool
@@ -59,7 +59,7 @@ class Kernels(NamedTuple):
 
     forward: of (logits, target, class_weight, options, save_lse, save_z_loss, save_stats, dloss) each token's loss,
     lse,
-        what its rounding took, and z-loss; with `dloss`, the gradient of each token's loss, the logits' own gradient is
+        its rounding error, and z-loss; with `dloss`, the gradient of each token's loss, the logits' own gradient is
         written over them.
     gradients_: of (logits, dloss, target, class_weight, lse, lse_low, first, n_classes, options) writes over the logits
         of the classes from `first` on their gradient.

@@ -176,9 +176,9 @@ class Tokens:
 
 
 class Gradients:
-    """What is wanted of the gradients of hidden, weight and bias, in the dtypes of `gradient_dtypes`: but on a CPU in
-    the dtype of the arithmetic, or with a sum in 24 bits, hidden's, to which nothing is added, and the weight's, the
-    first 16 bits of that sum until its last chunk, in bfloat16."""
+    """The requested gradients of hidden, weight and bias, in the dtypes of `gradient_dtypes`; on a CPU in the dtype of
+    the arithmetic. With a sum in 24 bits, two are bfloat16: hidden's, to which nothing is added, and the weight's,
+    which has the first 16 bits of the sum until the last chunk."""
 
     def __init__(self, tokens: Tokens, needs: Needs) -> None:
         n_classes, width = tokens.weight.shape
@@ -254,7 +254,7 @@ def forward(kernels: Kernels, inputs: Inputs, options: LinearLossOptions, saves:
     gradients = Gradients(tokens, needs) if any(needs) else None
     per_token, n_classes = options.of_logits("none"), inputs.weight.shape[0]
     total = total_of(tokens, class_weight, options)
-    # The mean's divisor goes into the gradients at once, but for float16, which would lose what is below its range.
+    # The gradients include the mean's divisor at once, except in float16, where small values would underflow.
     late = tokens.x.dtype == torch.float16
     one = torch.ones((), dtype=tokens.dtype, device=inputs.hidden.device)
     share = one
@@ -311,7 +311,7 @@ def outputs(
     tokens: Tokens, inputs: Inputs, options: LinearLossOptions, saves: Saves, total: Tensor | int | None,
     rows: tuple[Tensor, ...], predicted: Tensor | None,
 ) -> Outputs:  # fmt: skip
-    """The forward pass's outputs without gradients, from each token's loss, lse, what its rounding took, and z-loss."""
+    """The forward pass's outputs without gradients, from each token's loss, lse, its rounding error, and z-loss."""
     loss, lse, low, z = rows
     shape = inputs.target.shape
 

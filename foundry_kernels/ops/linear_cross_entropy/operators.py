@@ -109,7 +109,7 @@ def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) ->
         options = options._replace(chunk_size=chunk_size(hidden, weight, options, needs))
         inputs = Inputs(hidden, weight, target, bias, class_weight)
         if options.token_scaling and options.tiles:
-            # Whose backward pass makes the logits anew anyway: a gradient for each token costs nothing.
+            # The backward pass computes the logits again anyway, so a gradient for each token costs nothing.
             unscaled = options._replace(token_scaling=False, reduction="none", return_lse=True)
             each, lse, z, predicted = linear_cross_entropy(*inputs, unscaled)
             rounded = chunks.dtype_of_products(hidden, weight.shape[0]) if cpu else hidden.dtype

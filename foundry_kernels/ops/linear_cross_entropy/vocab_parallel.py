@@ -53,7 +53,7 @@ def vocabulary_dim(weight: Any) -> int | None:
 def linear_cross_entropy(
     hidden: Any, weight: Any, target: Any, bias: Any, class_weight: Any, options: LinearLossOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """Losses, lse, z-losses and where they are wanted predictions of the tokens as DTensors, and `target` as one.
+    """Losses, lse, z-losses and, if requested, predictions of the tokens as DTensors, and `target` as one.
 
     Args:
         hidden: a DTensor; gathered along the dimension of the mesh that shards the classes, and nowhere else.
@@ -202,7 +202,7 @@ class Own:
         dtype = self.tokens.dtype
         self.weights = None if class_weight is None else class_weight.to(dtype)
         self.of_target = self.counts.to(dtype) if self.weights is None else self.weights[target] * self.counts
-        #: Each token's class of the largest logit, found by `statistics` where it is wanted.
+        #: Each token's class of the largest logit, which `statistics` finds on request.
         self.predicted = target.new_empty(0, dtype=torch.int64)
         self.sum_of_weights = shards.n_classes if self.weights is None else self.weights.sum()
 

@@ -1,10 +1,10 @@
-"""What is done for "tiles": all tokens against a block of the vocabulary, some of the classes, at a time.
+"""The form "tiles": all tokens with one block of classes at a time.
 
-Forward, where a backend can carry losses from block to block (`Kernels.losses`; else it is that of chunks), a matmul
-computes a block's logits, and a kernel adds them to each token's running log-sum-exp. Backward, the same matmul makes
-them anew, bit for bit, and they become their own gradient, in place. Every row of the weight's gradient is complete at
-once, being a sum over all tokens within one matmul, so no float32 copy of it exists; that of hidden is summed over the
-classes in float32. Four matmuls in all; chunks with a reduced loss take three.
+In the forward pass, a matmul computes a block's logits, and a kernel adds them to each token's running log-sum-exp, if
+the backend can pass losses from block to block (`Kernels.losses`); otherwise it is the forward pass of chunks. In the
+backward pass, the same matmul computes the logits again, bit for bit, and they are overwritten by their gradient. One
+matmul sums each row of the weight's gradient over all tokens, so no float32 copy of it exists. hidden's gradient is
+summed over the classes in float32. There are four matmuls in all; chunks with a reduced loss need three.
 
 No block is skipped for having small gradients ("Cut your losses" does): a row of the weight whose class is no target of
 this step gets nothing but such gradients, and without them its own would be 0, wrong in every digit.

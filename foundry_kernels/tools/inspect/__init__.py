@@ -1,1 +1,1 @@
-"""Kernels compiled ahead of time for GPUs that need not be here, and what their machine code says."""
+"""Compiles kernels ahead of time for GPUs that need not be present, and analyses their machine code."""

@@ -1,7 +1,7 @@
-"""The Triton kernels compiled for AMD GPUs by Triton's own backend, and what they cost there.
+"""Compiles the Triton kernels for AMD GPUs with Triton's own backend, and reports their cost.
 
-`python -m foundry_kernels inspect OP --arch gfx942` prints it. Compiled is all that they are: none has run on an AMD
-GPU, and nothing here launches one there. The launches are those that the tables give for capability 942 or 950.
+`python -m foundry_kernels inspect OP --arch gfx942` prints it. The kernels are only compiled: none has run on an AMD
+GPU, and nothing here launches one. The launches are those of the tables for capability 942 or 950.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from foundry_kernels._triton.devices import Device, device_of
 from foundry_kernels.tools.inspect.aot import DOT_IN_16_BITS, Launch, source_of
 from foundry_kernels.tools.inspect.sass import Loop
 
-#: What is compiled for. All of a compute unit's LDS (`block_shared`) may be one workgroup's; it has 4 SIMDs, each with
-#: 512 vector registers a lane for at most 8 waves, and workgroups of at most 16 waves of 64 lanes.
+#: The targets. A workgroup may use all of a compute unit's LDS (`block_shared`). A compute unit has 4 SIMDs, each with
+#: 512 vector registers a lane for at most 8 waves. A workgroup has at most 16 waves of 64 lanes.
 GPUS = {f"gfx{arch}": device_of(arch) for arch in (942, 950)}
 _SIMDS, _REGISTERS, _WAVES, _MOST_WAVES, _LANES = 4, 512, 8, 16, 64
 
-#: What only NVIDIA's backend knows. `maxnreg` tells ptxas how many registers there are; AMD's compiler works that out
-#: from the waves of a workgroup, and Triton refuses the name there.
+#: Options of NVIDIA's backend only. `maxnreg` limits the registers for ptxas. AMD's compiler derives the limit from the
+#: waves of a workgroup, and Triton refuses the option there.
 _FOR_NVIDIA = ("maxnreg",)
 
 
 def capability(arch: str) -> int:
-    """The number by which the tables know the architecture."""
+    """The architecture's number in the tables."""
     return int(arch.removeprefix("gfx"))
 
 
 @dataclass(frozen=True)
 class AmdCost:
-    """What a compiled launch needs. `scratch`, bytes a lane, is where registers are spilled to; scalar registers are
-    spilled to lanes of vector registers first."""
+    """The resources of a compiled launch. Registers are spilled to `scratch`, in bytes a lane; scalar registers are
+    first spilled to lanes of vector registers."""
 
     vgprs: int  # with `agprs`
     agprs: int
@@ -42,7 +42,7 @@ class AmdCost:
     lds: int
     waves: int
     access_bytes: tuple[int, ...]  # widths of the global loads and stores, widest first
-    matrix: str  # "" where there is no dot, else the instruction found, or "missing"
+    matrix: str  # the instruction of dots, "missing", or "" without dots
     llir: str = field(repr=False)
     code: str = field(repr=False)
 
@@ -56,7 +56,7 @@ class AmdCost:
         return self.resident(gpu) * self.waves / (_SIMDS * _WAVES)
 
     def problems(self, gpu: Device) -> list[str]:
-        """What is wrong with the kernel on this GPU; empty if nothing is."""
+        """The kernel's problems on this GPU."""
         found = []
         if self.spilled or self.scratch:
             found.append(f"{self.spilled} vector registers are spilled, {self.scratch} bytes of scratch")
@@ -69,7 +69,7 @@ class AmdCost:
         return found
 
     def loops(self) -> list[Loop]:
-        return []  # AMD's instructions are not read
+        return []  # AMD's machine code is not analysed
 
     def assembly(self) -> str:
         return self.llir
@@ -87,16 +87,16 @@ class AmdCost:
 
 
 def without_foreign_options(launches: list[Launch]) -> list[Launch]:
-    """The distinct launches that are left without the options that AMD's backend does not have."""
+    """The distinct launches after removing the options that AMD's backend does not have."""
     kept = [replace(x, options=tuple((k, v) for k, v in x.options if k not in _FOR_NVIDIA)) for x in launches]
     return list(dict.fromkeys(kept))
 
 
 def compile_for(launch: Launch, arch: str, brief: bool = False) -> AmdCost:
-    """Compile for an architecture of `GPUS`, through Triton's own cache on disk.
+    """Compiles for an architecture of `GPUS`, with Triton's own cache on disk.
 
     Raises:
-        Exception: the compiler's own, where it cannot.
+        Exception: the compiler's error.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -104,7 +104,7 @@ def compile_for(launch: Launch, arch: str, brief: bool = False) -> AmdCost:
     from foundry_kernels._triton.launch import compiler_options
 
     (launch,) = without_foreign_options([launch])
-    # Tensors below 2 GB, which the backend addresses by 32 bits: it is told as at a launch.
+    # As at a launch, marks tensors below 2 GB, which the backend addresses with 32 bits.
     source = source_of(launch, {name: [["tt.pointer_range", 32]] for name in launch.small})
     compiled = triton.compile(
         source, target=GPUTarget("hip", arch, _LANES), options=compiler_options() | dict(launch.options)
@@ -131,7 +131,7 @@ def compile_for(launch: Launch, arch: str, brief: bool = False) -> AmdCost:
 
 
 def _number(code: str, name: str) -> int:
-    """Reads a number from the description of the kernel that follows its code."""
+    """Reads a number from the kernel's metadata after its code."""
     found = re.search(rf"^ .*\.{name}: +(\d+)$", code, re.M)
     assert found, name
     return int(found[1])

@@ -1,9 +1,8 @@
-"""Compiles the Triton kernels for GPUs that are not present, and reports what they cost.
+"""Compiles the Triton kernels for GPUs that are not present, and reports their cost.
 
-The launches of an operation are recorded by calling it on its benchmark shapes and parity cases with Triton's launch
-replaced: what the launchers choose (kernel, tile, warps, specialisation) is what gets compiled, so that a new operation
-is covered as soon as it is registered. CPU tensors are accepted in the whole process from then on, which is why only
-`python -m foundry_kernels inspect` records.
+To record the launches of an operation, this calls it on its benchmark shapes and parity cases with a replacement for
+Triton's launch. The launchers' choices (kernel, tile, warps, specialisation) are then compiled, so a new operation is
+covered as soon as it is registered. After a recording, the whole process accepts CPU tensors, so only commands record.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from foundry_kernels.core.registry import OPS, BackendUnavailable, OpSpec, overr
 from foundry_kernels.testing import Arg, Case
 from foundry_kernels.tools.inspect.sass import Loop, inner_loops, loaded_ahead
 
-#: What is compiled for: one capability of each kind of tiles.
+#: The targets: one capability for each class of tiles.
 GPUS = {arch: device_of(arch) for arch in (80, 89, 90, 100, 120)}
 DTYPES = (torch.bfloat16, torch.float32)
 #: float32 is multiplied exactly, without matrix instructions.
@@ -46,7 +45,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and everything that it is specialised on."""
+    """A kernel and its specialisation."""
 
     kernel: Any
     signature: tuple[tuple[str, str], ...]
@@ -54,7 +53,7 @@ class Launch:
     divisible: tuple[str, ...]
     options: tuple[tuple[str, int], ...]
     case: str = field(compare=False)
-    small: tuple[str, ...] = field(compare=False, default=())  # pointers to less than 2 GB
+    small: tuple[str, ...] = field(compare=False, default=())  # pointers to tensors below 2 GB
 
     @property
     def name(self) -> str:
@@ -66,25 +65,25 @@ class Launch:
 
     @property
     def settings(self) -> str:
-        """The constants that are numbers and flags, by which configurations are told apart."""
+        """The constants that are numbers and flags; they distinguish configs."""
         shown = [f"{k}={v}" for k, v in (*self.constants, *self.options) if isinstance(v, int) and k.isupper()]
         return " ".join([*shown, *(f"{k}={v}" for k, v in self.options)])
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a compiled launch needs. `stack` > 0 means that registers were spilled to memory."""
+    """The resources of a compiled launch. `stack` > 0 means that registers are spilled to memory."""
 
     registers: int
     stack: int
     shared: int
     warps: int
     access_bytes: tuple[int, ...]  # widths of the global loads and stores, widest first
-    matrix: str  # "" where there is no dot, else the instruction found, or "missing"
+    matrix: str  # the instruction of dots, "missing", or "" without dots
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
-    idle: int = 0  # of the warps, those that do no arithmetic: they copy for the others
-    loaded_ahead: int = 0  # bytes that a thread loads before it uses any; 0 if there are matmuls
+    idle: int = 0  # warps that only copy for the others
+    loaded_ahead: int = 0  # bytes that a thread loads before it uses any; 0 with matmuls
 
     def resident(self, gpu: Device) -> int:
         """Programs that fit on a multiprocessor at once."""
@@ -98,13 +97,13 @@ class Cost:
         return self.resident(gpu) * self.warps / gpu.warps
 
     def copied_ahead(self, gpu: Device) -> int:
-        """Bytes that asynchronous copies can have in flight to a multiprocessor's shared memory: of a loop whose loads
-        are pipelined nearly all the shared memory of its programs. 0 where there are no such copies."""
+        """Bytes that asynchronous copies can have in flight to a multiprocessor's shared memory. For a pipelined loop
+        this is nearly all the shared memory of its programs. 0 without such copies."""
         return self.shared * self.resident(gpu) if "cp.async" in self.ptx else 0
 
     def in_flight(self, gpu: Device) -> int:
-        """Bytes that a multiprocessor full of programs has under way from memory before they wait for any: by copies to
-        shared memory or by loads to registers, whichever is more."""
+        """Bytes that a fully occupied multiprocessor loads from memory before it waits: the larger of copies to shared
+        memory and loads to registers."""
         return max(self.copied_ahead(gpu), self.loaded_ahead * 32 * self.warps * self.resident(gpu))
 
     def describe(self, gpu: Device) -> str:
@@ -117,7 +116,7 @@ class Cost:
         )
 
     def loops(self) -> list[Loop]:
-        """The innermost loops, of those with a dot in 16 bits."""
+        """The innermost loops with a 16-bit dot."""
         return inner_loops(run_on_cubin([tool("nvdisasm"), "-c"], self.cubin)) if self.matrix else []
 
     def assembly(self) -> str:
@@ -127,7 +126,7 @@ class Cost:
         return run_on_cubin([tool("cuobjdump"), "--dump-sass"], self.cubin)
 
     def problems(self, gpu: Device) -> list[str]:
-        """What is wrong with the kernel on this GPU; empty if nothing is."""
+        """The kernel's problems on this GPU."""
         found = []
         if self.stack:
             found.append(f"{self.stack} bytes of stack: registers are spilled")
@@ -141,9 +140,9 @@ class Cost:
 
 
 def record(op: OpSpec, capability: int, everything: bool = True, timed_alone: bool = False) -> list[Launch]:
-    """The distinct launches, forward and backward, that the op's benchmark shapes and parity cases would make on a
-    device of this compute capability (80, 90, ...); without `everything`, those of the op's `compiled_cases`, if it
-    names any; where it names none, `timed_alone` leaves the parity cases out."""
+    """The distinct launches, forward and backward, of the op's benchmark shapes and parity cases on a device of this
+    compute capability (80, 90, ...). Without `everything`, only those of the op's `compiled_cases`, if it has any; if
+    it has none, `timed_alone` leaves out the parity cases."""
     _triton.load()
     if _triton.MISSING is not None:
         raise RuntimeError(_triton.MISSING)
@@ -165,7 +164,7 @@ def record(op: OpSpec, capability: int, everything: bool = True, timed_alone: bo
         if everything or not (timed_alone and timed):
             made = op.cases.CASES[op.name]
     with ExitStack() as undo:
-        for each in OPS.values():  # a function may hand on to another operation
+        for each in OPS.values():  # a function may call another operation
             if each.impl("triton") is not None:
                 undo.enter_context(override(each, "triton", devices=("cpu", "cuda")))
         undo.callback(setattr, JITFunction, "run", JITFunction.run)
@@ -191,7 +190,7 @@ def record(op: OpSpec, capability: int, everything: bool = True, timed_alone: bo
 
 
 def _unfilled(case: Case, dtype: torch.dtype) -> dict[str, Tensor | None]:
-    """Arguments in uninitialised memory: however large, no page of it is touched."""
+    """Arguments in uninitialised memory; large ones are never touched."""
     args: dict[str, Tensor | None] = {}
     for name, arg in case.args.items():
         if arg is None or arg.dtype is not None:  # tables and indices are small, and their values are checked
@@ -212,7 +211,7 @@ def _empty(arg: Arg, dtype: torch.dtype) -> Tensor:
 
 
 def _call(op: OpSpec, case: Case, args: dict[str, Tensor | None]) -> None:
-    """Forward, with and without what a backward pass needs, and backward, as far as the GPU has the memory for it."""
+    """Calls the op without gradients, then with gradients and backward. Skips what does not fit the GPU's memory."""
     try:
         with torch.no_grad():
             op.public(**args, **case.options, backend="triton")
@@ -226,7 +225,7 @@ def _call(op: OpSpec, case: Case, args: dict[str, Tensor | None]) -> None:
 
 
 def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: str) -> Launch:
-    """What Triton would specialise on: types, constants, and which arguments are multiples of 16."""
+    """Triton's specialisation: types, constants, and arguments that are multiples of 16."""
     given = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in kernel.arg_names}
     signature, constants, divisible, small = [], [], [], []
     for parameter in kernel.params:
@@ -235,11 +234,11 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: st
         if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and specialized):
             signature.append((name, "constexpr"))
             constants.append((name, value))
-        elif hasattr(value, "block_shape"):  # a descriptor of a tensor
+        elif hasattr(value, "block_shape"):  # a tensor descriptor
             signature.append((name, f"tensordesc<{_NAMES[value.base.dtype]}{value.block_shape},{value.layout!r}>"))
         elif isinstance(value, Tensor):
             signature.append((name, "*" + _NAMES[value.dtype]))
-            divisible.append(name)  # PyTorch's allocator aligns to far more
+            divisible.append(name)  # PyTorch's allocator aligns to more than 16 bytes
             if value.untyped_storage().size() < 2**31:
                 small.append(name)
         elif isinstance(value, int):
@@ -253,7 +252,7 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: st
 
 
 def source_of(launch: Launch, more: dict[str, list[list[Any]]] = {}) -> Any:  # noqa: B006
-    """What Triton compiles: the kernel with all that it is specialised on, and with `more` attributes by argument."""
+    """Triton's compiler input: the kernel, its specialisation, and `more` attributes by argument."""
     if launch.gluon:
         from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     else:
@@ -271,8 +270,8 @@ def source_of(launch: Launch, more: dict[str, list[list[Any]]] = {}) -> Any:  # 
 
 
 def compile_for(launch: Launch, arch: int, brief: bool = False) -> Cost:
-    """Compile for compute capability `arch` (80, 90, ...), through Triton's own cache on disk. `brief` leaves out what
-    is read from the machine code, which takes longer than the rest where the cache has the kernel."""
+    """Compiles for compute capability `arch` (80, 90, ...), with Triton's own cache on disk. `brief` does not analyse
+    the machine code, which takes longer than the rest if the kernel is cached."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -283,7 +282,7 @@ def compile_for(launch: Launch, arch: int, brief: bool = False) -> Cost:
     )
     cubin, ptx, matrix = compiled.asm["cubin"], compiled.asm["ptx"], ""
     if launch.gluon or re.search(DOT_IN_16_BITS, compiled.asm["ttir"]):
-        # A tile too small for the newest instruction, as wide heads need, takes the one that all devices have.
+        # Wide heads need tiles that are too small for the newest instruction; these use mma.sync.
         matrix = next((name for name in (GPUS[arch].matrix, "mma.sync") if name in ptx), "missing")
     registers, stack = _resources(cubin)
     return Cost(
@@ -291,7 +290,7 @@ def compile_for(launch: Launch, arch: int, brief: bool = False) -> Cost:
         stack=stack,
         shared=compiled.metadata.shared,
         warps=compiled.metadata.num_warps,
-        idle=compiled.metadata.num_warps - 8 if launch.gluon else 0,  # two groups of 4 multiply
+        idle=compiled.metadata.num_warps - 8 if launch.gluon else 0,  # two groups of 4 warps do the matmuls
         access_bytes=_access_bytes(ptx),
         matrix=matrix,
         ptx=ptx,
@@ -301,7 +300,7 @@ def compile_for(launch: Launch, arch: int, brief: bool = False) -> Cost:
 
 
 def tool(name: str) -> str:
-    """A binary tool that Triton's package brings along."""
+    """The path of a binary tool in Triton's package."""
     import triton
 
     return os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
@@ -323,7 +322,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def _access_bytes(ptx: str) -> tuple[int, ...]:
-    """Bytes that one thread moves by each kind of global access in the code."""
+    """Bytes for each thread of each kind of global access in the code."""
     widths = set()
     for vector, bits in re.findall(r"(?:ld|st)\.global(?:\.[a-z_:0-9]+?)*?(?:\.v(\d))?\.[bfu](\d+)", ptx):
         widths.add(int(vector or 1) * int(bits) // 8)

@@ -1,4 +1,4 @@
-"""`python -m foundry_kernels inspect OP`: what Triton kernels cost on a GPU that need not be here."""
+"""`python -m foundry_kernels inspect OP`: the cost of Triton kernels on a GPU that need not be present."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from foundry_kernels.tools.inspect.estimate import estimate
 
 
 def main(argv: list[str]) -> int:
-    """Compile an operation's Triton kernels ahead of time and print what each costs; 1 if one has a problem."""
+    """Compile an operation's Triton kernels ahead of time and print the cost of each. The exit status is 1 if one has a
+    problem."""
     parser = argparse.ArgumentParser(prog="python -m foundry_kernels inspect", description=main.__doc__)
     parser.add_argument("op", choices=[name for name, op in OPS.items() if op.impl("triton")])
     parser.add_argument(
@@ -27,19 +28,17 @@ def main(argv: list[str]) -> int:
         help="compute capabilities, 90 for 9.0; gfx942 and gfx950 for AMD GPUs",
     )
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
-    parser.add_argument("--case", default="", help="only launches first made by a case whose name contains this")
+    parser.add_argument("--case", default="", help="only launches whose first case has a name that contains this")
     shapes = parser.add_mutually_exclusive_group()
-    shapes.add_argument("--all", action="store_true", help="every shape, not only those that an operation names")
-    shapes.add_argument("--timed", action="store_true", help="only shapes that are named or timed by benchmarks")
-    parser.add_argument("--unlike", type=_arch, metavar="CC", help="without launches that are the same there")
-    parser.add_argument("--gpu", help="with the launches that were measured on this GPU, by the name that torch has")
-    parser.add_argument("--tuning", metavar="FILE", help="measured launches, in place of those in the cache folder")
-    parser.add_argument(
-        "--brief", action="store_true", help="no loops, nor bytes in flight by loads to registers: quicker"
-    )
-    parser.add_argument("--peers", action="store_true", help="attention: PyTorch's FlexAttention beside it")
-    parser.add_argument("--ptx", action="store_true", help="print the PTX (for AMD, what LLVM was given)")
-    parser.add_argument("--sass", action="store_true", help="print the machine code (for AMD in assembly)")
+    shapes.add_argument("--all", action="store_true", help="all shapes, not only the operation's selected ones")
+    shapes.add_argument("--timed", action="store_true", help="only shapes that are selected or benchmarked")
+    parser.add_argument("--unlike", type=_arch, metavar="CC", help="omit launches that are the same on CC")
+    parser.add_argument("--gpu", help="use the configs that were measured on this GPU (torch's name for it)")
+    parser.add_argument("--tuning", metavar="FILE", help="measured configs, instead of the cache folder's")
+    parser.add_argument("--brief", action="store_true", help="faster: omit loops, and bytes in flight to registers")
+    parser.add_argument("--peers", action="store_true", help="attention: compare with PyTorch's FlexAttention")
+    parser.add_argument("--ptx", action="store_true", help="print the PTX (for AMD, the LLVM IR)")
+    parser.add_argument("--sass", action="store_true", help="print the machine code (for AMD, the assembly)")
     options = parser.parse_args(argv)
     known = f"{', '.join(map(str, aot.GPUS))}; got {{}} (of AMD's GPUs {', '.join(amd.GPUS)})"
     for name, archs in (("arch", options.arch), ("unlike", [options.unlike] if options.unlike else [])):
@@ -47,7 +46,7 @@ def main(argv: list[str]) -> int:
             if arch not in aot.GPUS and arch not in amd.GPUS:
                 parser.error(f"--{name} must be one of {known.format(arch)}")
     if options.peers and (options.op != "flash_attention" or any(isinstance(arch, str) for arch in options.arch)):
-        parser.error("--peers: of flash_attention alone, on NVIDIA's GPUs")
+        parser.error("--peers: only flash_attention on NVIDIA's GPUs is supported")
     if _triton.MISSING or _triton.INTERPRET:
         parser.error(_triton.MISSING or "interpreted kernels cannot be compiled: unset TRITON_INTERPRET")
     try:
@@ -62,17 +61,17 @@ def _arch(text: str) -> int | str:
 
 
 def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
-    """Print what each launch costs on this architecture; how many have a problem."""
+    """Prints the cost of each launch on this architecture. Returns the number of launches with a problem."""
     compiler: Any
     gpu: Any
     if isinstance(arch, str):
-        capability, at_hand, target = amd.capability(arch), None, f"AMD {arch} (compiled, never run)"
+        capability, present, target = amd.capability(arch), None, f"AMD {arch} (compiled, never run)"
         compiler, gpu = amd.compile_for, amd.GPUS[arch]
     else:
-        capability, at_hand, target = arch, gpu_at_hand(arch), f"compute capability {arch / 10}"
+        capability, present, target = arch, current_gpu(arch), f"compute capability {arch / 10}"
         compiler, gpu = aot.compile_for, aot.GPUS[arch]
     op, shapes = OPS[options.op], (options.all, options.timed)
-    with tuning.pretend(options.gpu or at_hand), tuning.watched() as chosen:
+    with tuning.pretend(options.gpu or present), tuning.watched() as chosen:
         recorded = aot.record(op, capability, *shapes)
     if options.unlike is not None:
         same = amd.capability(options.unlike) if isinstance(options.unlike, str) else options.unlike
@@ -81,16 +80,16 @@ def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
     if isinstance(arch, str):
         recorded = amd.without_foreign_options(recorded)
     launches = [launch for launch in recorded if options.kernel in launch.name and options.case in launch.case]
-    version = ".".join(map(str, _triton.VERSION))  # some launch configs are for one alone
+    version = ".".join(map(str, _triton.VERSION))  # some configs depend on it
     print(f"{options.op}, {target}, Triton {version}: {len(launches)} launches")
-    beside = peers.Table()
-    bad = _show(launches, arch, compiler, gpu, options, beside)
+    table = peers.Table()
+    bad = _show(launches, arch, compiler, gpu, options, table)
     if options.peers:
         theirs, missing = peers.launches(capability, options.kernel, options.case)
         print(f"peers, of torch {torch.__version__}: {len(theirs)} launches")
-        _show(theirs, arch, compiler, gpu, options, beside)
-        print("\n".join([*(f"  missing: {why}" for why in missing), *(beside.lines() if arch == 90 else ())]))
-    print("configs that can be tuned, and where they come from:")
+        _show(theirs, arch, compiler, gpu, options, table)
+        print("\n".join([*(f"  missing: {why}" for why in missing), *(table.lines() if arch == 90 else ())]))
+    print("configs that can be tuned, and their origin:")
     for choice in chosen.values():
         if options.kernel in choice.kernel and len(choice.configs) > 1:
             print(f"  {choice.kernel}, {choice.key}: {choice.origin}")
@@ -98,16 +97,17 @@ def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
 
 
 def _show(
-    launches: list[Any], arch: int | str, compiler: Any, gpu: Any, options: argparse.Namespace, beside: Any
+    launches: list[Any], arch: int | str, compiler: Any, gpu: Any, options: argparse.Namespace, table: Any
 ) -> int:
-    """Print what each launch costs, and note its estimates in `beside`; how many have a problem."""
+    """Prints the cost of each launch, and adds its estimates to `table`. Returns the number of launches with a
+    problem."""
     bad = 0
     for launch in launches:
         try:
             cost = compiler(launch, arch, options.brief)
-        except Exception as error:  # some tiles are too much for a compiler
+        except Exception as error:  # compilers fail on some tiles
             bad += 1
-            print(f"{launch.name:<26} {launch.case:<34} is not compiled  [{launch.settings}]")
+            print(f"{launch.name:<26} {launch.case:<34} does not compile  [{launch.settings}]")
             print(f"  PROBLEM: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
             continue
         problems = cost.problems(gpu)
@@ -117,7 +117,7 @@ def _show(
             print(f"  PROBLEM: {problem}")
         loops = [] if options.brief else cost.loops()
         if arch == 90:
-            beside.add(launch, cost, loops)
+            table.add(launch, cost, loops)
         for loop in loops:
             print(f"  {loop}")
             if arch == 90 and (estimated := estimate(loop, cost.warps - cost.idle)):
@@ -129,8 +129,8 @@ def _show(
     return bad
 
 
-def gpu_at_hand(arch: int) -> str | None:
-    """The name of this machine's GPU, if it has this compute capability."""
+def current_gpu(arch: int) -> str | None:
+    """The name of the current GPU if it has this compute capability."""
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability()

@@ -1,8 +1,8 @@
-"""Peers' attention kernels, compiled ahead of time beside ours: FlexAttention's, from the PyTorch that is installed.
+"""Compiles FlexAttention's kernels from the installed PyTorch ahead of time, to compare them with this package's.
 
-PyTorch's compiler renders its templates for tensors on a GPU. Here the same templates are read where PyTorch has them
-and rendered for one causal call, with the few functions that they ask for and the tiles that PyTorch's table has for
-the GPU. They are compiled and never run.
+PyTorch's compiler renders its templates for tensors on a GPU. This module reads the same templates and renders them for
+one causal call, with the few functions that they need and with the tiles of PyTorch's table for the GPU. The kernels
+are compiled but never run.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from foundry_kernels.tools.inspect.aot import Cost, Launch
 from foundry_kernels.tools.inspect.estimate import estimate
 from foundry_kernels.tools.inspect.sass import Loop
 
-#: The call: sequences, heads, key-value heads and tokens of the shape for which ours are compiled; PyTorch's blocks of
-#: keys and queries that a mask tells apart.
+#: The call: sequences, heads, key-value heads and tokens, as for this package's kernels, and PyTorch's block size for
+#: masks.
 _B, _H, _HK, _T, _BLOCK = 2, 8, 2, 512, 128
 WIDTHS = (64, 128, 256)
 
-#: What the templates call "subgraphs", by the variable that they want: of no score_mod, and of a causal mask_mod.
+#: The templates' "subgraphs" by their result, for a causal mask_mod and no score_mod.
 _MODIFICATIONS: dict[str | None, Callable[[dict[str, str]], str]] = {
     "post_mod_scores": lambda x: f"post_mod_scores = ({x['score']})",
     "grad_scores": lambda x: f"grad_scores = ({x['grad_score_mod']})",
@@ -42,12 +42,12 @@ _MODIFICATIONS: dict[str | None, Callable[[dict[str, str]], str]] = {
 class _Template:
     name: str
     files: tuple[str, ...]
-    tiles: str  # the method of PyTorch's table
-    options: dict[str, str]  # a tile's fields by the names of the template
+    tiles: str  # the name of the method that returns PyTorch's tiles
+    options: dict[str, str]  # the template's names of a tile's fields
     more: dict[str, Any]
 
     def pointers(self, argnames: tuple[str, ...]) -> dict[str, str]:
-        """Types by argument: numbers of rows are float32, those of blocks int32."""
+        """Types by argument: tensors of rows are float32, those of blocks int32."""
         kinds = {"LSE": "*fp32", "MAX": "*fp32", "DELTA": "*fp32"}
         return {n: kinds.get(n, "*i32" if n.endswith(("_BLKS", "_IDX")) else "*bf16") for n in argnames}
 
@@ -71,15 +71,15 @@ _TEMPLATES = (
 
 
 def launches(arch: int, kernel: str = "", case: str = "") -> tuple[list[Launch], list[str]]:
-    """FlexAttention's kernels, forward and backward, in bfloat16, whose name and case contain these; and why those that
-    are missing are."""
+    """FlexAttention's bfloat16 kernels, forward and backward, whose name and case contain these; and the reasons for
+    missing ones."""
     found, missing = [], []
     for template, width in product(_TEMPLATES, WIDTHS):
         name = f"B={_B} H={_H} Hk={_HK} T={_T} D={width}-causal bfloat16"
         if kernel in template.name and case in name:
             try:
                 found.append(_launch(template, arch, width, name))
-            except Exception as error:  # another PyTorch may have another template, or none
+            except Exception as error:  # templates differ between releases of PyTorch
                 why = " ".join(str(error).split())[:200]
                 missing.append(f"{template.name} {name}: {type(error).__name__}: {why}")
     return found, missing
@@ -104,7 +104,7 @@ def _launch(template: _Template, arch: int, width: int, name: str) -> Launch:
 
 
 def _tile(template: _Template, arch: int, width: int) -> Any:
-    """What PyTorch's table has for the GPU: it asks PyTorch which GPU is there."""
+    """The tile of PyTorch's table, which asks PyTorch for the GPU."""
     heuristics = importlib.import_module("torch._inductor.template_heuristics.triton").CUDAConfigHeuristic()
     with mock.patch("torch.cuda.get_device_capability", return_value=divmod(arch, 10)):
         (tile,) = getattr(heuristics, template.tiles)(width, torch.bfloat16)
@@ -185,13 +185,13 @@ def _function(source: str, name: str) -> Any:
         return getattr(module, name)
 
 
-#: The number of matmuls per score in our kernels.
-_PRODUCTS = {"flash_attention_fwd_kernel": 2, "flash_attention_dq_kernel": 3, "flash_attention_dkdv_kernel": 4}
+#: The number of matmuls per score in this package's kernels.
+_MATMULS = {"flash_attention_fwd_kernel": 2, "flash_attention_dq_kernel": 3, "flash_attention_dkdv_kernel": 4}
 
 
 class Table:
-    """TFLOP/s by the estimate of causal attention in bfloat16, ours and peers': of each kind of loop the fastest, which
-    has no mask, of the launch where that is slowest."""
+    """Estimated TFLOP/s of causal attention in bfloat16, for this package and peers. For each kind of loop, takes a
+    launch's fastest loop, which has no mask, and the slowest of these over the launches."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int, int], float] = {}
@@ -205,22 +205,22 @@ class Table:
         for loop in loops if case else ():
             estimated = estimate(loop, cost.warps)
             if case and estimated:
-                products = _PRODUCTS.get(launch.name) or products_a_score(loop, int(case[1]))
-                best[products] = max(best.get(products, 0.0), estimated.tflops)
-        for products, tflops in best.items():
-            key = "theirs" if launch.name.startswith("flex_") else "ours", products, int(case[1]) if case else 0
+                matmuls = _MATMULS.get(launch.name) or matmuls_per_score(loop, int(case[1]))
+                best[matmuls] = max(best.get(matmuls, 0.0), estimated.tflops)
+        for matmuls, tflops in best.items():
+            key = "theirs" if launch.name.startswith("flex_") else "ours", matmuls, int(case[1]) if case else 0
             self._found[key] = min(tflops, self._found.get(key, tflops))
             if cost.stack:
                 self._spilled.add(key)
 
     def cell(self, whose: str, width: int, kinds: tuple[int, ...]) -> str:
-        """Returns the TFLOP/s of a forward pass, or of a backward pass, which has two kinds of loops with 4 and 3
-        matmuls per score, of which 5 count."""
-        keys = [(whose, products, width) for products in kinds]
+        """Returns the TFLOP/s of a forward or backward pass. A backward pass has two kinds of loops, with 4 and 3
+        matmuls per score; only 5 of them count as useful work."""
+        keys = [(whose, matmuls, width) for matmuls in kinds]
         if any(key not in self._found for key in keys):
             return "-"
         useful = 5 if len(kinds) == 2 else sum(kinds)
-        tflops = useful / sum(products / self._found[whose, products, width] for products in kinds)
+        tflops = useful / sum(matmuls / self._found[whose, matmuls, width] for matmuls in kinds)
         return f"{tflops:.0f}{'*' if self._spilled.intersection(keys) else ''}"
 
     def lines(self) -> list[str]:
@@ -234,9 +234,9 @@ class Table:
         return shown
 
 
-def products_a_score(loop: Loop, width: int) -> int:
-    """The number of matmuls, of `width` multiply-adds each, that a loop computes per score: forward 2, of dQ 3, of dK
-    and dV 4. A score is an exponential in one of the 128 threads of a warpgroup, where each is computed once; forward
-    each row has one more."""
+def matmuls_per_score(loop: Loop, width: int) -> int:
+    """The number of matmuls, with `width` multiply-adds each, that a loop computes per score: 2 in the forward pass, 3
+    for dQ, 4 for dK and dV. The number of scores is the number of exponentials in the 128 threads of a warpgroup. Each
+    score has one; in the forward pass each row has one more."""
     exponentials = loop.counts.get("exponential", 0)
     return round(loop.multiply_adds / (max(exponentials, 1) * 128 * width))

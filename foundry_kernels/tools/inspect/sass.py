@@ -1,5 +1,5 @@
-"""Machine code of compiled kernels: the inner loops of matmuls, what overlaps with them, and how much is loaded before
-any of it is used."""
+"""Analyses the machine code of compiled kernels: the inner loops of matmuls, what overlaps with them, and how much is
+loaded before the first use."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: Classes of instructions, by how their names begin; the first that fits.
+#: Classes of instructions by the beginning of their names. The first match counts.
 CLASSES = {
-    "product": r"[HQIB]G?MMA|UTC[HQIO]?MMA",
+    "matmul": r"[HQIB]G?MMA|UTC[HQIO]?MMA",
     "exponential": r"MUFU\.EX2",
     "special": r"MUFU",
     "float": r"FFMA|FMUL|FADD|FMNMX|F2F|HADD|HMUL|HFMA|I2F|F2I",
@@ -22,17 +22,20 @@ CLASSES = {
     "barrier": r"BAR|SYNCS|WARPGROUP|DEPBAR",
 }
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\S* \w+, 0x0")
-_PRODUCT = re.compile(r"HGMMA\.(\d+)x(\d+)x(\d+)\.\S+ R\d+, (gdesc|R)")
+_WGMMA = re.compile(r"HGMMA\.(\d+)x(\d+)x(\d+)\.\S+ R\d+, (gdesc|R)")
 _BRANCH = re.compile(r"(@\S+ )?BRA\S*(.*)`\((\.L_\w+)\)")
 
 
 @dataclass(frozen=True)
 class Loop:
-    """`counts` of instructions by class, "other" for the rest. Of asynchronous matmuls (HGMMA) `overlapped` have
-    exponentials between them and the wait for them, and `hidden` exponentials are issued while one is under way.
+    """A loop of machine code.
 
-    A branch within the loop passes over `skipped` instructions, as tiles without a mask do. Of the 16-bit matmuls of
-    one warpgroup: the multiply-adds, the cycles that an H100 takes for them, and for the overlapped ones among them.
+    counts: instructions by class, "other" for the rest.
+    overlapped: the asynchronous matmuls (HGMMA) with exponentials between them and the wait for them.
+    hidden: the exponentials that are issued while a matmul runs.
+    skipped: the instructions that a branch skips, for example in tiles without a mask.
+    multiply_adds, matmul_cycles: of the 16-bit matmuls of one warpgroup, on an H100.
+    overlapped_cycles: of the overlapped ones among them.
     """
 
     instructions: int
@@ -41,7 +44,7 @@ class Loop:
     hidden: int
     skipped: int = 0
     multiply_adds: int = 0
-    product_cycles: float = 0.0
+    matmul_cycles: float = 0.0
     overlapped_cycles: float = 0.0
 
     def __str__(self) -> str:
@@ -53,7 +56,7 @@ class Loop:
 
 
 def _parse(disassembly: str) -> tuple[list[str], dict[str, int]]:
-    """The instructions, and at which of them labels are."""
+    """The instructions, and the indices of labels among them."""
     code: list[str] = []
     labels: dict[str, int] = {}
     for line in disassembly.splitlines():
@@ -68,9 +71,9 @@ _BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 
 def loaded_ahead(disassembly: str) -> int:
-    """Returns, from what `nvdisasm -c` prints, the most bytes that a thread has asked of global memory and not used
-    yet, in the order of the code and with every branch's loads. What a loop prefetches for its next round does not
-    count, nor do copies to shared memory."""
+    """Returns the maximum number of bytes that a thread has requested from global memory and not yet used, in the order
+    of the code and including every branch. The input is the output of `nvdisasm -c`. A loop's prefetches for its next
+    iteration and copies to shared memory do not count."""
     most, waiting = 0, list[tuple[set[int], int]]()
     for text in _parse(disassembly)[0]:
         operation, _, operands = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
@@ -83,18 +86,18 @@ def loaded_ahead(disassembly: str) -> int:
         if kinds[0] == "LDG":
             waiting.append((values, size))
             most = max(most, sum(each for _, each in waiting))
-        elif text.startswith(("BRA", "EXIT", "RET")):  # what follows is not reached from here
+        elif text.startswith(("BRA", "EXIT", "RET")):  # the next instruction is not reached from here
             waiting = []
     return most
 
 
 def _registers(operands: str, each: int) -> set[int]:
-    """Those that operands of so many registers each name."""
+    """The registers in operands of `each` registers."""
     return {int(n) + i for n in re.findall(r"\bR(\d+)", operands) for i in range(each)}
 
 
 def inner_loops(disassembly: str) -> list[Loop]:
-    """Returns, from what `nvdisasm -c` prints, the innermost loops that multiply matrices, in the order of the code."""
+    """Returns the innermost loops with matmuls from the output of `nvdisasm -c`, in the order of the code."""
     code, labels = _parse(disassembly)
     spans = []
     for at, text in enumerate(code):
@@ -107,11 +110,11 @@ def inner_loops(disassembly: str) -> list[Loop]:
         body = [re.sub(r"^@!?U?P\w+\s+", "", text) for text in code[begin:end]]
         jumps = [(at - begin, labels[label] - begin) for at, label in _forward(code, labels, begin, end)]
         found.append(_loop(body, jumps))
-    return [loop for loop in found if loop.counts.get("product")]
+    return [loop for loop in found if loop.counts.get("matmul")]
 
 
 def _forward(code: list[str], labels: dict[str, int], begin: int, end: int) -> Iterator[tuple[int, str]]:
-    """The conditional branches from begin .. end - 1 to a later instruction there, and their labels."""
+    """Yields the conditional forward branches within begin .. end - 1, and their labels."""
     for at in range(begin, end):
         branch = _BRANCH.match(code[at])
         conditional = branch and (branch[1] or "P" in branch[2])
@@ -124,17 +127,17 @@ def _loop(body: list[str], jumps: list[tuple[int, int]]) -> Loop:
     counts = Counter(kinds)
     skipped: set[int] = set()
     for at, target in jumps:
-        if not {"product", "exponential"} & set(kinds[at + 1 : target]):
+        if not {"matmul", "exponential"} & set(kinds[at + 1 : target]):
             skipped.update(range(at + 1, target))
-    under_way = 0  # products since the last wait
-    waiting: list[float] = []  # the cycles of those of them that no exponential has followed yet
-    for _ in range(2):  # the first time round tells what is under way when the loop begins again
+    in_flight = 0  # matmuls since the last wait
+    waiting: list[float] = []  # the cycles of those that no exponential has followed yet
+    for _ in range(2):  # the first iteration finds the matmuls in flight at the start of the second
         overlapped, hidden, overlapped_cycles = 0, 0, 0.0
         for text, kind in zip(body, kinds, strict=True):
             if text.startswith("HGMMA"):
-                under_way += 1
-                waiting.append(_product(text)[1])
-            elif kind == "exponential" and under_way:
+                in_flight += 1
+                waiting.append(_matmul(text)[1])
+            elif kind == "exponential" and in_flight:
                 hidden, overlapped, overlapped_cycles = (
                     hidden + 1,
                     overlapped + len(waiting),
@@ -142,21 +145,21 @@ def _loop(body: list[str], jumps: list[tuple[int, int]]) -> Loop:
                 )
                 waiting = []
             elif _WAIT.match(text):
-                under_way, waiting = 0, []
-    products = [_product(text) for text in body if text.startswith(("HGMMA", "HMMA.16816"))]
+                in_flight, waiting = 0, []
+    matmuls = [_matmul(text) for text in body if text.startswith(("HGMMA", "HMMA.16816"))]
     return Loop(
         len(body), dict(counts.most_common()), overlapped, hidden, len(skipped),
-        sum(n for n, _ in products), sum(cycles for _, cycles in products), overlapped_cycles,
+        sum(n for n, _ in matmuls), sum(cycles for _, cycles in matmuls), overlapped_cycles,
     )  # fmt: skip
 
 
-def _product(text: str) -> tuple[int, float]:
-    """(multiply-adds, cycles on an H100) of one 16-bit matmul instruction. Four tensor cores do 2048 a cycle, if shared
-    memory brings both sides, or the right one alone, at 128 bytes a cycle: narrow products of two tiles there wait for
-    it. Those of a warp, HMMA, reach 63 % (Luo et al., 2024, arXiv:2402.13499)."""
+def _matmul(text: str) -> tuple[int, float]:
+    """(multiply-adds, cycles on an H100) of one 16-bit matmul instruction. Four tensor cores do 2048 multiply-adds a
+    cycle, unless shared memory is slower: it delivers both operands, or only the right one, at 128 bytes a cycle. HMMA,
+    a warp's matmul, reaches 63 % (Luo et al., 2024, arXiv:2402.13499)."""
     if text.startswith("HMMA.16816"):
         return 4 * 2048, 4 / 0.63
-    found = _PRODUCT.match(text)
+    found = _WGMMA.match(text)
     if found is None:
         raise ValueError(f"{text} is an unknown matmul instruction")
     m, n, k = map(int, found.groups()[:3])

@@ -1,9 +1,9 @@
 """`python -m foundry_kernels tune`: finds the fastest launch configs and backends on the current GPU.
 
-What to measure is found by calling the operations on their benchmark shapes: every launcher asks `tuning.choose` for
-its launch config, and says which others would be right. Each one's results are compared with the reference by the
-policy of `testing`, and the launches are timed in turns with those of the config in the code. The winners go into a
-file from which every process on this machine takes them (see `tuning`).
+It calls the operations on their benchmark shapes. Every launcher then passes its candidate configs to `tuning.choose`.
+The results of each candidate are compared with the reference by the policy of `testing`, and its launches are timed in
+turns with those of the built-in config. The winners are written to a file, which every process on this machine reads
+(see `tuning`).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from foundry_kernels.tools.check import device_is_lost, numel
 from foundry_kernels.tools.tune.measuring import GpuTimer, Timer, WallTimer, ratio
 
 COMMAND = "python -m foundry_kernels tune"
-#: A launch config or backend must be faster by this fraction, and by more than the code's own differs from itself.
+#: A launch config or backend must be faster by this fraction, and by more than the built-in one's own noise.
 WON_BY = 0.03
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 @dataclass
 class Job:
-    """One choice among launch configs, on the first case in which a launcher asked for it."""
+    """One choice among launch configs, with the first case in which a launcher requested it."""
 
     op: OpSpec
     case: Case
     dtype: torch.dtype
     backward: bool
     choice: Choice
-    dropped: dict[str, str] = field(default_factory=dict)  # configs and why they take no part
+    dropped: dict[str, str] = field(default_factory=dict)  # excluded configs, and why
     speedups: dict[str, float] = field(default_factory=dict)
     winner: LaunchConfig | None = None
 
@@ -56,7 +56,7 @@ Calls = tuple[Callable[[], object], Callable[[], object] | None]
 
 
 def calls(op: OpSpec, case: Case, dtype: torch.dtype, device: str, backend: str = "triton") -> Calls:
-    """A forward and a backward pass of a case; the latter is None where nothing takes a gradient."""
+    """A forward and a backward pass of a case; the latter is None if no argument has a gradient."""
     args = case.make(dtype, device)
     outputs = call(op, args, case.options, backend=backend)
     wanted = [t for t in args.values() if t is not None and t.requires_grad]
@@ -71,7 +71,7 @@ def calls(op: OpSpec, case: Case, dtype: torch.dtype, device: str, backend: str 
 
 
 def cases_of(op: OpSpec, device: str) -> tuple[Case, ...]:
-    """The benchmark shapes, those that are quickest to judge by first; in the interpreter a few small cases."""
+    """The benchmark shapes, the fastest to measure first; in the interpreter, a few small cases."""
     if device == "cpu":
         return tuple(sorted((c for c in op.cases.CASES[op.name] if c.interpreted and _is_plain(c)), key=numel)[:3])
     if op.bench is None:
@@ -81,7 +81,7 @@ def cases_of(op: OpSpec, device: str) -> tuple[Case, ...]:
 
 
 def _is_plain(case: Case) -> bool:
-    """Whether the case is like those of benchmarks: small here, contiguous, and of aligned rows."""
+    """Whether the case is small and, like benchmarks, contiguous with aligned rows."""
     return 16 <= numel(case) <= 20_000 and all(
         a is None or (a.layout == "contiguous" and (a.dtype is not None or a.shape[-1] % 16 == 0))
         for a in case.args.values()
@@ -89,7 +89,7 @@ def _is_plain(case: Case) -> bool:
 
 
 def find_jobs(ops: Iterable[OpSpec], dtypes: Iterable[torch.dtype], device: str) -> Iterator[Job]:
-    """Every choice that the cases lead to, once, with more than one launch config."""
+    """Yields every choice with several launch configs that the cases request, once."""
     known: set[tuple[str, str]] = set()
     for dtype in dtypes:
         for op in ops:
@@ -102,7 +102,7 @@ def find_jobs(ops: Iterable[OpSpec], dtypes: Iterable[torch.dtype], device: str)
 
 
 def _asked(op: OpSpec, case: Case, dtype: torch.dtype, device: str) -> list[Job]:
-    """What the launchers ask for in a forward and a backward pass."""
+    """The choices that launchers request in a forward and a backward pass."""
     with tuning.watched() as seen:
         _, backward = calls(op, case, dtype, device)
         forward = len(seen)
@@ -112,14 +112,14 @@ def _asked(op: OpSpec, case: Case, dtype: torch.dtype, device: str) -> list[Job]
 
 
 class Tuner:
-    """Judges and times jobs, one after the other, until the time is up."""
+    """Checks and times jobs, one after the other."""
 
     def __init__(self, device: str, timer: Timer) -> None:
         self.device, self.timer = device, timer
         self.kept: tuple[tuple[str, str, torch.dtype], Expected] | None = None
 
     def expected(self, job: Job) -> Expected:
-        """The reference's results for a smaller case if it leads to the same choice, or for the case itself."""
+        """The reference's results, for a smaller case if it has the same choice, otherwise for the case itself."""
         made = job.op.name, job.case.id, job.dtype
         if self.kept is None or self.kept[0] != made:
             bench, case = job.op.bench, job.case
@@ -127,12 +127,12 @@ class Tuner:
             if smaller is not case:
                 asked = {(j.choice.kernel, j.choice.key) for j in _asked(job.op, smaller, job.dtype, self.device)}
                 case = smaller if (job.choice.kernel, job.choice.key) in asked else case
-            self.kept = None  # before another is made
+            self.kept = None  # frees memory before the next one is computed
             self.kept = made, Expected.of(job.op, case, job.dtype, self.device)
         return self.kept[1]
 
     def run(self, job: Job) -> None:
-        """Find the job's winner, if there is one."""
+        """Finds the job's winner, if there is one."""
         kernel, key = job.choice.kernel, job.choice.key
         own = describe(job.choice.configs[0])
         forward, backward = calls(job.op, job.case, job.dtype, self.device)
@@ -148,7 +148,7 @@ class Tuner:
                     repeats[name] = self.timer.prepare(step, kernel)
                 except AssertionError as error:
                     job.dropped[name] = f"WRONG: {error}"
-                except Exception as error:  # what does not fit, or does not compile
+                except Exception as error:  # it does not fit, or does not compile
                     job.dropped[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         if own not in repeats:
             return
@@ -156,7 +156,7 @@ class Tuner:
         threshold = 1 + max(WON_BY, 2 * abs(ratio(times[own], times["again"]) - 1))
         job.speedups = {name: ratio(times[own], times[name]) for name in repeats}
         best = max(job.speedups, key=lambda name: job.speedups[name])
-        if job.speedups[best] > threshold:  # the best of several is partly luck: it must win again, alone
+        if job.speedups[best] > threshold:  # the best of several is partly luck, so it must win once more, alone
             times = self.timer.times({own: repeats[own], best: repeats[best]})
             job.speedups[best] = ratio(times[own], times[best])
             if job.speedups[best] > threshold:
@@ -164,8 +164,8 @@ class Tuner:
 
 
 def order_of_backends(op: OpSpec, dtype: torch.dtype, device: str, timer: Timer) -> tuple[list[str], dict[str, float]]:
-    """The backends, the fastest first, and how many times as fast as the default's first one they are: the geometric
-    mean over the shapes and both directions. The default order stands where none is better by more than `WON_BY`."""
+    """The backends, the fastest first, and their speedups over the default backend: the geometric mean over the shapes
+    and both directions. The default order stays unless one is better by more than `WON_BY`."""
     default = [b for b in AUTO_ORDER["cuda"] if op.why_not(b, device, dtype) is None]
     ratios: dict[str, list[float]] = {backend: [] for backend in default}
     bench = op.bench
@@ -177,7 +177,7 @@ def order_of_backends(op: OpSpec, dtype: torch.dtype, device: str, timer: Timer)
         for backend in default:
             try:
                 steps[backend] = calls(op, case, dtype, device, backend)
-            except torch.OutOfMemoryError:  # the reference, of long sequences
+            except torch.OutOfMemoryError:  # the reference, on long sequences
                 torch.cuda.empty_cache()
         for direction in (0, 1):
             repeats = {b: step for b, both in steps.items() if (step := both[direction]) is not None}
@@ -202,7 +202,7 @@ def why_not(device: str) -> str | None:
         return None
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # no driver, one that is too old for torch, a build without CUDA
+    except (RuntimeError, AssertionError) as error:  # no driver, a driver too old for torch, or a build without CUDA
         return f"torch finds no usable GPU: {error}"
     major, minor = torch.cuda.get_device_capability()
     name = torch.cuda.get_device_name()
@@ -215,7 +215,7 @@ def why_not(device: str) -> str | None:
     except Exception as error:
         return (
             f"Triton {tuning.triton_version()} cannot launch a kernel on {name}: {' '.join(str(error).split())}. "
-            "A driver that is older than this Triton's CUDA says so too: update it, or install an older Triton"
+            "This also happens if the driver is older than this Triton's CUDA: update it, or install an older Triton"
         )
     return None
 
@@ -226,24 +226,24 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", choices=[short_dtype(d) for d in DTYPES], help="only this one (default: all)")
     made.add_argument("--seconds", type=float, default=300.0, help="the time for everything together (default: 300)")
     made.add_argument(
-        "--file", type=Path, help=f"where to (default: {tuning_file.default_path()}, or ${tuning.VARIABLE})"
+        "--file", type=Path, help=f"the output file (default: {tuning_file.default_path()}, or ${tuning.VARIABLE})"
     )
     made.add_argument("--no-auto", action="store_true", help="do not compare the backends")
     made.add_argument(
-        "--write-table", action="store_true", help="into the table of the package too, for all GPUs of this name"
+        "--write-table", action="store_true", help="also write the package's table, for all GPUs of this name"
     )
     made.add_argument(
         "--arch",
         type=int,
         metavar="CC",
-        help="measure nothing: compile all configs for a GPU that is not here (90 for 9.0)",
+        help="measure nothing: compile all configs for a GPU that is not present (90 for 9.0)",
     )
     return made
 
 
 def main(argv: list[str], environment: list[str]) -> int:
-    """Measure which launches of the Triton kernels, and which backends, are the fastest on this GPU, and keep the
-    winners for every later process; 2 if nothing can be measured."""
+    """Measure which launch configs of the Triton kernels, and which backends, are the fastest on this GPU, and keep the
+    winners for later processes. The exit status is 2 if nothing can be measured."""
     options_of = parser()
     options = options_of.parse_args(argv)
     unknown = [name for name in options.op if name not in OPS]
@@ -251,14 +251,14 @@ def main(argv: list[str], environment: list[str]) -> int:
         options_of.error(f"op must be one of {', '.join(OPS)}; got {unknown[0]}")
     ops = [OPS[name] for name in dict.fromkeys(options.op or OPS) if OPS[name].impl("triton") is not None]
     if options.arch is not None:
-        from foundry_kernels.tools.tune.ahead import list_rows
+        from foundry_kernels.tools.tune.ahead import print_configs
 
-        return list_rows(ops, options.arch, options_of.error)
+        return print_configs(ops, options.arch, options_of.error)
     device = "cpu" if _triton.INTERPRET else "cuda"
     reason = why_not(device)
     if reason is not None:
         print(f"nothing to measure: {reason}")
-        print(f"`{COMMAND} --arch 90` says which launches fit such a GPU, without one.")
+        print(f"`{COMMAND} --arch 90` shows which configs fit such a GPU, without one.")
         return 2
     path = options.file or tuning.path_in_use() or tuning_file.default_path()
     paths = [path, tuning.PACKAGED] if options.write_table and device == "cuda" else [path]
@@ -270,7 +270,7 @@ def main(argv: list[str], environment: list[str]) -> int:
         return 2
     print("\n".join([*environment, ""]))
     if device == "cpu":
-        print("Triton's kernels are interpreted: these times say nothing about a GPU, and are kept for this alone.\n")
+        print("Triton's kernels are interpreted: these times do not apply to any GPU, only to the interpreter.\n")
     print(f"measuring for at most {options.seconds:.0f} s; winners go to {path}\n", flush=True)
     dtypes = [d for d in DTYPES if options.dtype in (None, short_dtype(d))]
     timer = GpuTimer() if device == "cuda" else WallTimer()
@@ -278,25 +278,25 @@ def main(argv: list[str], environment: list[str]) -> int:
     try:
         measure(found, ops, dtypes, device, timer, options.seconds, auto=not options.no_auto)
     except KeyboardInterrupt:
-        print("\ninterrupted; what was measured is kept")
+        print("\ninterrupted; the results so far are kept")
     for each in paths:
         try:
             tuning_file.write(each, found.entry, found.asked)
         except TuningFileError as error:
-            print(f"{error}. What was measured:\n{vars(found.entry)}")
+            print(f"{error}. The results are:\n{vars(found.entry)}")
             return 2
     tuning.forget()
     won = sum(map(len, found.entry.rows.values()))
     print(f"\n{len(found.asked)} launches measured, {won} of them faster with another config.")
     print(f"Written to {' and '.join(map(str, paths))}")
     if found.left:
-        print(f"The time was up: {found.left} were left. Name operations, or give more --seconds.")
+        print(f"The time was up before {found.left} were measured. Name operations, or give more --seconds.")
     return 0
 
 
 @dataclass
 class Measured:
-    """What was measured, the choices that were judged, and how many were left when the time was up."""
+    """The measurements, the measured choices, and the number of choices not reached in time."""
 
     entry: Entry
     asked: set[tuple[str, str]] = field(default_factory=set)
@@ -320,20 +320,20 @@ def measure(
     *,
     auto: bool,
 ) -> None:
-    """Adds to `found` until the time is up, a fifth of which is for the backends."""
+    """Adds measurements to `found` until the time is up. A fifth of the time is for the backends."""
     end = time.monotonic() + seconds
-    end_of_rows = end - 0.2 * seconds if auto else end
+    end_of_launches = end - 0.2 * seconds if auto else end
     tuner, entry = Tuner(device, timer), found.entry
     for job in find_jobs(ops, dtypes, device):
-        if found.asked and time.monotonic() > end_of_rows:
+        if found.asked and time.monotonic() > end_of_launches:
             found.left += 1
             continue
         try:
             tuner.run(job)
-        except Exception as error:  # the reference needs more memory than there is
+        except Exception as error:  # the reference needs too much memory
             print(f"{job.choice.kernel}  {job.what}: not measured ({type(error).__name__}: {error})")
         if device_is_lost(device):
-            print(f"the GPU cannot be used any more by this process; {COMMAND} with the other operations goes on")
+            print(f"this process can no longer use the GPU; run {COMMAND} for the other operations")
             return
         if not job.speedups:
             show(job)

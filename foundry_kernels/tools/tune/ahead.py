@@ -1,5 +1,5 @@
-"""`python -m foundry_kernels tune --arch 90`: the launch configs that `tune` would measure, compiled for a GPU not at
-hand."""
+"""`python -m foundry_kernels tune --arch 90`: compiles the launch configs that `tune` would measure, for a GPU that is
+not present."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from foundry_kernels.core.registry import OpSpec
 from foundry_kernels.tools.inspect import aot
 
 
-def list_rows(ops: Iterable[OpSpec], arch: int, refuse: Callable[[str], NoReturn]) -> int:
-    """Print what each launch config costs, or why it does not fit, unranked. 1 if a config of the code does not."""
+def print_configs(ops: Iterable[OpSpec], arch: int, refuse: Callable[[str], NoReturn]) -> int:
+    """Prints the cost of each launch config, or why it does not fit. Returns 1 if a built-in config does not fit."""
     if arch not in aot.GPUS:
         refuse(f"--arch must be one of {', '.join(map(str, aot.GPUS))}; got {arch}")
     if _triton.MISSING or _triton.INTERPRET:
@@ -30,12 +30,12 @@ def list_rows(ops: Iterable[OpSpec], arch: int, refuse: Callable[[str], NoReturn
                 continue
             known.add((choice.kernel, choice.key))
             print(f"{choice.kernel}, {choice.key}")
-            for i, (row, launches) in enumerate(of_rows(op, choice, arch)):
+            for i, (config, launches) in enumerate(launches_by_config(op, choice, arch)):
                 problems, cost = compiled(launches, arch)
                 fit, dropped = fit + (not problems), dropped + bool(problems)
                 bad += bool(problems) and i == 0
                 verdict = f"dropped: {'; '.join(problems)}" if problems else cost
-                print(f"  {'built in' if i == 0 else '        '}  {describe(row)}: {verdict}", flush=True)
+                print(f"  {'built in' if i == 0 else '        '}  {describe(config)}: {verdict}", flush=True)
     print(f"\ncompute capability {arch / 10}: {fit} configs fit, {dropped} do not; only a GPU can rank them")
     return 1 if bad else 0
 
@@ -44,31 +44,34 @@ def _launches(op: OpSpec, arch: int) -> list[aot.Launch]:
     return aot.record(op, arch, everything=False, timed_alone=True)
 
 
-def of_rows(op: OpSpec, choice: Choice, arch: int) -> Iterator[tuple[LaunchConfig, list[aot.Launch]]]:
-    """Each config with its launches: those that are made when it is forced and not when another is, the first one or,
-    of the first, the second."""
+def launches_by_config(op: OpSpec, choice: Choice, arch: int) -> Iterator[tuple[LaunchConfig, list[aot.Launch]]]:
+    """Yields each config with the launches that only happen if this config is forced. They are compared with those of
+    the first config, and the first config's with those of the second."""
 
-    def launches(row: LaunchConfig) -> list[aot.Launch]:
-        with tuning.forced(choice.kernel, choice.key, row):
+    def launches(config: LaunchConfig) -> list[aot.Launch]:
+        with tuning.forced(choice.kernel, choice.key, config):
             return _launches(op, arch)
 
     first = launches(choice.configs[0])
-    for i, row in enumerate(choice.configs):
-        here, there = (launches(row), first) if i else (first, launches(choice.configs[1]))
-        yield row, [launch for launch in here if tuning.asked_as(launch.name) == choice.kernel and launch not in there]
+    for i, config in enumerate(choice.configs):
+        here, there = (launches(config), first) if i else (first, launches(choice.configs[1]))
+        yield (
+            config,
+            [launch for launch in here if tuning.asked_as(launch.name) == choice.kernel and launch not in there],
+        )
 
 
 def compiled(launches: list[aot.Launch], arch: int) -> tuple[list[str], str]:
-    """What is wrong with launches on such a GPU, and what they cost."""
+    """The problems of launches on such a GPU, and their cost."""
     problems: dict[str, None] = {}
     shown: dict[str, None] = {}
     gpu = aot.GPUS[arch]
     for launch in launches:
         try:
             cost = aot.compile_for(launch, arch)
-        except Exception as error:  # some tiles are too much for the compiler
+        except Exception as error:  # the compiler fails on some tiles
             problems[f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"] = None
             continue
         problems.update(dict.fromkeys(cost.problems(gpu)))
         shown[f"{cost.registers} registers, {cost.shared} B shared, {cost.occupancy(gpu):.0%} occupancy"] = None
-    return list(problems), " | ".join(shown) or "as another config"
+    return list(problems), " | ".join(shown) or "the same as another config"

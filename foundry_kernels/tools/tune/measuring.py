@@ -1,4 +1,4 @@
-"""How `tune` times: in turns, each time with cold caches, and by the median of the ratios of a turn."""
+"""The timing of `tune`: in turns, with cold caches, by the median of the turns' ratios."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Repeat = Callable[[], object]
 
 class Timer(Protocol):
     def prepare(self, step: Repeat, kernel: str) -> Repeat:
-        """What is timed of `step`, which launches `kernel`: at least that launch, with the launch config that is forced
-        now."""
+        """Returns the function to time for `step`, which launches `kernel`. It makes at least that launch, with the
+        config that is forced now."""
 
     def times(self, repeats: Mapping[str, Repeat]) -> dict[str, list[float]]:
-        """Times of each, as many as there were turns."""
+        """The times of each function, one for each turn."""
 
 
 def ratio(own: Sequence[float], other: Sequence[float]) -> float:
-    """How many times as fast the other is: the median over the turns, which a disturbance of a few does not change."""
+    """The speedup of `other` over `own`: the median over the turns, so that a few disturbed turns do not matter."""
     return statistics.median(a / b for a, b in zip(own, other, strict=True))
 
 
@@ -49,8 +49,8 @@ class WallTimer:
 
 
 class GpuTimer:
-    """Measures by events on the GPU. Before each call the cache is overwritten, and the GPU kept busy for as long as
-    the host may take to make the launches, so that their time is the GPU's alone."""
+    """Measures with CUDA events. Before each call, it overwrites the cache and keeps the GPU busy until the host has
+    made the launches, so that host time is not measured."""
 
     def __init__(self, turns: int = 40) -> None:
         self.turns = turns
@@ -58,7 +58,7 @@ class GpuTimer:
         self.buffer = torch.empty(max(4 * cache, 256 << 20), dtype=torch.uint8, device="cuda")
 
     def prepare(self, step: Repeat, kernel: str) -> Repeat:
-        """The launches of the kernel alone, without what else the step does; not one that spills registers."""
+        """Times only the launches of the kernel, not the rest of the step. Raises an error if it spills registers."""
         repeat = recorded(step, kernel)
         spilled = max(getattr(compiled, "n_spills", 0) or 0 for compiled in repeat())
         if spilled:
@@ -83,9 +83,9 @@ class GpuTimer:
 
 
 def recorded(step: Repeat, kernel: str) -> Callable[[], list[Any]]:
-    """Calls the step, and returns what repeats its launches of `kernel`, or of what stands for it: with the same
-    numbers, on the same tensors. So the time is that of the kernel alone, and which row is forced when it is repeated
-    makes no difference. A repeat returns what Triton compiled.
+    """Calls the step, and returns a function that repeats its launches of `kernel` (or of the kernel that replaces it)
+    with the same arguments. So only the kernel is timed, and a config that is forced later has no effect. The function
+    returns the compiled kernels.
 
     Raises:
         RuntimeError: the step launched no such kernel.

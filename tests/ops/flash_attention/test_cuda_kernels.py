@@ -264,4 +264,4 @@ def test_the_loops_keep_their_budgets(part: str, chip: str) -> None:
     for name, most in budgets.items():
         clean = nvcc.clean_loop(loops[name])
         assert "local" not in clean.counts
-        assert clean.instructions / clean.counts["product"] <= most, (name, str(clean))
+        assert clean.instructions / clean.counts["matmul"] <= most, (name, str(clean))

@@ -1,9 +1,9 @@
-"""What the tests of `distributed` run in two processes or four, over gloo. One start of them runs all scenarios, in one
-process group.
+"""Runs the scenarios of the `distributed` tests in two or four processes over gloo. The processes start once and run
+all scenarios in one process group.
 
-A scenario is called in each process with its rank, a folder of its own and `GROUPS` ports, if it has that attribute,
-for process groups of its own that find each other there as they do under torchrun. Where one fails, in whichever
-process, all processes end, and others run the scenarios behind it.
+Each process calls a scenario with its rank, a separate folder and, if it has the attribute `GROUPS`, as many ports.
+With these, the scenario can create its own process groups, as under torchrun. If a scenario fails in any process, all
+processes end, and new ones run the remaining scenarios.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZE = 2
-#: By the clock, which is all that gloo looks at: longer than any machine is busy. `limits.Watch` ends processes that
-#: wait for each other.
+#: gloo's timeout in wall-clock time, long enough for a busy machine. `limits.Watch` ends processes that wait for each
+#: other.
 SECONDS = 3600
-#: Seconds in which no process runs or is ready to.
+#: Seconds in which no process is running or runnable.
 IDLE = 60.0
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -38,10 +38,11 @@ Scenarios = Mapping[str, Callable[..., Any]]
 
 
 def run(scenarios: Scenarios, folder: Path, size: int = SIZE, processor: float = 600.0) -> dict[str, list[Any]]:
-    """What each scenario returned in each process, or the traceback where it failed.
+    """The result of each scenario in each process, or the traceback of a failure.
 
-    If they finish no scenario in so many seconds of processor time, or all wait for each other, they are killed.
-    Another worker of the test run that comes with the same folder waits for the first one and takes its results.
+    If the processes finish no scenario in `processor` seconds of processor time, or if all wait for each other, they
+    are killed. If another worker of the test run calls this with the same folder, it waits for the first one and uses
+    its results.
     """
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
@@ -66,7 +67,7 @@ def _run_all(scenarios: Scenarios, folder: Path, size: int, processor: float) ->
             if failed:
                 attempts[name] += 1
             if not any(name in of for of in results) and attempts[name] == 1:
-                break  # before it began, as where the group could not be made: once more
+                break  # before the first scenario, for example without a process group: try again
             found[name] = said
             if failed:
                 break
@@ -74,12 +75,12 @@ def _run_all(scenarios: Scenarios, folder: Path, size: int, processor: float) ->
 
 
 def _run(scenarios: Scenarios, folder: Path, size: int, processor: float) -> str:
-    """How the processes ended."""
+    """Returns how the processes ended."""
     context = multiprocessing.get_context("spawn")
 
-    # As under torchrun the stores through which a group's processes find each other live here, on ports that the system
-    # chose. Ports that are chosen and freed are taken by others before their use, gloo's own connections among them.
-    # No more than are asked for: a store asks for its client's name, which takes seconds where no one answers.
+    # As under torchrun, this process has the stores through which a group's processes find each other. The system
+    # chooses their ports. (If ports were chosen and freed first, other connections, including gloo's, could take them.)
+    # Only the requested stores are created: a store looks up its client's name, which takes seconds without an answer.
     def store() -> dist.TCPStore:
         return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -119,14 +120,14 @@ def _work(rank: int, size: int, scenarios: Scenarios, folder: Path, ports: Mappi
         torch.save(results, folder / f"{rank}.pt.new")
         os.replace(folder / f"{rank}.pt.new", folder / f"{rank}.pt")
         if isinstance(results[name], str):
-            os._exit(1)  # at once, so that others who wait for this one are told
+            os._exit(1)  # at once, so that processes that wait for this one notice
         if ports[name]:
             end()
     end()
 
 
 def start(rank: int, size: int, store: Path) -> None:
-    """Sets up a process as torchrun leaves it, but for its port, and a process group that meets in the file `store`."""
+    """Sets up a process as torchrun does, except for the port, and a process group over the file `store`."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     timeout = datetime.timedelta(seconds=SECONDS)
     dist.init_process_group("gloo", timeout=timeout, store=dist.FileStore(str(store), size), rank=rank, world_size=size)
@@ -138,7 +139,7 @@ def end() -> None:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives, by name."""
+    """Counts the collectives by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class Collectives(TorchDispatchMode):
         from torch.distributed.tensor import DTensor
 
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it comes again, as what DTensor makes of it
+            return NotImplemented  # DTensor calls this again with its own operators
         name = func.name().split("::")[1].removesuffix("_base_")
         if func.namespace in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
             self.counts[name] += 1
@@ -156,7 +157,7 @@ class Collectives(TorchDispatchMode):
 
 
 def full(x: Tensor) -> Tensor:
-    """The whole of a tensor, wherever its parts are."""
+    """The full tensor of a sharded one."""
     from torch.distributed.tensor import DTensor
 
     x = x.detach()

@@ -1,4 +1,4 @@
-"""Context parallelism: ring attention by itself, and models whose sequences are divided."""
+"""Context parallelism: ring attention alone, and models with sharded sequences."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from foundry_kernels.testing.policy import make_cotangents
 from processes import Collectives, full
 from processes.training import batches, make_model, train
 
-LENGTH = 8  # tokens of the model's sequences, which four processes can divide
-LR = 0.02  # with more, steps of so few tokens multiply the rounding of the one before
+LENGTH = 8  # tokens of the model's sequences; a multiple of four processes
+LR = 0.02  # larger ones would amplify the rounding of the previous step with so few tokens
 
 _SWAPPED: dict[str, Any] = {"layout": "swapped", "return_lse": True}
-#: Every option, alone where it alone decides which pieces there are.
+#: Every option; alone, if it determines the pieces of the ring.
 CASES: tuple[Case, ...] = (
     dense_case(2, (4, 2), (64, 64), 16, "full", **_SWAPPED),
     dense_case(2, (4, 2), (64, 64), 16, "causal", causal=True, head_dim_v=8, **_SWAPPED),
@@ -63,7 +63,7 @@ Found = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 
 
 def ring(rank: int, folder: Path, ports: list[int]) -> dict[str, Found]:
-    """Results and gradients of all cases, whole: each process has its part of the inputs and of the cotangents."""
+    """The full results and gradients of all cases. Each process has its part of the inputs and cotangents."""
     mesh = _mesh()
     found = {key(*kernel): _ring(*kernel, mesh) for kernel in KERNELS}
     return found if rank == 0 else {}
@@ -103,7 +103,7 @@ def _ring(case: Case, backend: str, dtype: torch.dtype, mesh: Any) -> Found:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the bytes that are sent by tags, and the most that tensors took at once besides those there before."""
+    """Counts the bytes sent by tag, and the maximum bytes of new tensors at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ SHAPE = {"B": 2, "H": 8, "Hk": 2, "T": 512, "D": 16, "Dv": 8}
 
 
 def traffic(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """What one call sends and holds, and what autograd keeps of it."""
+    """The bytes that one call sends and allocates, and the bytes that autograd saves."""
     from foundry_kernels.distributed import ring_attention
 
     mesh, n = _mesh(), dist.get_world_size()
@@ -153,7 +153,7 @@ def traffic(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
 
 
 def dropout(rank: int, folder: Path, ports: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Output and gradients of the ring with dropout beside those of the whole matrix with the same weights dropped."""
+    """Output and gradients of the ring with dropout, and of the full matrix with the same dropped weights."""
     from foundry_kernels.distributed import gather_sequence, ring_attention, sequence_positions, shard_sequence
     from foundry_kernels.distributed.pieces import plan
     from foundry_kernels.distributed.zigzag import Place
@@ -197,7 +197,7 @@ def loss_of_whole(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def _targets(batch: Tensor) -> Tensor:
-    """Those of the first two tokens are ignored, so that processes have different numbers of them."""
+    """The targets of the first two tokens are ignored, so that processes have different numbers of targets."""
     targets = batch[:, 1 : LENGTH + 1].clone()
     targets[:, :2] = -100
     return targets
@@ -214,7 +214,7 @@ def loss_of_parts(mesh: Any) -> Callable[[nn.Module, Tensor], Tensor]:
 
 
 class Train:
-    """Train the model with its sequences divided, its gradients by DDP or FSDP2 over the same processes."""
+    """Trains the model with sharded sequences, and with DDP or FSDP2 over the same processes."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -225,7 +225,7 @@ class Train:
         mesh = _mesh()
         model: Any = context_parallel(make_model(), mesh)  # type: ignore[arg-type]
         if self.kind == "ddp":
-            for layer in model.layers:  # each ring goes round once more in the backward pass
+            for layer in model.layers:  # each ring runs again in the backward pass
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
             model = nn.parallel.DistributedDataParallel(model)
         elif self.kind == "compiled":
@@ -267,7 +267,7 @@ def with_tensor_parallelism(rank: int, folder: Path, ports: list[int]) -> dict[s
     return train(model, loss_of=loss_of_parts(mesh["cp"]), lr=LR)
 
 
-#: Choices that depend on where tokens lie, and packed documents.
+#: Choices that depend on the positions of tokens, and packed documents.
 CHOICES: dict[str, dict[str, Any]] = {
     "learned": {"positions": "learned", "norm": "layer_norm", "activation": "gelu", "tie_embeddings": True},
     "alibi": {"positions": "alibi", "sliding_window": 5},
@@ -280,7 +280,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def choices(rank: int, folder: Path, ports: list[int]) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Logits, loss and gradients of one step, divided and whole."""
+    """Logits, loss and gradients of one step, sharded and in one process."""
     from foundry_kernels.distributed import context_parallel, gather_sequence, shard_sequence
     from foundry_kernels.models import ModelConfig, Transformer
 
@@ -309,7 +309,7 @@ def choices(rank: int, folder: Path, ports: list[int]) -> dict[str, tuple[dict[s
 
 
 def collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, int]:
-    """Of one step of the model without the exchange of gradients."""
+    """The collectives of one step of the model without the exchange of gradients."""
     from foundry_kernels.distributed import context_parallel
 
     mesh = _mesh()
@@ -320,7 +320,7 @@ def collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, int]:
 
 
 def dying(rank: int, folder: Path, ports: list[int]) -> list[str]:
-    """What is said in a process whose neighbour has died."""
+    """The error in a process whose neighbour has died."""
     from foundry_kernels.distributed import ring_attention
 
     mesh = _mesh()

@@ -15,7 +15,8 @@ OPTIONS += ["--device", "cpu", "--steps", "6", "--sample-tokens", "0", "--backen
 
 
 class Resume:
-    """The example in `first[1]` processes sharded as `first[0]`, stopped half-way, and in `second[1]` to the end."""
+    """Runs the example in `first[1]` processes, sharded by `first[0]`, stops half-way, and continues in `second[1]`
+    processes."""
 
     GROUPS = 2
 
@@ -55,7 +56,7 @@ class Resume:
 
 
 def refusals(rank: int, folder: Path, ports: list[int]) -> list[str]:
-    """What the example says of a model and of a batch that two processes cannot divide."""
+    """The example's errors for a model and a batch that two processes cannot shard."""
     from examples.training.parallel import Parallel, ParallelError
     from foundry_kernels.models import ModelConfig
 

@@ -1,4 +1,4 @@
-"""Expert parallelism: mixtures by themselves, and models trained so."""
+"""Expert parallelism: mixtures of experts alone, and the training of models."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from processes import full
 from processes.training import make_model, train
 
-#: Mixtures of four experts, and how many of 14 tokens each process has, over and over.
+#: Mixtures of four experts, and how many of 14 tokens each process has, repeated cyclically.
 MIXTURES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "even": ({}, (7,)),
     "uneven": ({"bias": True, "router_bias": True, "shared_width": 8, "shared_gate": True}, (5, 9)),
     "no tokens": ({"weight_inputs": True, "scoring": "sigmoid"}, (0, 14)),
     "no rows": ({"router_bias": True, "selection_bias": True}, (7,)),  # the first two experts get all
 }
-#: Of the model that so many processes train. The balance of four is that of two by two.
+#: Fields of the model by the number of processes. With four processes, the balance is over two by two.
 FIELDS: dict[int, dict[str, Any]] = {
     2: {"n_experts": 4, "load_balancing_coef": 0.1, "router_z_coef": 0.01},
     4: {"n_experts": 4, "load_balancing_coef": 0.0, "router_z_coef": 0.01},
@@ -28,7 +28,8 @@ FIELDS: dict[int, dict[str, Any]] = {
 
 
 def mixtures(rank: int, folder: Path, ports: list[int]) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Results, statistics and gradients of a process's own tokens, and those of them in one process that has all."""
+    """Results, statistics and gradients for a process's own tokens, and for the same tokens in a process with all
+    tokens."""
     import foundry_kernels as fk
     from foundry_kernels.distributed import expert_parallel
 
@@ -55,9 +56,9 @@ def _step(moe: nn.Module, x: Tensor, dy: Tensor, size: int, even: bool, own: sli
 
     x = x.clone().requires_grad_()
     y, stats = moe(x, return_stats=True)
-    # Those of processes are means of means: the mean over all tokens where each process has as many.
+    # The processes' losses are means of means: the mean over all tokens if each process has as many.
     losses = {"balance": load_balancing_loss(stats), "z": router_z_loss(stats)} if even else {}
-    # Data parallelism: the loss is the mean of the processes', of which each has n times its part of the gradient.
+    # Data parallelism: the loss is the mean over n processes, so each has n times its part of the gradient.
     ((y * dy).sum() * size + sum(losses.values())).backward()
     grads = {}
     for name, parameter in moe.named_parameters():
@@ -69,8 +70,8 @@ def _step(moe: nn.Module, x: Tensor, dy: Tensor, size: int, even: bool, own: sli
 
 
 def trained(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """A model whose experts are sharded over two processes, and FSDP2: of the experts over the other dimension of the
-    mesh, where there are four, and of all else over both."""
+    """A model whose experts are sharded over two processes, with FSDP2. With four processes, FSDP2 shards experts over
+    the other dimension of the mesh, and everything else over both."""
     from torch.distributed.fsdp import fully_shard
 
     from foundry_kernels.distributed import expert_parallel

@@ -15,8 +15,8 @@ from processes import SIZE, Collectives, full
 
 
 def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
-    """Up to three cases for each letter that the rule shards, and where they are interpreted the smallest ones, two in
-    all or one for each letter: the case, the axis of each tensor that has it, a name."""
+    """Up to three cases for each letter that the rule shards; in the interpreter only the smallest ones, two in total
+    or one for each letter. Each is the case, the axis of each tensor with the letter, and a name."""
     from foundry_kernels.distributed.sharding import letters
     from foundry_kernels.tools.check import numel
 
@@ -28,9 +28,9 @@ def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
         args = {name: t for name, t in case.make(torch.float32, "meta").items() if t is not None}
         several = row.op.package.endswith("norm") and "weight" in args and args["weight"].dim() > 1
         if several or "normalized_shape" in case.options:
-            continue  # operators get several dimensions as one
-        rest = {n: x for n, x in case.options.items() if n != "attn_mask"}  # one by tiles is no tensor
-        dims, over = rule(args | rest)  # some divide only what is not reduced
+            continue  # operators see several dimensions as one
+        rest = {n: x for n, x in case.options.items() if n != "attn_mask"}  # a mask by tiles is not a tensor
+        dims, over = rule(args | rest)  # some only shard dimensions that are not reduced
         of = {name: letters(dims, name, t.dim()) for name, t in args.items()}
         divisible = over + "0123456789" * ("..." in over)
         for letter in sorted({x for found in of.values() for x in found if x in divisible}):
@@ -45,8 +45,8 @@ def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
 
 
 def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """Every operation with a kernel, on inputs sharded along each dimension that its rule shards: what differs from
-    one process, which collectives there were, and how many divisions were tried."""
+    """Runs every operation with a kernel on inputs sharded along each dimension of its rule. Returns differences to one
+    process, the collectives, and the number of tested shardings."""
     from table import rows
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -57,7 +57,7 @@ def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     found: dict[str, Any] = {"tried": Counter(), "collectives": {}, "wrong": []}
     sharding = {rule.__module__.rpartition(".")[0]: rule for rule in operators().values()}
     for row in rows():
-        if row.op.package not in sharding:  # its operators take no DTensors
+        if row.op.package not in sharding:  # its operators do not support DTensors
             continue
         for case, axes, id in divisions(row, sharding[row.op.package]):
             args = case.make(torch.float32, "cpu")
@@ -71,7 +71,7 @@ def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
             }
             expected = call(row.op, args, case.options, backend=row.backend)
             with Collectives() as collectives:
-                with torch.no_grad():  # first, so that a rule that forgot what was asked for answers wrongly below
+                with torch.no_grad():  # first, so that a rule that ignores the requested results fails below
                     call(row.op, sharded, case.options, backend=row.backend)
                 given = call(row.op, sharded, case.options, backend=row.backend)
                 outputs = [o for o in given if o.requires_grad]
@@ -94,7 +94,7 @@ def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
 
 
 def _gradients(outputs: Any, inputs: list[Any], cotangents: Any) -> tuple[Tensor | None, ...]:
-    """Those of the inputs, of which an operation on pages has none."""
+    """The gradients of the inputs; an operation on pages has none."""
     return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True) if inputs else ()
 
 
@@ -105,7 +105,7 @@ def _near(a: Tensor, e: Tensor) -> bool:
 
 
 def mixtures(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """Inputs of which some are DTensors and some are not, and inputs split where no row may be."""
+    """Mixtures of DTensors and plain tensors, and inputs sharded along a dimension that must stay whole."""
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
     from torch.nn.functional import rms_norm as torch_rms_norm
 
@@ -136,7 +136,7 @@ def mixtures(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
         summed = function(halves, distribute_tensor(weight, mesh, [Shard(0)]))
         result[name, "values"] = [full(split), full(summed)]
     vector = distribute_tensor(weight, mesh, [Replicate()])
-    # The same tensors in another place: the second call must not be answered with what the first one has.
+    # The same tensors with another placement: the second call must not use the first call's cached result.
     y = fk.add_rms_norm(vector, vector, None, backend="native")[0]
     z = fk.rms_norm(vector, vector, backend="native")
     result["vector"] = [full(y), full(z)]
@@ -144,7 +144,7 @@ def mixtures(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
 
 
 def attention(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """Attention with dropout, masks and a bias whose sequences or heads are sharded: the collectives, the results and
+    """Attention with dropout, masks and a bias, with sharded sequences or heads: the collectives, the results and
     gradients, and those of one process."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -191,7 +191,7 @@ def dist_partial(x: Tensor, mesh: Any, partial: Any) -> Tensor:
 
 
 def compiled(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """torch.compile meets a DTensor before anything else of this package has."""
+    """torch.compile sees a DTensor before any other code of this package does."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     import foundry_kernels as fk
@@ -208,8 +208,8 @@ def compiled(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
 
 
 def losses(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """Means and sums of a loss whose tokens are sharded, forward and backward: the collectives, the results, and those
-    of one process."""
+    """Means and sums of a loss with sharded tokens, forward and backward: the collectives, the results, and those of
+    one process."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     import foundry_kernels as fk
@@ -244,7 +244,7 @@ def losses(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     return found
 
 
-#: Calls over a sharded vocabulary: everything that a loss may have, each way to reduce it, and log-probabilities.
+#: Calls with a sharded vocabulary: every option of a loss, each reduction, and log-probabilities.
 VOCABULARY: dict[str, dict[str, Any]] = {
     "mean": {},
     "sum": {"reduction": "sum", "chunk_size": 5},
@@ -262,9 +262,8 @@ VOCABULARY: dict[str, dict[str, Any]] = {
 
 
 def vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """A loss whose classes are sharded, and its tokens whole or sharded too: the collectives of the forward and of the
-    backward pass, the results, and those of the reference in one process in float64. 11 classes and 1, which cannot be
-    halved."""
+    """A loss with sharded classes, and with whole or sharded tokens: the collectives of the forward and the backward
+    pass, the results, and those of the reference in one process in float64. 11 classes and 1 class cannot be halved."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     import foundry_kernels as fk
@@ -300,7 +299,7 @@ def vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     ):
         hidden, weight = torch.randn(2, 6, 8, generator=generator), torch.randn(n_classes, 8, generator=generator)
         hidden[0, 0], target = 3.0 * weight[-1], torch.randint(n_classes, (2, 6), generator=generator)
-        target[0, :2] = torch.tensor([n_classes - 1, -100])  # one token is certain of its class
+        target[0, :2] = torch.tensor([n_classes - 1, -100])  # one token with a certain class
         leaves = {"hidden": hidden.to(dtype), "weight": weight.to(dtype)}
         if name == "all":
             leaves["bias"] = torch.randn(n_classes, generator=generator).to(dtype)
@@ -325,7 +324,7 @@ def vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
 
 
 def compiled_vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """Losses whose classes are sharded, in one graph, and as they are without the compiler."""
+    """Losses with sharded classes, in one graph and without the compiler."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     import foundry_kernels as fk
@@ -357,7 +356,8 @@ def compiled_vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, 
 
 
 def norm_collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """A norm under sequence parallelism: forward, backward, and what reading the weight's gradient costs."""
+    """The collectives of a norm under sequence parallelism: forward, backward, and for reading the weight's
+    gradient."""
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -370,7 +370,7 @@ def norm_collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, Any
         norm = parallelize_module(RMSNorm(16, backend=backend), mesh, SequenceParallelNorm())
         x, r = (distribute_tensor(torch.randn(2, 6, 16), mesh, [Shard(1)]).requires_grad_() for _ in range(2))
         with Collectives() as during:
-            norm(x, r)[0].sum().backward()  # the stream that comes with it has no gradient
+            norm(x, r)[0].sum().backward()  # the returned stream has no gradient
         with Collectives() as after:
             norm.weight.grad.full_tensor()
         placed = (

@@ -1,4 +1,4 @@
-"""What came out of the processes, compared with one."""
+"""Compares the results of the processes with those of one process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def outcome(results: dict[str, list[Any]], name: str) -> list[Any]:
 
 
 def near(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal but for the order of float32 sums."""
+    """Checks equality up to the order of float32 sums."""
     assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max(), name
 
 
 def same_training(result: dict[str, Any], alone: dict[str, Any]) -> None:
-    """Losses, every gradient of every step, and the weights in the end."""
+    """Compares losses, every gradient of every step, and the final weights."""
     for step in range(STEPS):
         near(f"loss of step {step}", result["losses"][step], alone["losses"][step])
         assert result["grads"][step].keys() == alone["grads"][step].keys()

@@ -1,4 +1,4 @@
-"""A Llama of transformers, patched and sharded by torch's own means."""
+"""A patched Llama of transformers, sharded by torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_llama() -> Any:
 
 
 def loss_of_llama(model: nn.Module, batch: Tensor) -> Tensor:
-    tokens = batch + 3  # those below are special ones
+    tokens = batch + 3  # lower ones are special tokens
     return model(tokens, labels=tokens, use_cache=False).loss
 
 
@@ -29,8 +29,8 @@ def _every_second(batch: Tensor) -> Tensor:
 
 
 def vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """One step of a patched Llama whose head is sharded so that its loss can be computed without a call, beside one
-    that is not sharded at all: logits, losses, gradients of the head and of the embedding, collectives."""
+    """One step of a patched Llama whose head is sharded so that its loss is computed without calling it, and of one
+    without sharding: logits, losses, gradients of the head and of the embedding, collectives."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import PrepareModuleOutput, parallelize_module
 
@@ -63,9 +63,9 @@ def vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
 
 
 def own_plan(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """One step of patched models that transformers shards by their own `tp_plan`, before the patch and after it, or
-    whose heads are sharded by styles, and of one process: whether there are logits, collectives, the loss and every
-    gradient."""
+    """One step of patched models that transformers shards by their own `tp_plan`, before or after the patch, or whose
+    heads are sharded by parallel styles, and of one process: whether there are logits, the collectives, the loss and
+    every gradient."""
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -89,7 +89,7 @@ def own_plan(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
                     fk.patch(model)
                 elif sharded and what == "styles":
                     _heads_parallel(model, mesh)
-                elif sharded:  # as `from_pretrained` does, which needs accelerate
+                elif sharded:  # like `from_pretrained`, which needs accelerate
                     plan = model._resolve_parallel_plans(DistributedConfig(tp_size=SIZE))[0]
                     apply_tensor_parallelism(model, mesh, plan)
             with Collectives() as collectives:
@@ -103,7 +103,7 @@ def own_plan(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
 
 
 def _heads_parallel(model: Any, mesh: Any) -> None:
-    """Heads sharded, with norms of queries and keys."""
+    """Shards heads, with norms of queries and keys."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     from foundry_kernels.distributed import HeadParallelNorm
@@ -114,7 +114,8 @@ def _heads_parallel(model: Any, mesh: Any) -> None:
 
 
 class Sharded:
-    """Train a patched model as `kind` divides it, then take the patch back: the numbers, and what became of both."""
+    """Trains a patched model sharded by `kind`, then undoes the patch. Returns the numbers, and the results of patch
+    and undo."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -152,7 +153,7 @@ def _ddp(model: Any, mesh: Any) -> nn.Module:
 
 
 def _tensor_parallel(model: Any, mesh: Any) -> nn.Module:
-    """Heads, feed-forward width and vocabulary sharded; the residual stream and its norms along the sequence."""
+    """Shards heads, feed-forward width and vocabulary, and the residual stream and its norms along the sequence."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

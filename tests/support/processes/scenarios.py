@@ -1,4 +1,4 @@
-"""All that two processes do, by name, and what four do beside."""
+"""All scenarios of two processes by name, and additional ones of four."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model, trained whole and sharded."""
+"""Trains the model whole and sharded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from processes import SIZE, Collectives, end, full
 
-STEPS, BATCH, LENGTH = 4, 4, 13  # a length that two processes cannot halve
+STEPS, BATCH, LENGTH = 4, 4, 13  # an odd length, which two processes cannot halve
 
 
 def make_model(**fields: Any) -> nn.Module:
@@ -45,7 +45,7 @@ def train(
     loss_of: Callable[[nn.Module, Tensor], Tensor] = loss_of_ours,
     lr: float = 0.1,
 ) -> dict[str, Any]:
-    """Losses, gradients and last weights of a few steps; the gradients by parameter, step for step."""
+    """Losses, gradients and final weights of a few steps. The gradients are by step and parameter."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     losses: list[Tensor] = []
     grads: list[dict[str, Tensor]] = []
@@ -70,7 +70,7 @@ def train(
 
 
 class Train:
-    """Train the model sharded as `examples/training/parallel.py` shards it."""
+    """Trains the model with the sharding of `examples/training/parallel.py`."""
 
     GROUPS = 1
 
@@ -90,8 +90,8 @@ class Train:
 
 
 def norms_of_heads(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """Norms of queries and keys under tensor parallelism of two, FSDP2 over the other processes, if any, and the
-    gradients of two parts of a batch accumulated."""
+    """Norms of queries and keys under tensor parallelism over two processes, with FSDP2 over the others, and with
+    accumulated gradients of two parts of a batch."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -107,7 +107,7 @@ def norms_of_heads(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
 
 
 def loss_parallel(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """Tensor parallelism in which no process ever has all logits."""
+    """Tensor parallelism in which no process has all logits."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
@@ -126,7 +126,8 @@ def _of_logits(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def step_collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, dict[str, int]]:
-    """One step of the model under tensor parallelism, without the optimizer: with logits and without."""
+    """The collectives of one step of the model under tensor parallelism, without the optimizer: with logits and
+    without."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     from foundry_kernels.distributed import tensor_parallel_plan
@@ -142,7 +143,7 @@ def step_collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, dic
     return found
 
 
-#: Choices that the plan divides, in as few models as show each beside others.
+#: Choices that the plan shards, combined in few models.
 SHARDED: dict[str, dict[str, Any]] = {
     "gpt2": {"positions": "learned", "norm": "layer_norm", "activation": "gelu_tanh", "attention_bias": True}
     | {"mlp_bias": True, "output_bias": True},
@@ -155,7 +156,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 
 
 def choices(rank: int, folder: Path, ports: list[int]) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Loss and gradients of one step of models with other choices, under tensor parallelism and whole."""
+    """Loss and gradients of one step of models with other choices, under tensor parallelism and in one process."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     from foundry_kernels.distributed import tensor_parallel_plan
@@ -171,7 +172,7 @@ def choices(rank: int, folder: Path, ports: list[int]) -> dict[str, tuple[dict[s
     for name, fields in SHARDED.items():
         whole = make_model(**fields)
         with torch.no_grad():
-            for parameter in whole.parameters():  # biases of 0 would hide where they are added
+            for parameter in whole.parameters():  # biases of 0 would hide errors
                 parameter.add_(0.1 * torch.randn(parameter.shape))
         model = copy.deepcopy(whole)
         model = parallelize_module(model, mesh, tensor_parallel_plan(model, mesh))

@@ -1,9 +1,9 @@
 """Cross-entropy in Triton.
 
-Forward: a program takes a row, or several of a small vocabulary, and walks over blocks of the classes with a running
-maximum and the sum of the exponentials below it, the target's own left out: that is what makes the loss of a confident
-token exact (see the mathematics in `cross_entropy/__init__`). A reduced loss is summed over the rows by one more
-program, always in the same order. Backward: element by element, with a row's few numbers read by each of its blocks.
+Forward: a program takes a row, or several rows of a small vocabulary. It visits blocks of classes with a running
+maximum and the sum of the exponentials relative to it. The sum excludes the target, so that the loss of a confident
+token is exact (see the mathematics in `cross_entropy/__init__`). For a reduced loss, one more program sums over the
+rows, always in the same order. Backward: element by element; each block reads its rows' results.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from foundry_kernels.ops.cross_entropy.triton.kernels import (
     cross_entropy_reduce_kernel,
 )
 
-_FORWARD, _BACKWARD, _SHARED = 4096, 2048, 512  # elements of a program's tile, 16 a thread; and where rows share it
+_FORWARD, _BACKWARD, _SHARED = 4096, 2048, 512  # elements of a tile, 16 a thread; of a tile with several rows
 
 
 def _tile(n_cols: int, elements: int, threads: int = 16) -> dict[str, int]:
-    """Tile of a program of so many elements, `threads` for each thread: rows of a small vocabulary share one. The
-    number of rows does not matter, so that a row is summed in the same order in any batch."""
+    """A program's tile of `elements`, with `threads` of them for each thread. Rows of a small vocabulary share a tile.
+    It does not depend on the number of rows, so that a row is summed in the same order in any batch."""
     cols = min(elements, triton.next_power_of_2(n_cols))
     rows = min(max(_SHARED // cols, 1), 32)
     tile = {"BLOCK_ROWS": rows, "BLOCK_COLS": cols, "num_warps": max(1, rows * cols // (32 * threads))}
-    if tile["num_warps"] == 1:  # else ptxas spills a few registers for an occupancy that is not needed
+    if tile["num_warps"] == 1:  # otherwise ptxas spills a few registers for an occupancy that is not needed
         tile["maxnreg"] = 168
     return tile
 

@@ -1,7 +1,6 @@
-"""The kernels; see the launchers beside.
+"""The kernels of cross-entropy.
 
-Names: `n1, n2, *s` are what `row_offset` needs to find a row; b_ is a block of values, o_ offsets, and a target's logit
-is `picked`.
+Names: `row_offset` finds a row by `n1, n2, *s`; b_ is a block of values, o_ offsets; `picked` is the target's logit.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import triton.language as tl
 
 from foundry_kernels._triton.functions import round_to, row_offset, tanh
 
-#: Numbers of no use to the compiler: it would make a kernel for each kind of them.
+#: The compiler does not specialise on these: it would compile more kernels without making them faster.
 _PLAIN = ("n_rows", "n1", "n2", "ignore_index")
 
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) of x >= 0 to a few units in the last place: of small x as twice the inverse hyperbolic tangent of
-    x / (2 + x), whose series needs 8 terms."""
+    """log(1 + x) for x >= 0, to a few units in the last place. For small x it is 2 artanh(x / (2 + x)), whose series
+    needs 8 terms."""
     z = x / (2.0 + x)
     s = z * z
     series = 1.0 + s * (1.0 / 3 + s * (1.0 / 5 + s * (1.0 / 7 + s * (1.0 / 9 + s * (1.0 / 11 + s * (1.0 / 13))))))
@@ -27,7 +26,7 @@ def log1p(x):
 
 @triton.jit
 def expm1(x):
-    """e^x - 1 of x <= 0, by Taylor's series where the subtraction would lose digits."""
+    """e^x - 1 for x <= 0, by Taylor's series where the subtraction would lose digits."""
     small = tl.maximum(x, -0.5)
     p = 1.0 + small * (1.0 / 14)
     for i in tl.static_range(12):
@@ -45,14 +44,14 @@ def capped(b_x, softcap, CAP: tl.constexpr):
 
 @triton.jit
 def cap_slope(b_y, softcap):
-    """Derivative of the soft cap, by its value."""
+    """Derivative of the soft cap, from the capped value."""
     b_t = b_y / softcap
     return 1.0 - b_t * b_t
 
 
 @triton.jit
 def row_weight(weight_ptr, b_target, known, COMPUTE: tl.constexpr):
-    """Weight of the targets' classes; 0 for those that are no class."""
+    """The weights of the targets' classes; 0 for targets that are not a class."""
     if weight_ptr is None:
         return known.to(COMPUTE)
     else:
@@ -73,15 +72,15 @@ def store_rows(
     loss_ptr, lse_ptr, lse_low_ptr, z_ptr, n_cols, label_smoothing, share, z_loss,
     SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Stores what is wanted of rows of which everything is known: the largest of all logits, the sum of the
-    exponentials below it of all but the target's, and with label smoothing the weighted sum of their distances to
-    `b_center`. Returns lse and what its rounding took."""
+    """Stores the requested results of rows, and returns lse and its rounding error. Inputs are the largest logit; the
+    sum of the exponentials relative to it, without the target's; and with label smoothing the weighted sum of the
+    logits' distances to `b_center`."""
     b_top = b_max == b_picked
     b_log = tl.where(b_top, log1p(b_sum), tl.log(b_sum + tl.where(b_top, 1.0, tl.exp(b_picked - b_max))))
     b_whole = b_max + b_log
     b_part = b_whole - b_max
     b_low = (b_max - (b_whole - b_part)) + (b_log - b_part)
-    b_lse = tl.where((b_max == float("inf")) & (b_picked == b_picked), b_max, b_whole)  # there the sum is NaN
+    b_lse = tl.where((b_max == float("inf")) & (b_picked == b_picked), b_max, b_whole)  # for which the sum is NaN
     b_w = row_weight(weight_ptr, b_target, known, COMPUTE)
     b_z = z_loss * b_w * b_lse * b_lse
     b_loss = b_w * (1.0 - label_smoothing) * ((b_max - b_picked) + b_log) + b_z
@@ -90,7 +89,7 @@ def store_rows(
         b_total = load_weight_sum(weight_sum_ptr, n_cols, COMPUTE)
         b_loss += share * (b_total * ((b_max - b_center) + b_log) - b_offset)
 
-    # NaN for a target that is no class: a GPU cannot raise an error without waiting for it.
+    # NaN for a target that is not a class: raising an error would need to synchronize with the GPU.
     b_else = tl.where(counts, float("nan"), 0.0)
     tl.store(loss_ptr + rows, tl.where(known, b_loss, b_else), mask=live)
     if lse_ptr is not None:
@@ -104,7 +103,7 @@ def store_rows(
 
 @triton.jit
 def finite(x):
-    """x, and 0 in place of NaN and infinity."""
+    """x, with 0 in place of NaN and infinity."""
     return tl.where((x == x) & (tl.abs(x) != float("inf")), x, 0.0)
 
 
@@ -113,8 +112,8 @@ def add_classes(
     b_max, b_sum, b_offset, b_y, b_center, mask, others, cols, weight_ptr, n_cols,
     SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Takes a tile of logits b_y [BLOCK_ROWS, BLOCK_COLS] into the largest of all, the sum of the exponentials below it
-    of `others` than the target's, and with label smoothing the weighted sum of their distances to `b_center`."""
+    """Adds a tile of logits b_y [BLOCK_ROWS, BLOCK_COLS] to the running values of `store_rows`. `others` are the
+    classes except the target."""
     b_y = tl.where(mask, b_y, -float("inf"))
     b_new = tl.maximum(b_max, tl.max(b_y, 1))
     b_shift = tl.where(b_new == -float("inf"), 0.0, b_new)
@@ -135,8 +134,8 @@ def cross_entropy_fwd_kernel(
     RANK: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Loss, lse and what its rounding took, and z-loss of each row; what is not wanted is None. `share` is what each
-    class gets of the label smoothing."""
+    """Computes the loss, lse, its rounding error and z-loss of each row; pointers to results that are not requested are
+    None. `share` is each class's share of the label smoothing."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     live = rows < n_rows
     b_target = tl.load(target_ptr + rows, mask=live, other=0).to(tl.int64)
@@ -167,7 +166,7 @@ def cross_entropy_fwd_kernel(
 
 @triton.jit
 def _mean(x, total):
-    """x / total; where nothing counts 0, unless x is NaN."""
+    """x / total; 0 if total is 0, unless x is NaN."""
     return tl.where((total == 0.0) & (x == x), 0.0, x / tl.where(total == 0.0, 1.0, total))
 
 
@@ -176,7 +175,7 @@ def cross_entropy_reduce_kernel(
     losses_ptr, zs_ptr, target_ptr, weight_ptr, loss_ptr, z_ptr, total_ptr, n_rows, n_cols, ignore_index,
     MEAN: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the rows, for a mean divided by the sum of the weights, unless that is 0. One program."""
+    """Sums over the rows and, for a mean, divides by the sum of the weights unless it is 0. There is one program."""
     b_losses, b_zs, b_weights = tl.zeros([BLOCK], COMPUTE), tl.zeros([BLOCK], COMPUTE), tl.zeros([BLOCK], COMPUTE)
     for start in range(0, n_rows, BLOCK):
         rows = start + tl.arange(0, BLOCK)
@@ -204,8 +203,7 @@ def row_gradients(
     b_lse, b_low, b_picked, known, b_target, weight_ptr, weight_sum_ptr, n_cols, label_smoothing, share, z_loss,
     SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Returns for each row what the probability of a class is multiplied by in its gradient, and the target's
-    gradient."""
+    """Returns for each row the factor of a class's probability in its gradient, and the target's gradient."""
     b_w = row_weight(weight_ptr, b_target, known, COMPUTE)
     b_nll = (b_lse - b_picked) + b_low
     b_p = tl.exp(-b_nll)
@@ -225,8 +223,8 @@ def class_gradients(
     b_y, cols, b_target, b_lse, b_low, b_factor, b_at, b_dloss, read, unknown, weight_ptr, n_cols, share, softcap,
     CAP: tl.constexpr, SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of logits, of which b_y are the capped ones, from what `row_gradients` gives: of rows that
-    are `read`, NaN of those whose target is `unknown`, and 0 of others."""
+    """The gradient of a tile of logits, from the capped logits b_y and the results of `row_gradients`. It is NaN in
+    rows whose target is `unknown`, and 0 in rows that are not `read`."""
     b_v = b_factor[:, None] * tl.exp((b_y - b_lse[:, None]) - b_low[:, None])
     if SMOOTH:
         if weight_ptr is None:

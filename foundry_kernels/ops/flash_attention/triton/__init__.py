@@ -1,4 +1,4 @@
-"""Attention in Triton: the operators and their gradient. `launch` has what is launched for which call."""
+"""Attention in Triton: the operators and their gradient. `launch` launches the kernels."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def _returned(lse: Tensor, q: Tensor) -> Tensor:
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Returns a tuple of what is wanted. The sinks and the mask are arguments of their own, since autograd does not
-    look for tensors inside of `options`."""
+    """Returns a tuple of the requested results. The sinks and the mask are separate arguments, since autograd does not
+    look for tensors in `options`."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, attn_mask: Tensor | None,
         options: AttentionOptions,
     ) -> Any:  # fmt: skip
-        ctx.set_materialize_grads(False)  # zeros would cost a pass, and are no DTensor where the outputs are
+        ctx.set_materialize_grads(False)  # zeros would cost a pass, and are no DTensors where the outputs are
         if sinks is not None or attn_mask is not None:
             options = options._replace(sinks=sinks, attn_mask=attn_mask)
         save_lse = True
@@ -77,7 +77,7 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *dstats: None) -> Any:
-        """Returns the gradients. Where lse is no result a statistic is the second, and its gradient, None, is
+        """Returns the gradients. If lse is not returned, a statistic is the second result, and its gradient, None, is
         `dlse`."""
         refuse_second_derivative("flash_attention")
         if dout is None and dlse is None:

@@ -1,10 +1,10 @@
 """The backward kernels. Probabilities are recomputed from the scores and lse; no two programs write to one element.
 
-`preprocess`: what the others read of each row. `dkdv`: a program owns a tile of keys of one key-value head and visits
-the queries of all heads of its group, so the gradients of shared heads are summed in registers. Where that makes too
-few programs, each visits some heads of its group alone, and `sum_splits` adds what they leave. `dq`, in `backward_dq`:
-a program owns a tile of queries. One kernel with five matmuls, which adds to dq in memory, was slower on an H100 than
-these seven matmuls.
+`preprocess` computes what the other kernels read for each row. In `dkdv`, a program owns a tile of keys of one
+key-value head and visits the queries of all heads of its group, so the gradients of shared heads are summed in
+registers. If this makes too few programs, each visits only some heads of its group, and `sum_splits` adds their
+results. In `dq` (module `backward_dq`), a program owns a tile of queries. On an H100, one kernel with five matmuls,
+which adds to dq in memory, was slower than these kernels with seven.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ def flash_attention_preprocess_kernel(
     HAS_DLSE: tl.constexpr, NEED_DSINKS: tl.constexpr, LSE_LOW: tl.constexpr, COMPUTE: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Writes for each row delta = dout . out - dlse, 0 where it sees no key, and lse in units of log2(e), +inf where it
-    sees no key, so that all its probabilities are 0; and these rows' part of the gradient of the sinks, into dsinks
-    [tiles of all sequences, H]. Packed sequences are one sequence here: rows do not depend on each other.
+    """Writes for each row delta = dout . out - dlse and lse in units of log2(e). For rows that see no key, delta is 0
+    and lse is +inf, so that all their probabilities are 0. Also writes these rows' part of the gradient of the sinks
+    into dsinks [tiles of all sequences, H]. Packed sequences are one sequence here, because rows do not depend on each
+    other.
 
-    LSE_LOW: for float32 lse comes in float64 and is handed on in two parts. In one, a score of 200 would have a
-    probability that is off by 1e-5, and not the one of the forward pass.
+    LSE_LOW: for float32 inputs, lse is float64 and is passed on as two float32 parts. With one part, the probability of
+    a score of 200 would differ by 1e-5 from the forward pass.
     """
     pid = tl.program_id(0)
     head = (pid % n_heads).to(tl.int64)
@@ -88,8 +89,8 @@ def flash_attention_preprocess_kernel(
 
 @triton.jit
 def _hide(b_z, i0, k_pos, scoring, mask, bits, j0, n_keys, sizes):
-    """The transposed scores [N, M] of the queries from i0 on, -inf where they do not see the key at k_pos [N, 1]. Of
-    three variants of the same, the one that does not spill."""
+    """The transposed scores [N, M] of the queries from i0 on, -inf where they do not see the key at k_pos [N, 1]. There
+    are three equivalent variants; each case uses the one that does not spill registers."""
     rows = tl.arange(0, sizes.BLOCK_M)[None, :]
     if bits is not None:
         b_z = tl.where(bits_of_keys(bits, i0, j0, n_keys, sizes.BLOCK_M, sizes.BLOCK_N), b_z, -float("inf"))
@@ -109,24 +110,24 @@ def _accumulate_dkdv(
     b_dk, b_dv, b_k, b_v, j0, k_pos, q, dout, saved, order, queries, seqlen_q, n_keys, scoring, mask, pairs,
     dense, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, DELTA_FIRST: tl.constexpr, sizes,
 ):  # fmt: skip
-    """Add the queries of one head in the `Range` queries, of tiles in the list `order` where there is one; k_pos [N, 1]
-    is the position of each key among them.
+    """Adds the queries of one head in the `Range` queries, or those of the tiles in the list `order`. k_pos [N, 1] is
+    the position of each key among the queries.
 
     All blocks of scores are transposed, [N, M], so that dout and q need no transposition. Keys past the last one need
-    no mask: they reach only rows of dk and dv that are not stored. Nor do the queries full_start .. full_stop - 1,
-    whose tiles the window's edges do not cross; a loop of their own would cost registers, which are scarcest here.
+    no mask: they only affect rows of dk and dv that are not stored. The queries full_start .. full_stop - 1 need none
+    either, but a separate loop for them would take registers, which are scarcest here.
     """
     factor = score_factor(scoring)
     STEP: tl.constexpr = sizes.BLOCK_M if order is None else 1
     for at in range(queries.start, queries.stop, STEP):
         i0 = at if order is None else tile_at(order, at) * sizes.BLOCK_M
         i0 = tl.multiple_of(i0, sizes.BLOCK_M)
-        first = tl.cast(i0, tl.int64)  # here, as registers are allotted differently where `rows_from` does it
+        first = tl.cast(i0, tl.int64)  # not in `rows_from`: there it changes how registers are allocated
         rows = i0 + tl.arange(0, sizes.BLOCK_M)[None, :]  # [1, M]
         m_rows = rows < seqlen_q
         b_q = load_rows(rows_from(q, first), seqlen_q - i0, sizes.BLOCK_M, sizes.BLOCK_D, sizes.D, True)  # [M, D]
         b_lse = tl.load(saved.lse_log2 + rows, mask=m_rows, other=float("inf"))
-        if DELTA_FIRST:  # not where it is used: of two variants of the same, the one that does not spill
+        if DELTA_FIRST:  # loads it here and not where it is used if that avoids spills
             b_delta = tl.load(saved.delta + rows, mask=m_rows, other=0.0)
         b_s, b_t = scores(dot(b_k, tl.trans(b_q)), k_pos - rows, scoring)
         places = tl.arange(0, sizes.BLOCK_M)[None, :]
@@ -138,7 +139,7 @@ def _accumulate_dkdv(
         if pairs.allowed is not None:
             b_z = hide_by_dense(b_z, dense, i0, places, seqlen_q, True)
         if mask.left is not None or mask.right is not None or pairs.bits is not None:
-            # The compiler knows whether the first of these is so, and a branch takes registers.
+            # The compiler evaluates the first condition, and a branch at run time takes registers.
             if sizes.BLOCK_D > 128 or scoring.softcap is not None:  # noqa: SIM114
                 b_z = _hide(b_z, i0, k_pos, scoring, mask, pairs.bits, j0, n_keys, sizes)
             elif (at < queries.full_start) | (at >= queries.full_stop):
@@ -186,10 +187,10 @@ def flash_attention_dkdv_kernel(
     NEED_DV: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Under a causal mask the first tiles have most to do, and of packed sequences those with most tiles after them:
-    they come first in their section.
+    """Programs with the most work come first in their section: under a causal mask the first tiles, and in packed
+    sequences those with the most tiles after them.
 
-    A part is `members` query heads of one key-value head, each of which has `num_splits` parts and as many heads in
+    A part is `members` query heads of one key-value head. A key-value head has `num_splits` parts, and as many heads in
     dk and dv."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
@@ -214,7 +215,7 @@ def flash_attention_dkdv_kernel(
     b_v = load_rows(v, seqlen_k - j0, BLOCK_N, BLOCK_DV, DV, True)
     b_dk = tl.zeros([BLOCK_N, BLOCK_D], COMPUTE)
     b_dv = tl.zeros([BLOCK_N, BLOCK_DV], COMPUTE)
-    # Seen from a key the window is mirrored: the queries that see it lie from `right` before to `left` after it.
+    # For a key the window is mirrored: it is seen by the queries from `right` before it to `left` after it.
     mirrored = Mask(mask.right, mask.left)
     queries = block_range(j0, seqlen_k, seqlen_q, -offset, mirrored, BLOCK_N, BLOCK_M)
     DELTA_FIRST: tl.constexpr = VARLEN and D == 128 and DV == 128 and not HAS_SOFTCAP and not HAS_ALIBI and not LSE_LOW
@@ -265,8 +266,8 @@ def flash_attention_sum_splits_kernel(
     parts_ptr, sum_ptr, n_heads, num_splits, tokens, stride_sb, stride_sh, stride_st, scale,
     COMPUTE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dk or dv: `scale` times the sum of what the parts of each key-value head left, [B, Hk, splits, tokens, D], in
-    their order. Packed sequences are one sequence here."""
+    """dk or dv: `scale` times the sum of the partial results [B, Hk, splits, tokens, D] over the splits, in order.
+    Packed sequences are one sequence here."""
     pid = tl.program_id(0)
     tiles = tl.cdiv(tokens, BLOCK_M)
     i0 = pid % tiles * BLOCK_M

@@ -23,13 +23,13 @@ def _accumulate_dq(
     b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, begin, end, scoring, mask, pairs, dense,
     MASKED: tl.constexpr, sizes,
 ):  # fmt: skip
-    """Add the keys begin .. end - 1, or those of the tiles at these places of the list `order`."""
+    """Adds the keys begin .. end - 1, or the keys of the tiles at these places of the list `order`."""
     factor = score_factor(scoring)
     STEP: tl.constexpr = sizes.BLOCK_N if order is None else 1
     for at in range(begin, end, STEP):
         j0 = at if order is None else tile_at(order, at) * sizes.BLOCK_N
         j0 = tl.multiple_of(j0, sizes.BLOCK_N)
-        first = tl.cast(j0, tl.int64)  # here, as in `_accumulate_dkdv`
+        first = tl.cast(j0, tl.int64)  # see `_accumulate_dkdv`
         cols = j0 + tl.arange(0, sizes.BLOCK_N)[None, :]  # [1, N]
         b_k = load_rows(rows_from(keys.k, first), keys.seqlen - j0, sizes.BLOCK_N, sizes.BLOCK_D, sizes.D, MASKED)
         b_v = load_rows(rows_from(keys.v, first), keys.seqlen - j0, sizes.BLOCK_N, sizes.BLOCK_DV, sizes.DV, MASKED)

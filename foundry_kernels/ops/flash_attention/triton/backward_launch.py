@@ -1,4 +1,4 @@
-"""What the backward pass of attention launches."""
+"""The launches of attention's backward pass."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def launch_bwd(
 
 
 class _Rows(NamedTuple):
-    """What the backward kernels read of each row."""
+    """The values that the backward kernels read for each row."""
 
     lse_log2: Tensor
     lse_low: Tensor | None
@@ -91,7 +91,7 @@ def _plan_preprocess(
     dlse: tuple[int, ...] | None,
     need_dsinks: bool,
 ) -> tuple[int, Plan]:
-    """The number of tiles, and the launch; n_batch is 1 for all packed tokens at once."""
+    """The number of tiles, and the launch. n_batch is 1 for packed tokens."""
     config = p.config("preprocess")
     tiles = triton.cdiv(p.tokens_q, config["BLOCK_M"]) * n_batch
     dlse_strides = (0, 0, 0) if dlse is None else (*[0] * (3 - len(dlse)), *dlse)
@@ -123,33 +123,34 @@ def _launch_preprocess(
     return rows
 
 
-#: Where `mask_tiles` is among the lengths, the slopes and those of `pair_tensors`.
+#: The index of `mask_tiles` in the tuple of lengths, slopes and `pair_tensors`.
 _MASK_TILES = 4
 
 
 def _numbers(p: _Problem, *tensors: tuple[int, ...] | None) -> tuple[Any, ...]:
-    """That end those of both kernels; the strides are those of dout and of what is written."""
+    """The last numbers of both kernels' arguments. `tensors` are the strides of dout and of the results."""
     return (p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(*tensors), p.stride_lseb)
 
 
-#: What it costs a program to leave its sums to another kernel: as much as so many more rows of queries, by bytes.
+#: The cost for a program of leaving its sums to another kernel, as the number of query rows with the same bytes.
 _ROWS_OF_A_SPLIT = 8 if INTERPRET else 300
-#: Programs of a multiprocessor beyond which heads are not split: what bounds the memory that it takes.
+#: With more programs for each multiprocessor than this, heads are not split. This bounds the memory for partial sums.
 _MOST_PROGRAMS = 4
 
 
 def head_splits(programs: int, group: int, queries: int, uneven: bool, at_once: int) -> int:
-    """Returns into how many parts a group of heads is split, for so many `programs` that visit the `queries` of a whole
-    group, `at_once` of them at a time. `uneven`: some see all queries and some hardly any, those with most to do first.
+    """Returns into how many parts a group of heads is split. Without splits, there are `programs` programs, `at_once`
+    of them run at the same time, and each visits the `queries` of a whole group. `uneven`: some see all queries and
+    some hardly any, and those with the most work start first.
 
-    The last program's end is what is to come early, counted in rows of queries. By shapes alone: so the order of the
-    sums is the same in every call.
+    It minimises the time when the last program ends, counted in rows of queries. It depends only on shapes, so the
+    order of the sums is the same in every call.
     """
 
     def end(splits: int) -> float:
         count, rows = programs * splits, group * queries / splits
         cost = _ROWS_OF_A_SPLIT if splits > 1 else 0
-        if uneven:  # a mean program sees half of the queries
+        if uneven:  # on average, a program sees half of the queries
             return max(rows, count * rows / 2 / at_once) + cost * max(1, count / at_once)
         return (rows + cost) * triton.cdiv(count, at_once)
 
@@ -158,7 +159,8 @@ def head_splits(programs: int, group: int, queries: int, uneven: bool, at_once: 
 
 
 def _head_splits(p: _Problem, block_n: int) -> int:
-    """Packed sequences, whose lengths are on the device, have no more tiles than their tokens fill and one each."""
+    """The lengths of packed sequences are on the device, so their number of tiles is an upper bound: the tiles that all
+    tokens fill, and one more for each sequence."""
     if p.batch_invariant:
         return 1
     tiles = triton.cdiv(p.max_seqlen_k, block_n) * p.n_batch
@@ -174,13 +176,13 @@ Strides = tuple[int, ...] | None
 
 @planned
 def _plan_dkdv(p: _Problem, dout: tuple[int, ...], dk: Strides, dv: Strides) -> tuple[Plan, int, tuple[Plan, ...]]:
-    """Returns the launch, into how many parts a group of heads is split and, where it is, the launches that sum dk and
-    dv."""
+    """Returns the launch, into how many parts a group of heads is split and, if it is split, the launches that sum dk
+    and dv."""
     flags = {"LSE_LOW": p.dtype == torch.float32, "NEED_DK": dk is not None, "NEED_DV": dv is not None}
     config = p.config("dkdv" if not p.apart else "dk" if dv is None else "dv")
     unbounded = p.packed or p.batch_invariant or not p.constants["HAS_RIGHT"]
     if config["BLOCK_M"] == 64 and config["num_warps"] == 4 and unbounded:
-        config["BLOCK_M"] = 32  # packed sequences, and calls without a right edge, would spill; batches are packed too
+        config["BLOCK_M"] = 32  # avoids spills in packed sequences and without a right edge; batches are packed too
     splits = _head_splits(p, config["BLOCK_N"])
     parts, members = p.n_kv_heads * splits, p.group // splits
     written: tuple[Strides, Strides] = (dk, dv)
@@ -202,8 +204,8 @@ def _plan_dkdv(p: _Problem, dout: tuple[int, ...], dk: Strides, dv: Strides) -> 
 
 
 def _empty_parts(p: _Problem, target: Tensor, splits: int) -> Tensor:
-    """Returns memory for what each part of a group adds to dk or dv: at most 4 bytes for each column of
-    `_MOST_PROGRAMS` tiles of keys a multiprocessor."""
+    """Returns memory for the partial dk or dv of each part of a group. For each multiprocessor, this is at most
+    `_MOST_PROGRAMS` tiles of keys with 4 bytes an element."""
     n_batch, n_kv_heads, tokens, width = target.shape
     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
     return torch.empty((n_batch, n_kv_heads * splits, tokens, width), dtype=dtype, device=target.device)
@@ -237,7 +239,7 @@ def _launch_dkdv(
     written = targets if splits == 1 else [None if x is None else _empty_parts(p, x, splits) for x in targets]
     lists = launch_lists(p, plan, others[_MASK_TILES], True)
     launch(flash_attention_dkdv_kernel, plan, *inputs, *written, *others, lists)
-    for sum_plan, parts, target in zip(sums, written, targets, strict=False):  # there are none where nothing is split
+    for sum_plan, parts, target in zip(sums, written, targets, strict=False):  # `sums` is empty if nothing is split
         if target is not None:
             launch(flash_attention_sum_splits_kernel, sum_plan, parts, target)
     for target, result in zip(targets, results, strict=True):
@@ -250,10 +252,10 @@ def _plan_dq(p: _Problem, dout: tuple[int, ...], dq: tuple[int, ...]) -> Plan:
     config = p.config("dq")
     few = p.max_seqlen_q <= 64 or p.batch_invariant
     if config["BLOCK_M"] == 128 and few and p.constants["BLOCK_D"] <= 128:
-        config["BLOCK_M"] = 64  # with rows of few queries alone, whose other half would be empty, the large tile spills
+        config["BLOCK_M"] = 64  # the large tile spills for few queries, which would leave half of it empty
     if p.constants["HAS_LEFT"] and p.constants["BLOCK_D"] == 128:
-        config["BLOCK_N"] = min(config["BLOCK_N"], 32)  # one more masked loop, with which 64 keys spill on 9.0
-    if p.constants["HAS_TILES"]:  # as forward
+        config["BLOCK_N"] = min(config["BLOCK_N"], 32)  # with one more masked loop, 64 keys spill on 9.0
+    if p.constants["HAS_TILES"]:  # as in the forward pass
         config["BLOCK_N"] = min(config["BLOCK_N"], 64)
     lists = list_strides(p, config["BLOCK_M"], config["BLOCK_N"], False)
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])

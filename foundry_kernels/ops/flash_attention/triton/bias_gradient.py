@@ -1,6 +1,6 @@
-"""The gradient of a bias: a program owns a tile of the bias and visits all pairs of a query and a key that it was added
-to, of the sequences, heads, queries and keys along which it has one element, in their order. So nothing is kept of a
-pair, and the sums are the same in every run.
+"""The gradient of a bias: a program owns a tile of the bias and visits, in a fixed order, all pairs of a query and a
+key to which the tile was added. If the bias is broadcast along sequences, heads, queries or keys, it visits all of
+them. So nothing is stored for a pair, and the sums are the same in every run.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def flash_attention_dbias_kernel(
     LSE_LOW: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The bias has `own_heads` heads, and tiles_q x tiles_k tiles a head; of each, `each_n` sequences, `each_head`
-    heads, `each_q` tiles of queries and `each_k` of keys are visited."""
+    """The bias has `own_heads` heads, and tiles_q x tiles_k tiles for each head. The program of a tile visits `each_n`
+    sequences, `each_head` heads, `each_q` tiles of queries and `each_k` tiles of keys."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
     mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
@@ -52,7 +52,7 @@ def flash_attention_dbias_kernel(
     if QUERIES_DIFFER and KEYS_DIFFER:
         cols = block_range(own_i * BLOCK_M, tokens_q, tokens_k, offset, mask, BLOCK_M, BLOCK_N)
         if (own_j * BLOCK_N < cols.start) | (own_j * BLOCK_N >= cols.stop):
-            steps = 0  # out of every query's sight
+            steps = 0  # no query sees these keys
     b_sum = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
     for step in range(steps):
         j0 = tl.multiple_of((own_j + step % each_k) * BLOCK_N, BLOCK_N)

@@ -1,4 +1,4 @@
-"""What the gradient of a bias launches."""
+"""The launch of a bias gradient."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from foundry_kernels._triton.plans import planned
 from foundry_kernels.ops.flash_attention.triton.bias_gradient import flash_attention_dbias_kernel
 from foundry_kernels.ops.flash_attention.triton.problem import _Problem
 
-#: The constants of a problem that the kernel has no parameter for: a bias is there, and sequences are not packed.
+#: Constants of a problem for which the kernel has no parameter: it always has a bias, and no packed sequences.
 _IMPLIED = ("VARLEN", "HAS_BIAS", "HAS_MASK")
 
 
-#: BLOCK_M, BLOCK_N, warps and stages in 16 bits, where matmuls are asynchronous and elsewhere, by the head dimension.
-#: None of them spills registers.
+#: BLOCK_M, BLOCK_N, warps and stages for 16-bit inputs by the head dimension, for GPUs with asynchronous matmuls and
+#: for others. None of them spills registers.
 _ASYNCHRONOUS = {64: (64, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 1)}
 _SYNCHRONOUS = {64: (32, 64, 8, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1)}
 _CDNA = {64: (64, 64, 4, 1), 128: (64, 64, 4, 1), 256: (64, 32, 4, 1)}
@@ -65,7 +65,7 @@ def _plan_dbias(p: _Problem, shape: tuple[int, ...], dout: tuple[int, ...], dbia
 def launch_dbias(
     p: _Problem, inputs: tuple[Tensor | None, ...], others: tuple[Tensor | None, ...], dbias: Tensor
 ) -> None:
-    """`inputs` are q, k, v, dout and what the backward kernels read of each row, `others` the slopes and those of
+    """`inputs` are q, k, v, dout and the tensors of `_Rows`; `others` are the slopes and the results of
     `pair_tensors`."""
     dout = inputs[3]
     assert dout is not None

@@ -1,4 +1,4 @@
-"""Which columns a tile of rows has to visit, and where no mask is needed."""
+"""Which columns a tile of rows must visit, and which of them need no mask."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What travels together through the kernels of attention: a kernel makes these tuples once and hands them on, and the
-compiler leaves nothing of them.
+"""Tuples of values that the kernels of attention pass to their functions. A kernel makes each once, and the compiler
+removes them.
 
-In tuples of values, None stands for what is absent, and the compiler decides `is not None`. An assignment turns the
-constants in a tuple into values, so constants have one of their own: `sizes: tl.constexpr = Sizes(...)`. A function may
-take a tuple with a None in it, but not return one, nor take one inside of another tuple: Triton 3.6 compiles neither.
-Triton's cache on disk does not notice changes of this file: whoever exchanges two fields has to empty it.
+In a tuple of values, None means absent, and the compiler evaluates `is not None`. An assignment turns the constants in
+a tuple into values, so constants have a tuple of their own: `sizes: tl.constexpr = Sizes(...)`. A function may take a
+tuple with a None in it. It must not return one, or take one inside of another tuple, because Triton 3.6 compiles
+neither. Triton's cache on disk does not notice changes of this file, so empty it after exchanging two fields.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class Scoring(NamedTuple):
 
     scale: Any
     softcap: Any
-    slope: Any  # of ALiBi, of the head at hand or of each row [M, 1]
-    bias: Any  # not None where a bias is added
+    slope: Any  # ALiBi's, for the current head or for each row [M, 1]
+    bias: Any  # not None if a bias is added
 
 
 class Mask(NamedTuple):
-    """How far a query sees to either side of its position."""
+    """How far a query sees to the left and right of its position; None is unlimited."""
 
     left: Any
     right: Any
@@ -32,48 +32,48 @@ class Mask(NamedTuple):
 class Dense(NamedTuple):
     """A dense mask or bias, see `load_dense`."""
 
-    ptr: Any  # of the tile's rows [M, 1], or of what is the same for all of them
-    m_rows: Any  # which rows there are, None where pointers to all of them are valid
-    stride: Any  # of the tile's columns, None where they are the same
+    ptr: Any  # to each of the tile's rows [M, 1], or one pointer if all rows are the same
+    m_rows: Any  # which rows exist; None if all pointers are valid
+    stride: Any  # between the tile's columns, None if they are the same
 
 
 class Bits(NamedTuple):
     """A mask by tiles, see `bits_of_rows` and `bits_of_keys`."""
 
-    tiles: Any  # of the tile's rows [M, 1], or of one head
+    tiles: Any  # pointers, for the tile's rows [M, 1] or for one head
     words: Any
-    stride: Any  # of the tiles of keys, or of those of queries and of keys
+    stride: Any  # between tiles of keys, or between tiles of queries and between tiles of keys
 
 
 class Dropout(NamedTuple):
-    """What decides which weights are kept, see `kept`, and what these are multiplied by."""
+    """The state of the random generator, which decides the weights to keep (see `kept`), and the factor for these."""
 
     low: Any  # of the seed
     high: Any
     n: Any
-    head: Any  # the one at hand, or that of each row [M, 1]
+    head: Any  # the current one, or one for each row [M, 1]
     least: Any
     scale: Any
-    zero: Any  # what is left of a weight that is not kept
+    zero: Any  # replaces a weight that is not kept
 
 
 class Pairs(NamedTuple):
-    """What else decides about each pair of a query and a key. None where it is off."""
+    """Options that decide about single pairs of a query and a key; None if an option is off."""
 
-    allowed: Any  # not None where a dense mask hides some
+    allowed: Any  # not None if there is a dense bool mask
     bits: Any  # Bits
     dropout: Any  # Dropout
 
 
 class Rows(NamedTuple):
-    """Rows of one head: a pointer to the first, and how far they lie apart."""
+    """Rows of one head: a pointer to the first row, and the stride."""
 
     ptr: Any
     stride: Any
 
 
 class Keys(NamedTuple):
-    """The keys and values of one head of a sequence, and how many there are."""
+    """The keys and values of one head of a sequence, and their number."""
 
     k: Rows
     v: Rows
@@ -85,7 +85,7 @@ class Pages(NamedTuple):
 
     table: Any  # pointer to the sequence's row
     start: Any  # the position of key 0
-    last: Any  # the number of the last page that there is
+    last: Any  # the highest page number
     stride_k: Any  # from page to page
     stride_v: Any
 
@@ -99,7 +99,7 @@ class State(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Pointers to what is kept of each row besides out."""
+    """Pointers to the results for each row besides out."""
 
     lse: Any
     entropy: Any
@@ -116,7 +116,7 @@ class Range(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward pass reads of each row: pointers, or the values of a tile's rows."""
+    """The values that the backward pass reads for each row: pointers, or a tile's values."""
 
     lse_log2: Any
     lse_low: Any
@@ -124,8 +124,8 @@ class Saved(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Constants: the widths of heads, rounded up to powers of two as blocks, the rows of the tiles of queries and of
-    keys, and whether some code may be written in PTX."""
+    """Constants: the head dimensions, the same rounded up to powers of two (BLOCK_D, BLOCK_DV), the numbers of queries
+    and keys in a tile, and whether PTX may be used."""
 
     D: Any
     DV: Any

@@ -1,9 +1,9 @@
 """Tiles, warps and pipeline stages: a table keyed on kernel, class of device, head dimension and dtype.
 
-BLOCK_M counts queries, BLOCK_N keys; of "decode" BLOCK_M is the most rows, queries of a group's heads, that it takes.
-The compiler's report (`python -m foundry_kernels inspect flash_attention`) bounds each row: no spilled register and the
-class's shared memory, with every option in use. Where that left a choice, a row starts from tiles published for the
-same kernel shape. `_MEASURED` has what a GPU has measured to be faster.
+BLOCK_M counts queries and BLOCK_N keys. For "decode", BLOCK_M is the maximum number of rows: queries of a group's
+heads. A config must not spill registers and must fit the class's shared memory, with every option in use, according to
+the compiler's report (`python -m foundry_kernels inspect flash_attention`). Among the configs that fit, the table has
+tiles that were published for the same kernel shape. `_MEASURED` has configs that were faster on a GPU.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from foundry_kernels._triton.devices import device_of
 
 Row = tuple[int, int, int, int]  # BLOCK_M, BLOCK_N, warps, stages
 
-#: The interpreter: small, so that small cases have several tiles.
+#: For the interpreter: small, so that small cases have several tiles.
 _INTERPRETED: Row = (32, 32, 4, 1)
 _INTERPRETED_DECODE: Row = (16, 32, 4, 1)
 
-#: 16-bit inputs, by class of device and by the head dimension (a power of two, at least 64), the wider of D and Dv.
+#: For 16-bit inputs, by class of device and by head dimension: the larger of D and Dv, as a power of two, at least 64.
 _HALF: dict[str, dict[str, dict[int, Row]]] = {
     # 99 KB of shared memory (8.6, 8.9, 12.x): mma.sync keeps q and both accumulators in registers.
     "small": {
@@ -32,7 +32,7 @@ _HALF: dict[str, dict[str, dict[int, Row]]] = {
         "dq": {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1), 512: (32, 16, 8, 2)},
         "decode": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 4, 2), 512: (16, 16, 8, 2)},
     },
-    # 163 KB (8.0): the same tiles, one more stage in flight.
+    # 163 KB (8.0): the same tiles with one more stage.
     "ampere": {
         "fwd": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2), 512: (32, 32, 8, 2)},
         "dkdv": {64: (32, 128, 8, 3), 128: (32, 64, 8, 3), 256: (32, 32, 8, 2)},
@@ -41,8 +41,8 @@ _HALF: dict[str, dict[str, dict[int, Row]]] = {
         "dq": {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2), 512: (32, 32, 8, 2)},
         "decode": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (32, 32, 4, 3), 512: (16, 32, 8, 2)},
     },
-    # 227 KB, wgmma. Forward at 128: 128x64 with 3 stages and 8 warps, PyTorch's FlexAttention default on an H100.
-    # dK, dV at 128: 64 queries a tile would spill 96 bytes. Forward at 512: with 32 keys it would take 1 KB too much.
+    # 227 KB, wgmma. Forward at 128: 128x64 with 3 stages and 8 warps, the default of PyTorch's FlexAttention on an
+    # H100. dK, dV at 128: 64 queries in a tile would spill 96 bytes. Forward at 512: 32 keys would need 1 KB too much.
     "hopper": {
         "fwd": {64: (128, 128, 8, 2), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2), 512: (64, 16, 8, 3)},
         "dkdv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 3), 256: (16, 64, 8, 2)},
@@ -52,7 +52,7 @@ _HALF: dict[str, dict[str, dict[int, Row]]] = {
         "decode": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (32, 32, 4, 3), 512: (16, 32, 8, 2)},
     },
 }
-# tcgen05 (10.x): as Hopper, but dK and dV would spill at its tiles beyond 64.
+# tcgen05 (10.x): as Hopper, but beyond 64 dK and dV would spill with Hopper's tiles.
 _HALF["blackwell"] = {
     **_HALF["hopper"],
     "fwd": _HALF["hopper"]["fwd"] | {64: (128, 64, 8, 3), 512: (32, 32, 8, 2)},
@@ -61,12 +61,12 @@ _HALF["blackwell"] = {
     "dv": {512: (32, 32, 8, 2)},
 }
 
-# AMD's gfx942 and gfx950, for which kernels are compiled and nothing else: 64 KB. 4 warps of 64 lanes have 512
-# registers each; in the 256 of 8 warps dK, dV and dQ spill.
+# AMD's gfx942 and gfx950: 64 KB. The kernels were only compiled for them, not run. With 4 warps of 64 lanes a thread
+# has 512 registers; with 8 warps it has 256, and dK, dV and dQ spill.
 _HALF["cdna"] = {
     **_HALF["small"],
     "fwd": _HALF["small"]["fwd"]
-    | {64: (128, 32, 8, 2), 512: (32, 32, 4, 1)},  # 64 keys spill with a window of two sides
+    | {64: (128, 32, 8, 2), 512: (32, 32, 4, 1)},  # 64 keys spill with a window that has both edges
     "dkdv": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
     "dk": {512: (16, 32, 4, 1)},
     "dv": {512: (16, 32, 4, 1)},
@@ -74,7 +74,8 @@ _HALF["cdna"] = {
     "decode": _HALF["small"]["decode"] | {512: (16, 16, 4, 1)},
 }
 
-#: float32 is multiplied exactly, by fused multiply-adds with whole rows in flight: small tiles, the same everywhere.
+#: float32 is multiplied exactly, by fused multiply-adds that hold whole rows in registers. So tiles are small, and the
+#: same on all devices.
 _SINGLE: dict[str, dict[int, Row]] = {
     "fwd": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1), 512: (16, 16, 8, 1)},
     "dkdv": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1), 512: (16, 16, 8, 1)},
@@ -88,38 +89,38 @@ _SINGLE_CDNA = {
     "dq": {**_SINGLE["dq"], 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
 }
 
-#: Where a GPU, an H100 with Triton 3.6, measured another config to be faster than that release's above, for calls with
-#: no option that takes registers. The comments have TFLOP/s of 4096 tokens, causal, 32/8 heads, with it and without: of
-#: the forward pass, or of the whole backward pass with one kernel's config replaced. Two that were faster spill
-#: registers: forward at 64 (128, 64, 4, 3), 354, and dK, dV at 128 (64, 128, 8, 2), 333 against 291.
+#: Configs that were faster than the table's on an H100 with Triton 3.6, for calls without an option that takes
+#: registers. The comments have TFLOP/s with and without the config, for 4096 tokens, causal, 32/8 heads: of the forward
+#: pass, or of the whole backward pass with only this kernel's config replaced. Two faster ones are not used because
+#: they spill registers: forward at 64 (128, 64, 4, 3) with 354, and dK, dV at 128 (64, 128, 8, 2) with 333 instead of
+#: 291.
 _MEASURED: dict[str, dict[str, dict[int, Row]]] = {
     "hopper": {
         "fwd": {64: (64, 64, 4, 3)},  # 344, 324
-        "dkdv": {64: (64, 64, 4, 3)},  # 287, 249; with 32 queries, which some calls take, 271
+        "dkdv": {64: (64, 64, 4, 3)},  # 287, 249; 271 with 32 queries, which some calls use
         "dq": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3)},  # 271, 249 and 308, 291
     },
 }
 
-#: Entries of `_MEASURED` that spill registers with Triton 3.9: the table's config stays.
+#: Entries of `_MEASURED` that spill registers with Triton 3.9, which uses the table's config instead.
 _NOT_SINCE_3_9 = {("hopper", "dq", 128)}
 
-#: Heads wider than 256 in 16 bits with `needs_registers` (see `config`), where the table's row would spill.
+#: For 16-bit heads wider than 256 with `needs_registers` (see `config`), with which the table's config would spill.
 _WIDE_WITH_OPTIONS: dict[tuple[str, str], Row] = {
     ("small", "fwd"): (32, 16, 8, 2),
     ("ampere", "fwd"): (32, 16, 8, 2),
     ("ampere", "dq"): (32, 16, 8, 2),
     ("blackwell", "dq"): (32, 16, 8, 2),
-    ("hopper", "dk"): (32, 32, 8, 2),  # mma.sync: no tile that is wide enough for wgmma has room for more
+    ("hopper", "dk"): (32, 32, 8, 2),  # uses mma.sync: tiles wide enough for wgmma do not fit
     ("hopper", "dv"): (32, 32, 8, 2),
 }
 
-#: Of these, BLOCK_M and BLOCK_N where pairs of a query and a key are hidden or dropped one by one, or have a bias; by
-#: kernel, on GPUs of class "small" and on others.
+#: Their BLOCK_M and BLOCK_N by kernel if there is a mask, a bias or dropout: on GPUs of class "small", and on others.
 _WIDE_PAIRS_SMALL: dict[str, tuple[int, int]] = dict.fromkeys(("dk", "dv", "dq"), (16, 16))
 _WIDE_PAIRS: dict[str, tuple[int, int]] = dict.fromkeys(("dk", "dv"), (32, 16))
 
-#: Where Triton is older than 3.7, in place of a launch config with which it would spill: by class of device, kernel,
-#: head dimension and `needs_registers` (see `config`).
+#: For Triton older than 3.7, these replace configs that spill with it. By class of device, kernel, head dimension and
+#: `needs_registers` (see `config`).
 _BEFORE_3_7: dict[tuple[str, str, int, bool], Row] = {
     ("ampere", "dkdv", 64, True): (32, 64, 8, 2),  # a stage less
     ("hopper", "fwd", 64, False): (128, 64, 8, 3),  # half the keys a tile
@@ -133,7 +134,7 @@ _BEFORE_3_7: dict[tuple[str, str, int, bool], Row] = {
     ("hopper", "dv", 512, True): (32, 16, 8, 2),
 }
 
-#: The same of Triton 3.8, and of 3.9 and newer. With options see also `pairs_config.py`.
+#: The same for Triton 3.8, and for 3.9 and newer. For masks, biases and dropout see also `pairs_config.py`.
 _OF_3_8: dict[tuple[str, str, int, bool], Row] = {("hopper", "dq", 512, True): (32, 16, 8, 2)}
 _SINCE_3_9: dict[tuple[str, str, int, bool], Row] = {
     **_OF_3_8,
@@ -151,16 +152,16 @@ _SINCE_3_9: dict[tuple[str, str, int, bool], Row] = {
 def config(
     kernel: str, capability: int, head_dim: int, dtype: torch.dtype, needs_registers: bool, pairs: bool = False
 ) -> dict[str, Any]:
-    """The launch of "fwd", "decode", "dkdv", "dq", "preprocess" or "sum_splits" for the padded `head_dim`, the wider of
-    D and Dv; of "dk" and "dv" where `apart` says so. Capability 0 is the interpreter.
+    """The launch config of "fwd", "decode", "dkdv" ("dk" and "dv" if `apart`), "dq", "preprocess" or "sum_splits".
+    `head_dim` is the larger of D and Dv, padded. Capability 0 is the interpreter.
 
-    `needs_registers`: a soft cap or ALiBi, which keep more numbers for each score, or heads that do not fill their
-    block, whose masks do. Fewer keys or rows, or more warps, make room. There, forward, and in float32 `maxnreg` is
-    all that the warps can have: without it ptxas spills a few for the sake of an occupancy that it guesses at.
-    `pairs`: what `with_pairs` is to change.
+    `needs_registers`: the call has a soft cap or ALiBi, or its heads do not fill their block and are masked. These keep
+    more numbers for each score, so there are fewer keys or rows, or more warps. In such forward passes and in float32,
+    `maxnreg` is the maximum for these warps: without it, ptxas spills a few registers for an occupancy that it guesses.
+    `pairs`: `with_pairs` will change the config.
     """
     if kernel in ("preprocess", "sum_splits"):
-        elements = 8192 // dtype.itemsize  # of a tile; twice as many would spill in float32
+        elements = 8192 // dtype.itemsize  # in a tile; twice as many would spill in float32
         return {"BLOCK_M": 32 if capability == 0 else elements // max(64, head_dim), "num_warps": 4}
     if capability == 0:
         row = _INTERPRETED_DECODE if kernel == "decode" else _INTERPRETED
@@ -197,7 +198,7 @@ def config(
             faster = _MEASURED.get(device_of(capability).name, {}).get(kernel, {})
             m, n, warps, stages = faster.get(max(64, head_dim), (m, n, warps, stages))
     launch = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
-    if kernel == "fwd":  # matmuls are asynchronous on Hopper; the interpreter runs both variants
+    if kernel == "fwd":  # matmuls are asynchronous on Hopper; the interpreter tests both variants
         if capability == 0:
             launch["AHEAD"] = dtype in (torch.float32, torch.float16)
         else:
@@ -213,7 +214,7 @@ def config(
 
 
 def wide_pairs_tile(kernel: str, capability: int, dtype: torch.dtype) -> dict[str, int]:
-    """What replaces the tile of `config` for heads wider than 256 with masks, a bias or dropout."""
+    """The tile for heads wider than 256 with a mask, a bias or dropout; it replaces that of `config`."""
     if capability == 0 or dtype.itemsize != 2:
         return {}
     table = _WIDE_PAIRS_SMALL if device_of(capability).name == "small" else _WIDE_PAIRS
@@ -221,26 +222,26 @@ def wide_pairs_tile(kernel: str, capability: int, dtype: torch.dtype) -> dict[st
 
 
 def apart(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether "dk" and "dv" are launched instead of "dkdv", whose two accumulators would leave too few registers for
-    large tiles. Scores are then computed twice: five matmuls instead of four."""
+    """Whether "dk" and "dv" are launched instead of "dkdv", because two accumulators would leave too few registers for
+    large tiles. The scores are then computed twice: five matmuls instead of four."""
     return head_dim > 256 and dtype.itemsize == 2
 
 
 def shared_needed(kernel: str, block_d: int, block_dv: int, dtype: torch.dtype) -> int:
-    """Bytes of shared memory that the tiles of "fwd", "dkdv" or "dq" take in float32 and float64, which are not copied
-    ahead. (Tiles in 16 bits fit everywhere.)"""
+    """Bytes of shared memory for the tiles of "fwd", "dkdv" or "dq" in float32 and float64, which have no pipeline
+    stages. (16-bit tiles fit everywhere.)"""
     m, n, _, _ = _SINGLE[kernel][max(64, block_d, block_dv)]
     columns = max(block_d, block_dv) if kernel == "fwd" else block_d + block_dv
     return (m + n) * columns * dtype.itemsize
 
 
-#: What `python -m foundry_kernels tune` tries beside a 16-bit config of the table: tiles published for kernels of this
-#: kind, and one step from them in warps or stages. What does not fit a GPU is dropped there.
+#: The candidates of `python -m foundry_kernels tune` besides a 16-bit config of the table: tiles published for such
+#: kernels, and the same with one step more or less in warps or stages. `tune` drops those that do not fit the GPU.
 _TRIED: dict[str, tuple[Row, ...]] = {
     "fwd": ((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)),
     "dkdv": ((64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 4, 3), (32, 128, 8, 3), (32, 128, 8, 2), (32, 64, 4, 3)),
     "dq": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 128, 8, 2)),
-    # BLOCK_M, the rows that there are, stays. Keys of a tile divide those of a split, 128 at least.
+    # BLOCK_M, the number of rows, stays. BLOCK_N must divide the keys of a split, which are at least 128.
     "decode": ((0, 64, 4, 2), (0, 64, 4, 4), (0, 64, 8, 3), (0, 128, 4, 2), (0, 128, 8, 2), (0, 32, 4, 4)),
 }
 
@@ -248,8 +249,8 @@ _TRIED: dict[str, tuple[Row, ...]] = {
 def configs(
     kernel: str, capability: int, head_dim: int, dtype: torch.dtype, needs_registers: bool, pairs: bool = False
 ) -> list[dict[str, Any]]:
-    """Returns `config` and the configs that may be faster, for `tune` to measure. In the interpreter one other tile
-    represents these."""
+    """Returns `config` and the candidates that `tune` measures. In the interpreter, the only candidate is one other
+    tile."""
     own = config(kernel, capability, head_dim, dtype, needs_registers, pairs)
     few = needs_registers or head_dim > 256 or (dtype.itemsize != 2 and capability != 0)
     if kernel in ("preprocess", "sum_splits") or few:
@@ -257,7 +258,7 @@ def configs(
     tried = _TRIED[kernel] if capability != 0 else ((16, 16, 4, 1),)
     found = [own]
     if (before := config(kernel, capability, head_dim, dtype, needs_registers, True)) != own:
-        found.append(before)  # the config of the table, which a measured one replaces
+        found.append(before)  # the table's config, which the measured one replaced
     if "AHEAD" in own:
         found.append(own | {"AHEAD": not own["AHEAD"]})
     for m, n, warps, stages in tried:
@@ -270,7 +271,7 @@ def configs(
 
 
 def combine_configs(block_dv: int, most: int) -> list[dict[str, int]]:
-    """Returns launch configs of the kernel that adds up to `most` splits: splits at once and warps, the default
+    """Returns launch configs of the kernel that adds up to `most` splits (splits at a time, and warps), the default
     first."""
     own = min(most, 4096 // block_dv)
     found: list[dict[str, int]] = []

@@ -1,10 +1,10 @@
-"""The forward kernels for few queries: all query heads of a group in one tile, so that keys are read once, and the keys
-split over programs.
+"""The forward kernels for few queries: one tile has all query heads of a group, so that keys are read once, and the
+keys are split over programs.
 
-`decode`: a program owns a split of the keys of one key-value head. Where there are several, it leaves its sums and its
-state of the softmax in memory. Of few rows, the program that is done last adds the splits of its head (`_add_splits`):
-one launch, and the same bits whichever it is, since they are added in their order. Of more rows that is left to
-`combine`, of which a program owns a row.
+In `decode`, a program owns a split of the keys of one key-value head. If there are several splits, it writes its sums
+and its softmax state to memory. With few rows, the last program of a head to finish adds the splits (`_add_splits`).
+This needs only one launch, and the result does not depend on which program is last, since the splits are added in
+order. With more rows, a second kernel adds them: in `combine`, a program owns a row.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from foundry_kernels.ops.flash_attention.triton.softmax import online_softmax
 from foundry_kernels.ops.flash_attention.triton.tile_io import head_keys, load_rows, rows_from
 from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_rows
 
-#: The most splits of a sequence: their states are read at once.
+#: The most splits of a sequence. All their states are read at once.
 MAX_SPLITS = tl.constexpr(64)
 
 
 @triton.jit
 def _splits(n, start_k, seqlen_k, split_keys, num_splits, VARLEN: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """(the number of splits that sequence n uses, the place of the first in the workspace). Packed sequences of unequal
-    lengths take no more places than their keys do: what comes before n fills start_k // split_keys + n at most.
-    Of pages the host does not know how many keys there are."""
+    """(the number of splits of sequence n, the place of the first one in the workspace). The splits of the packed
+    sequences before n are at most start_k // split_keys + n, so n begins there. For pages, the host does not know the
+    number of keys."""
     used = tl.minimum(tl.cdiv(seqlen_k, split_keys), num_splits)
     first = start_k // split_keys + n if VARLEN and not PAGE_SIZE else n * num_splits
     return used, first
@@ -57,8 +57,8 @@ def _add_splits(
     COMPUTE: tl.constexpr, SAVE_STATS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """(the sums [ROWS, DV], the state) of the rows at the places `at` [ROWS] of the first split, the others `step`
-    apart: as one softmax over all keys would have them, BLOCK_SPLITS added at a time, in a fixed order."""
+    """(the sums [ROWS, DV], the state) of a softmax over all keys. The rows' first splits are at the places `at`
+    [ROWS], the next ones `step` further each. BLOCK_SPLITS are added at a time, in a fixed order."""
     splits = tl.arange(0, MAX_SPLITS)[:, None]  # [splits, 1]
     m_states = (splits < used) & m_rows[None, :]
     p_states = states_ptr + at[None, :] + splits * step  # [splits, rows]
@@ -105,10 +105,11 @@ def flash_attention_decode_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, Q_AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """A row is a query of one of the heads of a group, `n_rows` <= BLOCK_M of them: the heads vary fastest. With SPLIT
-    the sums [splits, Hk, n_rows, DV] and three times `n_states` numbers, the states of the same rows, are written, else
-    the results. With BLOCK_SPLITS the last program of a head goes on to these: `arrived` counts them, from zero, which
-    it leaves there; ROWS is a power of two, n_rows at least. All tiles are masked: time goes into reading the keys."""
+    """A row is a query of one of the heads of a group; there are `n_rows` <= BLOCK_M, and heads vary fastest. With
+    SPLIT, a program writes the sums [splits, Hk, n_rows, DV] and the states, three times `n_states` numbers; otherwise
+    it writes the results. With BLOCK_SPLITS, the last program of a head then computes the results. `arrived` counts the
+    programs of each head; it is zero before the launch, and the last program resets it. ROWS is a power of two, at
+    least n_rows. All tiles are masked, because the time goes into reading keys."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
     mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
@@ -164,13 +165,13 @@ def flash_attention_decode_kernel(
     begin, _, _, end = block_range(0, seqlen_q, seqlen_k, offset, mask, BLOCK_M, BLOCK_N)
     if SPLIT:
         begin += split * split_keys
-        if split < num_splits - 1:  # the last one takes what is left
+        if split < num_splits - 1:  # the last one takes the rest
             end = tl.minimum(end, begin + split_keys)
     for j0 in range(begin, end, BLOCK_N):
         j0 = tl.multiple_of(j0, BLOCK_N)
         if Q_AHEAD:
-            # Copied with the keys, as nothing is asked for before what is loaded to registers has come. Where it lay in
-            # the same place in each round, the compiler would take it out of the loop.
+            # The queries are copied with the keys: a load to registers before the loop would delay the copies of keys.
+            # The address depends on the round, or the compiler would move the load out of the loop.
             same_q = p_q + tl.where(j0 < begin, stride_qt, 0)
             b_q = tl.load(same_q[:, None] + dims, mask=m_q, other=0.0)
         if PAGE_SIZE:
@@ -204,7 +205,7 @@ def flash_attention_decode_kernel(
         dims_v = tl.arange(0, BLOCK_DV)[None, :]
         tl.store(sums_ptr + at[:, None] * DV + dims_v, b_acc, mask=m_rows[:, None] & (dims_v < DV))
     if BLOCK_SPLITS:
-        tl.debug_barrier()  # the sums of all threads are written before the program counts itself
+        tl.debug_barrier()  # all threads write their sums before the program counts itself
         p_arrived = arrived_ptr + n * n_kv_heads + kv_head
         if tl.atomic_add(p_arrived, 1, sem="acq_rel", scope="gpu") < tl.maximum(used, 1) - 1:
             return
@@ -237,7 +238,7 @@ def flash_attention_combine_kernel(
     SAVE_STATS: tl.constexpr, COMPUTE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One row from its splits."""
+    """Computes the results of one row from its splits."""
     pid = tl.program_id(0)
     row = pid % n_rows
     kv_head = (pid // n_rows % n_kv_heads).to(tl.int64)

@@ -1,4 +1,4 @@
-"""What few queries launch: how keys are split, and where the splits leave their sums."""
+"""The launches for few queries: how keys are split, and the memory for the splits' sums."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from foundry_kernels.ops.flash_attention.triton.decode import (
 )
 from foundry_kernels.ops.flash_attention.triton.problem import _Problem
 
-#: Keys of a split for each row of the tile, so that sums are few next to keys, and the fewest: what a program has under
-#: way at once in 16 bits. The interpreter's cases are short.
+#: Keys of a split for each row of the tile, so that sums are small next to keys; and the fewest keys of a split, which
+#: are as many 16-bit keys as a program loads at once. The interpreter's cases are short.
 _KEYS_A_ROW, _FEWEST_KEYS = (4, 64) if INTERPRET else (16, 128)
-#: Numbers of the sums of a split up to which the last program of a head adds them: of more they are too long in one
-#: program. How many it adds at a time follows from how many it loads.
+#: The last program of a head adds the splits if a split has at most this many sums; more would take one program too
+#: long. The second number, of elements loaded at once, determines how many splits it adds at a time.
 _ADDED_AT_ONCE, _LOADED_AT_ONCE = 1024, 8192
 
 
 def split(rows: int, keys: int) -> tuple[int, int]:
-    """(keys of a split, number of splits) for so many rows of a tile, and keys that one of them may see.
+    """(keys of a split, number of splits) for this number of rows in a tile, and of keys that a row may see.
 
-    By these lengths alone: neither the device nor the batch counts, so that what a sequence gets does not depend on the
-    sequences beside it. 4096 keys make 32 splits, 256 programs of a model with 8 key-value heads, two for each
-    multiprocessor of an H100; 16384 keys 64 splits, 512 programs.
+    The result does not depend on the device or the batch, so that a sequence's output does not depend on other
+    sequences. 4096 keys make 32 splits, 256 programs of a model with 8 key-value heads, two for each multiprocessor of
+    an H100; 16384 keys 64 splits, 512 programs.
     """
     least = max(_FEWEST_KEYS, _KEYS_A_ROW * triton.next_power_of_2(rows))
     split_keys = max(least, triton.next_power_of_2(triton.cdiv(keys, MAX_SPLITS.value)))
     return split_keys, max(1, triton.cdiv(keys, split_keys))
 
 
-#: By device and stream, counters of the programs that are done with a head. They are zeros whenever no launch is under
-#: way: the last program of each head sees to that.
+#: By device and stream: counters of the programs that have finished a head. The last program of each head resets its
+#: counter to zero, so they are zero between launches.
 _arrived: dict[tuple[int | None, int], Tensor] = {}
 
 
 def arrivals(n: int, device: torch.device) -> Tensor:
-    """`n` zeros or more, which a launch on the current stream may use. A graph that is captured gets its own, and sets
-    them to zero in each replay: it may run beside launches on any stream."""
+    """At least `n` zeros for a launch on the current stream. A captured graph gets its own, which each replay sets to
+    zero, because it may run at the same time as launches on any stream."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(n, dtype=torch.int32, device=device)
     key = device.index, torch.cuda.current_stream(device).cuda_stream
@@ -59,8 +59,8 @@ def arrivals(n: int, device: torch.device) -> Tensor:
 def _plan_decode(
     p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool, save_stats: bool
 ) -> tuple[Plan, Plan | None, int, int]:
-    """The launch of `decode`, that of `combine` if it is to add splits and, for the workspace, its number of rows and
-    their width; 0 where keys are not split."""
+    """The launch of `decode`, the launch of `combine` (None if not needed), and the workspace's number of rows and
+    their width (0 if keys are not split)."""
     rows = p.group * p.max_seqlen_q
     config = p.config("decode", BLOCK_M=max(16, triton.next_power_of_2(rows)))
     left, right = p.window
@@ -116,8 +116,8 @@ def launch_decode(
     save_lse: bool,
     save_stats: bool,
 ) -> None:
-    """`results` are out, lse, entropy and max_logit, `lengths` the cu_seqlens, `pairs` those of `pair_tensors`, `pages`
-    those of `page_tensors`."""
+    """`results` are out, lse, entropy and max_logit; `lengths` the two cu_seqlens; `pairs` the result of
+    `pair_tensors`; `pages` that of `page_tensors`."""
     out = results[0]
     assert out is not None
     decode, combine, n_states, width = _plan_decode(p, out.stride(), sinks is not None, save_lse, save_stats)

@@ -1,4 +1,5 @@
-"""Dense masks and biases, read a tile at a time, by any strides and of any of the four dimensions."""
+"""Dense masks and biases, read one tile at a time. Strides are arbitrary, and any of the four dimensions may be
+broadcast."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import triton.language as tl
 def fixed_part(
     ptr, stride_b, stride_h, stride, n, head, places, count, DIFFER: tl.constexpr, CLAMP: tl.constexpr = True
 ):  # fmt: skip
-    """Pointers to the places [M, 1] or [N, 1] of a tile's rows, in a dimension that moves no more, of one head of
-    sequence n or each row's. Without DIFFER the dimension has one element. With CLAMP places past the last one are
-    taken for it, so that reading them needs no mask; but they are read one by one then."""
+    """Pointers to the places [M, 1] or [N, 1] of a tile's rows, for one head of sequence n or for each row's head.
+    These places do not change in the loop. Without DIFFER the dimension has one element. With CLAMP, places past the
+    last one are replaced by it, so that loads need no mask; but they are then loaded one by one."""
     ptr += n * stride_b + head * stride_h
     if DIFFER:
         if CLAMP:
@@ -23,8 +24,8 @@ def fixed_part(
 
 @triton.jit
 def load_dense(dense, first, places, count, CHECK: tl.constexpr):
-    """What `dense` has for the places first + `places` [1, N] of the dimension that moves, of which there are `count`:
-    with CHECK those beyond are 0. What is broadcast has one row, one column or one element."""
+    """The values of `dense` at the places first + `places` [1, N] of the loop's dimension, which has `count` elements.
+    With CHECK, values beyond them are 0. A broadcast mask gives one row, one column or one element."""
     p = dense.ptr
     if dense.stride is not None:
         p += places.to(tl.int64) * dense.stride
@@ -48,7 +49,7 @@ def add_bias(b_s, bias, first, places, count, CHECK: tl.constexpr):
 
 @triton.jit
 def _widened(b_x, DTYPE: tl.constexpr):
-    """Of bfloat16 in the upper half of a register the compiler would make a float32 in two steps."""
+    """b_x as DTYPE. For bfloat16 the compiler would need two instructions where one is enough."""
     if b_x.dtype == tl.bfloat16 and DTYPE == tl.float32:  # noqa: SIM300
         return (b_x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:

@@ -1,4 +1,4 @@
-"""Which weights dropout keeps, from the seed and the place of each; see `ops.flash_attention.dropout`."""
+"""Which weights dropout keeps. This depends on the seed and a weight's place; see `ops.flash_attention.dropout`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from foundry_kernels.ops.flash_attention.triton.bundles import Dropout
 def load_dropout(
     seed_ptr, heads_ptr, n, head, n_heads, threshold, keep_scale, HAS_HEADS: tl.constexpr, COMPUTE: tl.constexpr
 ):  # fmt: skip
-    """The `Dropout` of one head of sequence n, or of each row's head. HAS_HEADS: heads_ptr has the places of the heads
-    at hand in a larger tensor."""
+    """The `Dropout` of one head of sequence n, or of each row's head. HAS_HEADS: heads_ptr has the places of these
+    heads in a larger tensor."""
     if HAS_HEADS:
         place = tl.load(heads_ptr + n * n_heads + head)
         n, head = place >> 32, place & 0xFFFFFFFF
     seed = tl.load(seed_ptr).to(tl.uint64, bitcast=True)
     scale = dropout_scale(keep_scale, COMPUTE)
-    # Of a constant the compiler would know that it can be chosen after the rounding, in as many 16-bit operations more.
+    # Not a constant: the compiler would then select after the rounding, which takes more 16-bit operations.
     zero = scale - scale
     least = tl.cast(threshold, tl.uint32) << 16
     return Dropout(
@@ -30,13 +30,13 @@ def load_dropout(
 
 @triton.jit
 def dropout_scale(keep_scale, COMPUTE: tl.constexpr):
-    """What kept weights are multiplied by."""
+    """The factor for the weights that are kept."""
     return tl.full([], 0.0, COMPUTE) + keep_scale
 
 
 @triton.jit
 def _wide_products(c0, c2, PTX: tl.constexpr):
-    """The low and high words of the products of a round. Of the same in Triton the compiler makes two products each."""
+    """The low and high words of a round's products. Without PTX, the compiler multiplies twice for each product."""
     if PTX:
         low0, high0 = tl.inline_asm_elementwise(
             "{.reg .b64 p; mul.wide.u32 p, $2, 0xD2511F53; mov.b64 {$0, $1}, p;}", "=r,=r,r", [c0],
@@ -54,7 +54,8 @@ def _wide_products(c0, c2, PTX: tl.constexpr):
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1, PTX: tl.constexpr):
-    """The four words of Philox4x32-10. All are uint32; counters may differ in shape, and meet in the third round."""
+    """The four words of Philox4x32-10. All are uint32. Counters may differ in shape; they are broadcast in the third
+    round."""
     for _ in tl.static_range(10):
         low0, high0, low2, high2 = _wide_products(c0, c2, PTX)
         c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
@@ -65,13 +66,13 @@ def philox(c0, c1, c2, c3, k0, k1, PTX: tl.constexpr):
 
 @triton.jit
 def kept(dropout, i0, rows, j0, cols, sizes):
-    """Whether the weights of the queries i0 + rows and the keys j0 + cols are kept, of which one are a tile's rows and
+    """Whether the weights of the queries i0 + rows and the keys j0 + cols are kept. One of these are the tile's rows,
     the other its columns. i0 is a multiple of 16, j0 of BLOCK_N.
 
-    A call of the generator decides about the queries i and i + 8 and the keys j, j + 8, j + 16 and j + 24. It is
-    written for each pair, but in the layout of matmuls a thread holds all of these or half of them, and the compiler
-    leaves one call for what it holds. To see that they are the same it needs the place in the tile, of which it knows
-    some bits, apart from the tile's.
+    One call of the generator decides about the queries i and i + 8 and the keys j, j + 8, j + 16 and j + 24. The code
+    has a call for each pair. But in the layout of matmuls, a thread holds all of these pairs or half of them, and the
+    compiler merges their calls. To see that they are equal, it needs the place within the tile (some of its bits are
+    known) as a separate term.
     """
     if sizes.BLOCK_N % 32 == 0:
         key = j0 // 32 * 8 + (cols // 32 * 8 + cols % 8)

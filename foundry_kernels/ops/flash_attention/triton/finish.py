@@ -1,4 +1,4 @@
-"""What is written of rows that have seen all their keys."""
+"""Writes the results of rows that have seen all their keys."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def finish_rows(
     b_acc, state, m_rows, head, p_out, at, results, sinks_ptr,
     HAS_BIAS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Writes, from the sums b_acc [M, DV] and the state of the softmax [M], out to the rows p_out [M, 1], and to `at`
-    [M] what is kept of a row. `head` is that of all rows, or of each [M]. A NaN in a bias makes NaN of all results of
-    its row; of those that are maxima, which pass over it, by what follows HAS_BIAS."""
+    """Computes the results from the sums b_acc [M, DV] and the softmax state [M]. Writes out to the rows p_out [M, 1]
+    and the other results to `at` [M]. `head` is the head of all rows, or of each row [M]. A NaN in a bias makes all
+    results of its row NaN. Maxima ignore NaN, so with HAS_BIAS they are set to NaN explicitly."""
     b_m, b_l, b_e = state
     m_empty = b_l == 0.0 if HAS_BIAS else b_m == -float("inf")
     if results.max_logit is not None:

@@ -1,8 +1,8 @@
 """The forward kernel: a program owns a tile of queries of one head and visits the keys once, with a running softmax.
 
-The bounds of the loops skip keys outside of the window. Tiles are visited from the right: those on its right edge,
-which are masked, come first; those between its edges are not masked, and need no bounds of the tensors.
-b_ is a block of values, m_ a mask.
+The loop bounds skip keys outside of the window. Tiles are visited from the right. The tiles on the window's right edge
+come first and are masked. Tiles between its edges are not masked and need no bounds checks. Names begin with b_ for a
+block of values and with m_ for a mask.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_rows, list_
 
 @triton.jit
 def _products(b_q, keys, pages, tile, m_keys, CHECK: tl.constexpr, sizes, PAGE_SIZE: tl.constexpr):
-    """[M, N]: of the queries with one tile of keys; with CHECK only `m_keys` are read, [N, 1] or [1, 1]:
-    a comparison of two numbers is no mask in Triton 3.9's interpreter."""
+    """The matmul [M, N] of the queries with one tile of keys. With CHECK, only `m_keys` are read, [N, 1] or [1, 1]:
+    Triton 3.9's interpreter does not accept a comparison of two scalars as a mask."""
     k = keys.k
     if PAGE_SIZE:
         dims = tl.arange(0, sizes.BLOCK_D)[None, :]
@@ -68,18 +68,18 @@ def _attend_range(
     b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, begin, end, scoring, mask, pairs, dense,
     pages, MASKED: tl.constexpr, SAVE_STATS: tl.constexpr, AHEAD: tl.constexpr, sizes, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the tiles end - 1, .., begin of keys, or to those at these places of the list `order`; q_pos [M, 1] is
+    """Attends to the key tiles end - 1, .., begin, or to the tiles at these places of the list `order`. q_pos [M, 1] is
     the position of each query among the keys, i0 the first query.
 
     AHEAD: b_qk are the scores with the keys of tile end - 1, and the returned scores are those of tile begin - 1. The
-    matmul of each tile starts before the softmax of the tile to its right, which hides it where matmuls are
+    matmul of each tile starts before the softmax of the tile to its right, and overlaps with it if matmuls are
     asynchronous. Scores beyond `first_tile` are not used. This takes the registers of one more tile of scores.
     """
     factor = score_factor(scoring)
     rows = tl.arange(0, sizes.BLOCK_M)[:, None]
     for tile in range(end - 1, begin - 1, -1):
         j0 = tl.multiple_of(tile_at(order, tile) * sizes.BLOCK_N, sizes.BLOCK_N)
-        if AHEAD:  # the next tile is whole; where there is none, nothing is loaded or, in whole tiles, this one again
+        if AHEAD:  # the next tile needs no mask; without a next tile, nothing is loaded, or this tile again if unmasked
             b_now, following = b_qk, tl.maximum(tile - 1, first_tile)
             some = tl.zeros([1, 1], tl.int32) + following < tile
             b_qk = _products(b_q, keys, pages, tile_at(order, following), some, MASKED, sizes, PAGE_SIZE)
@@ -131,7 +131,7 @@ def flash_attention_fwd_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Under a causal mask the last tiles have most to do, so they come first in their section. `stride_lseb` is the
+    """Under a causal mask the last tiles have the most work, so they come first in their section. `stride_lseb` is the
     batch stride of lse, entropy and max_logit, `stride_alibi` that of the slopes."""
     sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PTX)
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
@@ -191,7 +191,7 @@ def flash_attention_fwd_kernel(
         first_tile, full_tile, end = cols.start // BLOCK_N, cols.full_start // BLOCK_N, tl.cdiv(cols.stop, BLOCK_N)
         full_stop = cols.full_stop // BLOCK_N
         masked_tile = tl.maximum(cols.full_start, cols.full_stop) // BLOCK_N
-    b_qk = b_zero  # stands for no scores: Triton 3.6 cannot return None from a function
+    b_qk = b_zero  # means no scores: Triton 3.6 cannot return None from a function
     if AHEAD:
         last_tile = tile_at(order, tl.maximum(end - 1, 0))
         m_keys = tl.arange(0, BLOCK_N)[:, None] < seqlen_k - last_tile * BLOCK_N

@@ -1,11 +1,12 @@
 """The forward kernel in Gluon, for compute capability 9.0: a producer warp copies tiles, two warpgroups consume them.
 
-It is for 16-bit heads of 64 or 128, dense, full or with a right bound of the window (causal), with either alignment.
+It supports 16-bit heads of 64 or 128 in dense batches, with full attention or a right bound of the window (causal),
+with either alignment.
 
-A program owns 2 x BLOCK_M queries of one head, BLOCK_M a consumer. Tiles of keys, STAGES of them in shared memory, are
-visited from the right; the i-th lies in buffer i % STAGES and fills it for the (i // STAGES)-th time, which is the
-phase that its barriers count. *_ready: copied, one arrival and so many bytes. *_free: read, an arrival of each
-consumer. b_ is a block of values, t_ the token of a matmul that is in flight.
+A program owns 2 x BLOCK_M queries of one head, BLOCK_M for each consumer. Tiles of keys are visited from the right, and
+STAGES of them are in shared memory. Tile i is in buffer i % STAGES, in the phase i // STAGES of its barriers. The
+barrier `ready` means copied: it counts one arrival and the bytes. The barrier `free` means read: it counts one arrival
+of each consumer. Names begin with b_ for a block of values and with t_ for the token of a matmul in flight.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from foundry_kernels.ops.flash_attention.triton.order import program_order
 from foundry_kernels.ops.flash_attention.triton.softmax import LN2
 
 CONSUMERS = gl.constexpr(2)
-#: Registers of a thread: 65536 for 128 threads of each consumer and of the producer, whose warps come in fours.
+#: Registers of a thread. The 65536 of a multiprocessor are for 128 threads of each consumer and 128 of the producer.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
-#: Between a tensor and shared memory: by their names since Triton 3.8, and by those before, which 3.9 refuses.
+#: Copies between a tensor and shared memory. Triton 3.8 renamed them, and 3.9 refuses the old names.
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
@@ -38,7 +39,7 @@ class Buffers(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """What a consumer reads: the queries are its own, q [M, D]. Query r sees the keys before stop[r]."""
+    """The inputs of a consumer. q [M, D] are its own queries; query r sees the keys before stop[r]."""
 
     q: Any
     k: Buffers
@@ -49,7 +50,7 @@ class Consumer(NamedTuple):
 
 
 class State(NamedTuple):
-    """The scores of a tile, the weights of the tile before, and the sums so far."""
+    """The scores of a tile, the weights of the previous tile, and the sums so far."""
 
     s: Any
     p: Any
@@ -78,7 +79,8 @@ def _wait(tiles, i, form):
 
 @gluon.jit
 def _copy(desc, tiles, n, head, row, i, form):
-    """Copy tile i of keys or values, once its buffer is free: at first it is, in the phase before the first."""
+    """Copies tile i of keys or values once its buffer is free. A wait for the phase before the first one returns at
+    once."""
     at = i % form.STAGES
     mbarrier.wait(tiles.free.index(at), ((i // form.STAGES) & 1) ^ 1)
     mbarrier.expect(tiles.ready.index(at), form.BLOCK_N * form.D * 2)
@@ -108,7 +110,7 @@ def _scores(q, k, i, b_zero, form):
 
 @gluon.jit
 def _add_values(b_p, b_acc, v, i, form):
-    """Begin b_acc + b_p @ the values of tile i [M, D]."""
+    """Starts the matmul b_acc + b_p @ (the values of tile i) [M, D]."""
     _wait(v, i, form)
     values = v.mem.index(i % form.STAGES).reshape([form.BLOCK_N, form.D])
     return hopper.warpgroup_mma(b_p, values, b_acc, is_async=True)
@@ -116,8 +118,8 @@ def _add_values(b_p, b_acc, v, i, form):
 
 @gluon.jit
 def _softmax(b_s, b_m, b_l, stop, key, scale, MASKED: gl.constexpr, form):
-    """Add the scores of the keys from `key` on, of which row r sees those before stop[r], to the running softmax: its
-    weights, what earlier sums shrink by, and the state (see `softmax.py`)."""
+    """Adds the scores of the keys from `key` on to the running softmax; row r sees the keys before stop[r]. Returns the
+    weights, the factor for earlier sums, and the state (see `softmax.py`)."""
     if MASKED:
         cols = gl.arange(0, b_s.shape[1], gl.SliceLayout(0, b_s.type.layout))
         b_s = gl.where(gl.expand_dims(cols, 0) < gl.expand_dims(stop - key, 1), b_s, -float("inf"))
@@ -133,14 +135,15 @@ def _softmax(b_s, b_m, b_l, stop, key, scale, MASKED: gl.constexpr, form):
 
 @gluon.jit
 def _by_row(b_x, form):
-    """Returns b_x [M] as [M, 1], in the layout of the sums."""
+    """Returns b_x [M] as [M, 1] in the layout of the sums."""
     return gl.expand_dims(gl.convert_layout(b_x, gl.SliceLayout(1, form.O_LAYOUT)), 1)
 
 
 @gluon.jit
 def _attend_tile(state, b_zero, i, given, MASKED: gl.constexpr, form):
-    """Tile i, neither the first nor the last: while its softmax runs, the next tile's scores and the values of the one
-    before are multiplied. Consumers that start their matmuls in turns were slower on an H100."""
+    """Attends to tile i, which is neither the first nor the last. During its softmax, two matmuls run: the next tile's
+    scores, and the previous tile's values. On an H100, it was slower if the consumers started their matmuls in
+    turns."""
     t_s = _scores(given.q, given.k, i + 1, b_zero, form)
     t_acc = _add_values(state.p, state.acc, given.v, i - 1, form)
     key = (given.n_tiles - 1 - i) * form.BLOCK_N
@@ -153,14 +156,14 @@ def _attend_tile(state, b_zero, i, given, MASKED: gl.constexpr, form):
 
 @gluon.jit
 def _attend_range(state, begin, end, given, MASKED: gl.constexpr, form):
-    """The tiles begin .. end - 1. Two at a time without a mask: the scores of one are then where those of the other
-    were, and need not be moved there."""
+    """Attends to the tiles begin .. end - 1, without a mask two in each round. The scores of one tile then replace
+    those of the other in registers without being moved."""
     b_zero = gl.full([state.s.shape[0], form.BLOCK_N], 0.0, gl.float32, form.S_LAYOUT)
     STEP: gl.constexpr = 1 if MASKED else 2
     for i in range(begin, end - STEP + 1, STEP):
         for j in gl.static_range(STEP):
             state = _attend_tile(state, b_zero, i + j, given, MASKED, form)
-    if STEP == 2:  # noqa: SIM102 (one is decided by the compiler, the other by the GPU)
+    if STEP == 2:  # noqa: SIM102 (the compiler evaluates one, the GPU the other)
         if (end - begin) % 2 == 1:
             state = _attend_tile(state, b_zero, end - 1, given, MASKED, form)
     return state
@@ -171,8 +174,8 @@ def _consume(
     WHO: gl.constexpr, out_desc, lse_ptr, q, k, v, n, head, at, row, tokens_q, tokens_k, past, scale,
     n_tiles, n_masked, HAS_RIGHT: gl.constexpr, form,
 ):  # fmt: skip
-    """The queries row .. row + BLOCK_M - 1 of one head, of which query r sees the keys before r + past. `at` is where
-    the head's lse begins. The first `n_masked` tiles, one at least, need a mask."""
+    """Computes the queries row .. row + BLOCK_M - 1 of one head. Query r sees the keys before r + past. The head's lse
+    begins at `at`. The first `n_masked` tiles, at least one, need a mask."""
     S_ROWS: gl.constexpr = gl.SliceLayout(1, form.S_LAYOUT)
     rows = row + gl.arange(0, form.BLOCK_M, S_ROWS)
     stop = rows * 0 + tokens_k
@@ -196,7 +199,7 @@ def _consume(
         mbarrier.arrive(k.free.index(1), count=1)
         whole = gl.minimum(n_masked, last)
         state = State(b_s, b_p, b_acc, b_m, b_l)
-        if HAS_RIGHT:  # else no tile but the first has keys that are not there
+        if HAS_RIGHT:  # otherwise only the first tile has keys past the end
             state = _attend_range(state, 1, whole, given, True, form)
         state = _attend_range(state, whole, last, given, False, form)
         t_acc = _add_values(state.p, state.acc, v, last - 1, form)
@@ -212,7 +215,7 @@ def _consume(
     b_lse = gl.where(m_empty, -float("inf"), (b_m + gl.log2(b_l)) * LN2)
     gl.store(lse_ptr + at + rows, b_lse, mask=rows < tokens_q)
     b_out = b_acc / _by_row(b_l, form)
-    own.store(b_out.to(form.DTYPE))  # where this consumer's queries were, which nothing reads any more
+    own.store(b_out.to(form.DTYPE))  # overwrites this consumer's queries, which are no longer read
     hopper.fence_async_shared()
     copy_out(out_desc, [n, head, row, 0], q.mem.index(WHO))
     tma.store_wait(0)
@@ -225,8 +228,8 @@ def flash_attention_fwd_gluon_kernel(
     BOTTOM_RIGHT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The descriptors are of [B, H, T, D] in blocks of one consumer's queries, or one tile of keys. lse [B, H, T] is
-    contiguous."""
+    """The descriptors are for [B, H, T, D] in blocks of one consumer's queries, or of one tile of keys. lse [B, H, T]
+    is contiguous."""
     n, head, tile, tiles = program_order(n_batch, n_heads, section)
     if HAS_RIGHT:
         tile = tiles - 1 - tile
@@ -234,11 +237,11 @@ def flash_attention_fwd_gluon_kernel(
     past = right + 1
     if BOTTOM_RIGHT:
         past += tokens_k - tokens_q
-    stop, whole = tokens_k, tokens_k  # keys that any query sees, and those that all queries see
+    stop, whole = tokens_k, tokens_k  # the keys that some query sees, and the keys that all queries see
     if HAS_RIGHT:
         stop = gl.minimum(gl.minimum(row + CONSUMERS * BLOCK_M, tokens_q) - 1 + past, tokens_k)
         whole = gl.minimum(gl.maximum(row + past, 0), tokens_k)
-    n_tiles = gl.maximum(gl.cdiv(gl.maximum(stop, 0), BLOCK_N), 1)  # where no query sees a key too
+    n_tiles = gl.maximum(gl.cdiv(gl.maximum(stop, 0), BLOCK_N), 1)  # at least 1, also if no query sees a key
     n_masked = n_tiles - gl.minimum(whole // BLOCK_N, n_tiles - 1)
 
     q_mem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, BLOCK_M, D], q_desc.layout)
@@ -257,7 +260,7 @@ def flash_attention_fwd_gluon_kernel(
         mbarrier.init(k_free.index(stage), count=CONSUMERS)
         mbarrier.init(v_ready.index(stage), count=1)
         mbarrier.init(v_free.index(stage), count=CONSUMERS)
-    hopper.fence_async_shared()  # the engine that copies arrives at barriers too, and must see them initialized
+    hopper.fence_async_shared()  # the copy engine arrives at barriers too, and must see them initialized
     at = (n * n_heads + head) * tokens_q
     n, head = n.to(gl.int32), head.to(gl.int32)
     kv_head = head // group

@@ -13,8 +13,8 @@ from foundry_kernels._triton.launch import Plan, compiler_options
 from foundry_kernels._triton.plans import planned
 from foundry_kernels.ops.flash_attention.triton.problem import _Problem
 
-#: Releases of Triton that compile the kernel as it should be (tests/proof/gluon_compiled.py); an H100 ran that of 3.6.
-#: Gluon is a part of Triton that is called experimental: with any other release the default kernel takes all calls.
+#: Releases of Triton that compile the kernel correctly (tests/proof/gluon_compiled.py); with 3.6, it ran on an H100.
+#: Gluon is an experimental part of Triton, so with any other release the default kernel takes all calls.
 RELEASES = ((3, 6), (3, 7), (3, 9))
 
 MISSING: str | None = None
@@ -30,22 +30,21 @@ except ImportError as error:
 
 Row = dict[str, Any]
 
-#: What may be on or given among the constants of the default kernel: sizes, the mask's right edge, and lse, which is
-#: made in any case.
+#: Constants of the default kernel that may be set: sizes, the mask's right edge, and lse, which is always computed.
 _SUPPORTED = frozenset({"COMPUTE", "D", "DV", "BLOCK_D", "BLOCK_DV", "BOTTOM_RIGHT", "HAS_RIGHT", "SAVE_LSE"})
 
-#: By head dimension: queries of a consumer, keys of a tile and tiles in shared memory. More keys, and matmuls are no
-#: longer under way during the softmax: there are too few registers for two tiles of scores.
+#: By head dimension: queries of a consumer, keys of a tile and tiles in shared memory. With more keys, there are too
+#: few registers for two tiles of scores, so matmuls do not overlap with the softmax.
 _TILES = {64: (64, 64, 4), 128: (64, 64, 4)}
-#: What the engine that copies tiles can address: bytes from one row, head or sequence to the next.
+#: The copy engine's limit for the bytes from one row, head or sequence to the next.
 _FARTHEST = 1 << 40
 
 
 def configs(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> list[Row]:
-    """Returns the launch configs that are preferred to those of the default kernel; none where this one does not
-    support the call. `flags` are those of the default kernel besides the problem's, `out` the strides of the result.
-    GLUON: see `tuning.ANOTHER`. An H100 measured 1.21, 1.14, 1.09 and 1.12 times the default kernel's speed, causal of
-    4096 and 16384 tokens and full at 128 wide, and causal at 64 wide."""
+    """Returns launch configs that are preferred to the default kernel's, or none if this kernel does not support the
+    call. `flags` are the default kernel's flags besides the problem's; `out` are the strides of the result. GLUON: see
+    `tuning.ANOTHER`. Its speed on an H100 is 1.21 (4096 tokens), 1.14 (16384 tokens) and 1.09 times (full attention)
+    the default kernel's for heads of 128, and 1.12 times for heads of 64; all but one are causal."""
     if not supports(p, flags, out):
         return []
     m, n, stages = _TILES[p.head_dim]
@@ -53,8 +52,8 @@ def configs(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> list[R
 
 
 def supports(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> bool:
-    """Dense 16-bit heads of 64 or 128, full or causal, on compute capability 9.0. A call with anything on besides
-    `_SUPPORTED` is left to the default kernel."""
+    """Dense 16-bit heads of 64 or 128, full or causal, on compute capability 9.0. The default kernel takes calls that
+    set anything besides `_SUPPORTED`."""
     on = {name for name, value in (p.constants | flags).items() if value is not False}
     return (
         MISSING is None
@@ -70,7 +69,7 @@ def supports(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> bool:
 
 
 def addressable(p: _Problem, out: tuple[int, ...]) -> bool:
-    """Whether all rows lie multiples of 16 bytes apart, and apart at all: an expanded tensor repeats its rows."""
+    """Whether all strides of rows are multiples of 16 bytes and not 0, as in an expanded tensor."""
     step = 16 // p.dtype.itemsize
     q, k, v = p.layouts
     for shape, strides in (q, k, v, (q[0], out)):
@@ -92,8 +91,8 @@ def plan(p: _Problem, row: tuple[tuple[str, Any], ...]) -> Plan:
 
 
 def launch_gluon(made: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:
-    """Triton launches it itself: descriptors are made for each call, of tensors that lie elsewhere each time."""
-    if lse is None:  # small beside the others: a kernel without it would be one more to compile
+    """Uses Triton's own launch path, because each call needs new descriptors for the addresses of its tensors."""
+    if lse is None:  # it is small; without it, there would be one more kernel to compile
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     m, n = made.constants["BLOCK_M"], made.constants["BLOCK_N"]
     tensors = (*(descriptor(x, rows) for x, rows in ((q, m), (k, n), (v, n), (out, m))), lse)
@@ -101,7 +100,7 @@ def launch_gluon(made: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: 
 
 
 def descriptor(x: Tensor, rows: int) -> Any:
-    """Returns the descriptor of x [B, H, T, D], for blocks of so many rows of a head. The stride of a dimension of size
+    """Returns the descriptor of x [B, H, T, D], for blocks of `rows` rows of a head. The stride of a dimension of size
     1 is not used, but must be valid."""
     block = [1, 1, rows, x.shape[3]]
     dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16

@@ -1,5 +1,4 @@
-"""What the kernels of attention get for its options. Nowhere else on the host do these become numbers and constants
-of a launch."""
+"""Turns the options of attention into numbers and constants of a launch. No other host code does this."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from foundry_kernels.ops.flash_attention.options import AttentionOptions
 _POSITIONS = AttentionOptions._make(range(len(AttentionOptions._fields)))
 _NUMBERS_AT = tuple(at for at in _POSITIONS.operator_args() if at not in _POSITIONS.tensors())
 
-#: The options of the operators that are no tensors: launches are planned by these, and `without_tensors` costs 1 µs.
+#: The options that are not tensors. They are keys of launch plans, and this is 1 µs faster than `without_tensors`.
 numbers_of = itemgetter(*_NUMBERS_AT)
 
 
 def options_of(numbers: tuple[Any, ...]) -> AttentionOptions:
-    """Returns the options that `numbers_of` took these from, with None in place of all others."""
+    """Returns options with these results of `numbers_of`; all other options are None."""
     given = dict(zip(_NUMBERS_AT, numbers, strict=True))
     return AttentionOptions._make(map(given.get, _POSITIONS))
 
@@ -31,11 +30,11 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 class TensorOptions(NamedTuple):
-    """What launches are planned by of the options that are tensors."""
+    """The properties of tensor options that launches depend on."""
 
-    alibi_dims: int  # 0 where there are no slopes
+    alibi_dims: int  # 0 if there are no slopes
     attn_mask: Layout | None
-    biased: bool  # the mask is floating
+    biased: bool  # the mask is a floating-point tensor
     mask_tiles: Layout | None
     dropout_heads: bool
     table: Layout | None  # of the pages
@@ -59,7 +58,8 @@ def tensor_options(options: AttentionOptions) -> TensorOptions:
 
 
 def pair_tensors(options: AttentionOptions) -> tuple[Tensor | None, ...]:
-    """The options that decide about single pairs of a query and a key, in the order of the kernels' parameters."""
+    """The tensors of the options that decide about single pairs of a query and a key, in the order of the kernels'
+    parameters."""
     bits, heads = options.mask_bits, options.dropout_heads
     return (
         options.attn_mask, options.mask_tiles, None if bits is None else bits.contiguous(), options.dropout_seed,
@@ -72,7 +72,7 @@ def _table_layout(table: Tensor) -> Layout:
 
 
 def page_tensors(options: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
-    """The options that say where pages are, in the order of the kernels' parameters."""
+    """The tensors that say where pages are, in the order of the kernels' parameters."""
     table = options.block_table
     if table is None:
         return None, None
@@ -84,15 +84,15 @@ class KernelOptions(NamedTuple):
 
     numbers: dict[str, Any]
     constants: dict[str, bool]
-    needs_registers: bool  # as the table of configurations has it
+    needs_registers: bool  # see `config`
 
 
 def kernel_options(
     options: AttentionOptions, tensors: TensorOptions, n_heads: int, reach: int, ptx: bool
 ) -> KernelOptions:
-    """Returns what the kernels get for the options, of which it reads no tensors. A window that extends as far as
-    `reach` bounds nothing. A number of an option that is off is None, and no argument of the compiled kernel. `ptx`:
-    some code is better written in it."""
+    """Returns the kernels' parameters for the options; it reads no tensors. A window of `reach` or more has no effect.
+    The numbers of an option that is off are None, so that the compiled kernel has no argument for them. `ptx`: use PTX
+    where it is better."""
     sides = (options.window_left, options.window_right)
     left, right = (None if side is None or side >= reach else side for side in sides)
     softcap, has_alibi = options.softcap, tensors.alibi_dims > 0
@@ -128,7 +128,7 @@ def kernel_options(
 
 
 def _strides(name: str, layout: Layout | None) -> dict[str, int | None]:
-    """The strides by the names of their parameters, 0 where there is one element for all."""
+    """The strides by the names of their parameters, 0 for a broadcast dimension."""
     if layout is None:
         return dict.fromkeys((name + dim for dim in "bhts"), None)
     return {name + dim: stride if n > 1 else 0 for dim, n, stride in zip("bhts", *layout, strict=True)}

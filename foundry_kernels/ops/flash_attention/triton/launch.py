@@ -1,7 +1,7 @@
-"""What attention allocates for a call, and what it launches forward; `backward_launch` has the backward pass.
+"""Allocates the results of attention, and launches the forward pass; `backward_launch` launches the backward pass.
 
-The kernels see every call as ``[B, H, T, D]``. Packed tokens ``[total, H, D]`` are viewed as ``[1, H, total, D]``, of
-which cu_seqlens give each sequence's part.
+The kernels see every call as ``[B, H, T, D]``. Packed tokens ``[total, H, D]`` are viewed as ``[1, H, total, D]``, and
+cu_seqlens give each sequence's part.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _batched(x: Tensor) -> Tensor:
 def _aligned(x: Tensor) -> Tensor:
     """x ``[B, H, T, width]``, or a copy with rows padded by zeros, which can be read 16 bytes at a time.
 
-    Reading single elements would take the kernels more registers than there are; next to attention a copy is cheap.
+    Kernels that read single elements would need too many registers, and a copy is cheap next to attention.
     """
     if x.data_ptr() % 16 == 0 and _has_aligned_rows(x.shape, x.stride(), x.dtype):
         return x
@@ -53,7 +53,7 @@ Rows = Callable[[Tensor, int], Tensor]
 
 
 def _empty_rows(x: Tensor, width: int) -> Tensor:
-    """Memory for rows of `width` columns, as many as x has and in x's storage order."""
+    """Memory for as many rows as x has, of `width` columns, in x's storage order."""
     if width == x.shape[-1] and x.is_contiguous():
         return empty_like(x)
     shape, strides = _row_layout(x.shape, x.stride(), width)
@@ -75,7 +75,8 @@ def fake_rows(x: Tensor, width: int) -> Tensor:
 
 
 def _target(result: Tensor, width: int) -> Tensor:
-    """What a kernel that works on rows of `width` columns writes `result` to: itself, or memory with padded rows."""
+    """The memory in which a kernel for rows of `width` columns writes `result`: `result` itself, or memory with padded
+    rows."""
     return result if result.shape[3] == width else _empty_rows(result, width)
 
 
@@ -87,9 +88,9 @@ def _copy_back(target: Tensor, result: Tensor) -> None:
 def empty_fwd(
     q: Tensor, v: Tensor, options: AttentionOptions, save_lse: bool, save_stats: bool, rows: Rows = _empty_rows
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(out, lse, entropy, max_logit), None in place of what is not wanted.
+    """(out, lse, entropy, max_logit), with None for a result that is not requested.
 
-    Of float32 inputs lse has float64: rounded to float32, it would be the largest error of the gradients by far.
+    For float32 inputs, lse is float64: rounded to float32, it would cause by far the largest error of the gradients.
     """
     head_dim_v = v.shape[-1]
     if options.packed:
@@ -121,7 +122,7 @@ def empty_bwd(
     need_dbias: bool,
     rows: Rows = _empty_rows,
 ) -> Gradients:
-    """(dq, dk, dv, dsinks, dbias), None in place of what is not needed."""
+    """(dq, dk, dv, dsinks, dbias), with None for a gradient that is not needed."""
     return (
         rows(q, q.shape[-1]) if need_dq else None,
         rows(k, k.shape[-1]) if need_dk else None,
@@ -132,13 +133,13 @@ def empty_bwd(
 
 
 def refuse_wide(q: Tensor, v: Tensor, backward: bool) -> None:
-    """Refuses a call whose tiles are more than a program's shared memory, or on AMD's GPUs its registers, hold.
+    """Refuses a call whose tiles do not fit a program's shared memory or, on AMD's GPUs, its registers.
 
     Raises:
-        BackendUnavailable: the message names what does not fit.
+        BackendUnavailable: the message says what does not fit.
     """
     widths = (q.shape[-1], v.shape[-1])
-    if sum(widths) * q.element_size() <= 2048 and max(widths) <= 256:  # which fit every GPU
+    if sum(widths) * q.element_size() <= 2048 and max(widths) <= 256:  # these fit every GPU
         return
     chip = capability(q.device)
     gpu = device_of(chip)
@@ -146,7 +147,7 @@ def refuse_wide(q: Tensor, v: Tensor, backward: bool) -> None:
         return
     blocks = [max(16, triton.next_power_of_2(width)) for width in widths]
     if gpu.name == "cdna":
-        if backward and max(blocks) > 256:  # no tile does without spilling half of its registers
+        if backward and max(blocks) > 256:  # every tile would spill half of its registers
             raise BackendUnavailable(
                 f"flash_attention: backend 'triton': the backward pass in {q.dtype} with head_dim {widths[0]} (v's is "
                 f"{widths[1]}) is for heads of at most 256 on this GPU. Use 16 bits, or backend 'reference'"
@@ -179,18 +180,18 @@ def aligned_problem(
 def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool, save_stats: bool) -> Plan:
     preferred: list[dict[str, Any]] = []
     flags = {"HAS_SINKS": has_sinks, "SAVE_LSE": save_lse, "SAVE_STATS": save_stats}
-    if p.capability == 90 and not p.batch_invariant:  # which of two kernels takes a call may depend on the batch
-        from foundry_kernels.ops.flash_attention.triton import gluon_launch  # 60 ms, which others need not wait
+    if p.capability == 90 and not p.batch_invariant:  # the choice between the two kernels may depend on the batch
+        from foundry_kernels.ops.flash_attention.triton import gluon_launch  # takes 60 ms, which other GPUs need not
 
         preferred = gluon_launch.configs(p, flags, out)
     config = p.config("fwd", *preferred)
     if "GLUON" in config:
         return gluon_launch.plan(p, tuple(config.items()))
     if config["BLOCK_N"] == 128 and (p.constants["HAS_LEFT"] or p.max_seqlen_k <= 64 or p.batch_invariant):
-        config |= {"BLOCK_N": 64, "num_stages": 3}  # the left edge is one more masked loop, with which 128 keys spill
-    if p.constants["HAS_TILES"]:  # a tile is within one of the mask's
+        config |= {"BLOCK_N": 64, "num_stages": 3}  # with one more masked loop for the left edge, 128 keys spill
+    if p.constants["HAS_TILES"]:  # a tile must be within one tile of the mask
         config["BLOCK_N"] = min(config["BLOCK_N"], 64)
-        if p.wide_pairs and config["BLOCK_M"] == 64:  # lists take registers that the tile for wgmma has not
+        if p.wide_pairs and config["BLOCK_M"] == 64:  # the tile for wgmma leaves no registers for lists
             config |= {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 2}
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
     numbers = (
@@ -211,7 +212,7 @@ def launch_fwd(
     if options.block_table is None:
         q, k, v, p = aligned_problem(q, k, v, options)
         keys = options.cu_seqlens_k
-    else:  # pages are read where they are, whatever their alignment, and queries have as many columns
+    else:  # pages are not copied, whatever their alignment; queries keep the same number of columns
         near = q.stride(2) == 1 and q.stride(0) < _FAR_APART
         q, k, v, keys = _batched(q if near else q.contiguous()), k.transpose(1, 2), v.transpose(1, 2), options.seqused_k
         p = _problem(q, k, v, options)

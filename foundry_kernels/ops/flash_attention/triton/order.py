@@ -1,4 +1,4 @@
-"""Which tile a program works on: the order of programs is that in which a GPU begins them."""
+"""Which tile a program works on. A GPU starts programs in the order of their numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import triton.language as tl
 def program_order(n_batch, n_heads, section):
     """(n, head, tile, number of tiles) of this program.
 
-    The sequences' heads are taken `section` of them at a time, as many as share the L2 cache; a section's tiles vary
-    slowest, its heads fastest. So a head's tiles, and the heads of a group, find in L2 what another one has read.
+    Heads are taken in sections of `section` heads, whose keys fit the L2 cache together. Within a section, tiles vary
+    slowest and heads fastest. So the tiles of a head, and the heads of a group, reuse data in L2.
     """
     pid = tl.program_id(0)
     heads = n_batch * n_heads

@@ -1,4 +1,4 @@
-"""Keys and values in pages: of each key of a tile, the page is looked up, so that pages may have any size."""
+"""Keys and values in pages. The page of each key is looked up, so that pages may have any size."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def offsets_in_pages(pages, stride_page, stride, j0, seqlen_k, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """[ROWS, 1]: how far the keys or values from j0 on lie behind the first of all pages. Keys from `seqlen_k` on are
-    in page 0, and numbers of pages that are out of range count as the nearest one: nothing outside is read."""
+    """The offsets [ROWS, 1] of the keys or values from j0 on, relative to the first page. To read only inside of the
+    tensor, keys from `seqlen_k` on get page 0, and page numbers out of range are clamped."""
     keys = j0 + tl.arange(0, ROWS)[:, None]
     position = pages.start + keys
     page = tl.load(pages.table + position // PAGE_SIZE, mask=keys < seqlen_k, other=0)
@@ -22,7 +22,7 @@ def load_from_pages(
     x, pages, stride_page, j0, seqlen_k, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
     CHECK: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Returns what `load_rows` would of the `Rows` x from j0 on."""
+    """As `load_rows`, for the `Rows` x from j0 on."""
     cols = tl.arange(0, COLS)[None, :]
     p = x.ptr + offsets_in_pages(pages, stride_page, x.stride, j0, seqlen_k, ROWS, PAGE_SIZE) + cols
     m_rows = j0 + tl.arange(0, ROWS)[:, None] < seqlen_k

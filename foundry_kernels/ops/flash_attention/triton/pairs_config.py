@@ -1,4 +1,4 @@
-"""What masks, biases and dropout change in the launches of `config`: they keep more numbers for each score."""
+"""Changes of `config` for masks, biases and dropout, which keep more numbers for each score."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class PairOptions(NamedTuple):
 def with_pairs(
     launch: Launch, kernel: str, capability: int, head_dim: int, dtype: torch.dtype, options: PairOptions, needs: bool
 ) -> Launch:
-    """The config for such a call in place of `launch`, that of one with none of the `options`. `needs` is
-    `needs_registers` of the call's other options. All but the rules of one kernel for one class of device make room
-    for what the compiler's report shows to be spilled; `maxnreg` is all that there is, see `config`."""
+    """Returns the config for a call with `options`; `launch` is the config without them. `needs` is `needs_registers`
+    for the call's other options. The changes avoid spills that the compiler's report showed, each for a kernel and
+    class of device. `maxnreg` is the maximum, see `config`."""
     if capability == 0 or not any(options) or kernel in ("preprocess", "sum_splits"):
         return launch
     name = device_of(capability).name
@@ -38,7 +38,7 @@ def with_pairs(
         dense_would_spill = head_dim == 128 and name == "hopper" and VERSION >= (3, 9)
         if kernel == "fwd" and n == 128:
             n, stages = 64, 3
-        elif kernel == "fwd" and n == 64 and head_dim == 256:  # the config for Triton 3.9
+        elif kernel == "fwd" and n == 64 and head_dim == 256:  # this is the config for Triton 3.9
             n = 32
         elif kernel == "dq" and ((synchronous and options.tiles) or (options.dense and dense_would_spill)):
             n = min(n, 32)
@@ -54,10 +54,10 @@ def with_pairs(
 
 
 def _crowded(kernel: str, name: str, head_dim: int, m: int, n: int, needs: bool) -> tuple[int, int]:
-    """Queries and keys of a tile where several options meet."""
+    """Queries and keys of a tile for calls with several options."""
     if kernel == "fwd":
         return min(m, 64 if head_dim > 128 else m), min(n, 32 if needs or name != "hopper" else n)
-    if head_dim == 256 and name == "hopper" and not needs and VERSION >= (3, 8):  # with which the tiles below spill
+    if head_dim == 256 and name == "hopper" and not needs and VERSION >= (3, 8):  # for which the tiles below spill
         if kernel == "dkdv":
             return m, min(n, 32)
         if kernel == "dq" and VERSION >= (3, 9):
@@ -71,7 +71,7 @@ def _crowded(kernel: str, name: str, head_dim: int, m: int, n: int, needs: bool)
 
 
 def _cdna(kernel: str, head_dim: int, m: int, n: int, needs: bool, several: bool) -> Launch:
-    """The tile on AMD's GPUs, with the warps that leave it most registers."""
+    """The tile on AMD's GPUs, with the number of warps that leaves the most registers."""
     if head_dim > 256:
         return {}
     if kernel == "fwd" and head_dim <= 128 and not needs:

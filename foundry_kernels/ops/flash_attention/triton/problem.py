@@ -1,4 +1,4 @@
-"""What the launches of attention on calls of the same shapes, strides and options have in common."""
+"""What attention's launches have in common for calls with the same shapes, strides and options."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from foundry_kernels.ops.flash_attention.triton.kernel_options import (
 )
 from foundry_kernels.ops.flash_attention.triton.pairs_config import PairOptions, with_pairs
 
-#: Further than any window reaches that bounds something.
+#: Larger than any window that has an effect.
 _FAR = 1 << 30
 
-#: Of the L2 cache, what the heads of a section may read: less than half of what GPUs of data centers have.
+#: Bytes that the heads of a section may read together: less than half of the L2 cache of data-center GPUs.
 _SECTION_BYTES = 16 << 20
 
-#: Within a tile the offset of a row has 32 bits: inputs whose rows lie this many elements apart are copied.
+#: Within a tile, offsets have 32 bits. So inputs with a row stride of at least this many elements are copied.
 _FAR_APART = 1 << 23
 
 
@@ -42,8 +42,8 @@ def _has_aligned_rows(shape: tuple[int, ...], strides: tuple[int, ...], dtype: t
 
 
 class _Problem:
-    """What the launches of calls with the same shapes, strides and options have in common; q, k and v are batched.
-    There is one for each combination, so that it can stand for them (`_problem`)."""
+    """What the launches have in common for calls with the same shapes, strides and options; q, k and v are batched.
+    `_problem` returns the same object for the same combination, so that caches can use it as a key."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class _Problem:
         self.max_seqlen_k = min(options.max_seqlen_k, self.tokens_k)
         self.dtype, self.device, self.capability = dtype, device, capability(device)
         self.batch_invariant = options.batch_invariant
-        # A window that extends past every key bounds nothing. What past means is then the same for all batches.
+        # A window of at least this size has no effect. For batch invariance, it must be the same for all batches.
         self.reach = _FAR if self.batch_invariant else self.tokens_q + self.tokens_k
         ptx = self.capability != 0 and device_of(self.capability).name != "cdna"
         found = kernel_options(options, tensors, self.n_heads, self.reach, ptx)
         self.numbers, constants, self.needs_registers = found
         self.mask_tiles = tensors.mask_tiles
         self.page_size = 0 if tensors.table is None else k[0][2]
-        #: What forward kernels get of pages, by the names of their parameters.
+        #: The forward kernels' parameters for pages, by name.
         self.pages: dict[str, Any] = {"stride_table": None, "n_pages": None, "PAGE_SIZE": False}
         if tensors.table is not None:
             self.pages = {"stride_table": tensors.table[1][0], "n_pages": k[0][0], "PAGE_SIZE": self.page_size}
@@ -86,10 +86,10 @@ class _Problem:
         self.natural_scale = options.scale
         self.stride_lseb = 0 if self.packed else self.n_heads * self.tokens_q
         self.layouts = (q, k, v)
-        #: Whether rows lie so that kernels can read them, see `_aligned`.
+        #: Whether kernels can read rows without a copy, see `_aligned`.
         self.rows_aligned = all(_has_aligned_rows(*layout, dtype) for layout in self.layouts)
         self.strides_qkv = self.strides(q[1], k[1], v[1])
-        if tensors.table is not None:  # pages have a place in memory, as the sequences of a batch have
+        if tensors.table is not None:  # a page has an address, like a sequence of a batch
             self.strides_qkv = (*self.strides(q[1]), *k[1][:3], *v[1][:3])
         self.constants = constants | {
             "VARLEN": self.packed,
@@ -99,7 +99,7 @@ class _Problem:
             "BLOCK_D": max(16, triton.next_power_of_2(self.head_dim)),
             "BLOCK_DV": max(16, triton.next_power_of_2(self.head_dim_v)),
         }
-        #: Heads wider than 256 whose pairs of a query and a key are hidden or dropped one by one, or have a bias.
+        #: Whether heads are wider than 256 and there is a mask, a bias or dropout.
         self.wide_pairs = max(self.head_dim, self.head_dim_v) > 256 and any(self.pairs)
         self.apart = apart(self.width_and_needs()[0], dtype)
         few = self.group * self.max_seqlen_q <= self._configs("decode")[1][0]["BLOCK_M"]
@@ -122,13 +122,13 @@ class _Problem:
         return default if chosen == candidates[0] else chosen
 
     def _configs(self, kernel: str) -> tuple[str, list[dict[str, Any]]]:
-        """Returns the tags, which separate this launch from others with the same config, and the configs."""
+        """Returns the tags, which distinguish this launch from others with the same config, and the configs."""
         width, needs_registers = self.width_and_needs()
         if kernel in ("dk", "dv") and (self.tokens_q % 16 != 0 or self.batch_invariant):
-            needs_registers = True  # rows of lse and delta are not aligned, or in another batch might not be
+            needs_registers = True  # rows of lse and delta are not aligned, or would not be in another batch
         found = configs(kernel, self.capability, width, self.dtype, needs_registers, any(self.pairs))
         tags = f"{8 * self.dtype.itemsize}-bit D<={width}{' with options' if needs_registers else ''}"
-        if any(self.pairs):  # no config that was measured on other calls
+        if any(self.pairs):  # separate from configs that were measured on other calls
             names = "".join(f" {name}" for name, on in zip(self.pairs._fields, self.pairs, strict=True) if on)
             found = [self._with_pairs(kernel, row) for row in (found if self.capability == 0 else found[:1])]
             tags += f" with{names}"
@@ -139,19 +139,19 @@ class _Problem:
         return with_pairs(row, kernel, self.capability, width, self.dtype, self.pairs, needs_registers)
 
     def width_and_needs(self) -> tuple[int, bool]:
-        """The `head_dim` and the `needs_registers` of the table of configurations."""
+        """The `head_dim` and `needs_registers` for `config`."""
         blocks = (self.constants["BLOCK_D"], self.constants["BLOCK_DV"])
         return max(blocks), self.needs_registers or self.wide_pairs or blocks != (self.head_dim, self.head_dim_v)
 
     def section(self, tokens: int, num_splits: int = 1) -> int:
-        """How many sequences' key-value heads, or parts of them, each of which makes its programs read two tensors of
-        so many rows, find these in L2 together. See `program_order`."""
+        """The number of key-value heads (of all sequences), or parts of them, whose data fit L2 together. For each,
+        programs read two tensors of `tokens` rows. See `program_order`."""
         row_bytes = (self.head_dim + self.head_dim_v) * self.dtype.itemsize
         fit = _SECTION_BYTES // (max(tokens, 1) * row_bytes)
         return max(1, min(fit, self.n_batch * self.n_kv_heads * num_splits))
 
     def strides(self, *tensors: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Returns the strides of the sequence, the head and the token; packed sequences are found by cu_seqlens."""
+        """Returns the strides of sequence, head and token. Packed sequences are found by cu_seqlens."""
         found: list[int] = []
         for strides in tensors:
             sequence, head, token, _ = strides or (0, 0, 0, 0)

@@ -1,5 +1,5 @@
-"""Scores from the dot products q.k: scale, soft cap, ALiBi. They are in units of log2(e), see `softmax`; but where a
-bias is still to be added they are in natural ones, as it is."""
+"""Scores from the dot products q.k: scale, soft cap, ALiBi. They are in units of log2(e), see `softmax`. If a bias is
+added later, they are in natural units like the bias."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E
 def scores(b_qk, rel_pos, scoring):
     """(b_s, b_t): the scores and, for the derivative of the soft cap, its hyperbolic tangent.
 
-    Without cap, ALiBi and bias b_s is b_qk itself, still to be multiplied by `score_factor`. `rel_pos` is the key's
-    position minus the query's, after alignment.
+    Without a cap, ALiBi or a bias, b_s is b_qk itself, which the caller multiplies by `score_factor`. `rel_pos` is the
+    key's position minus the query's, after alignment.
     """
     b_t = b_qk
     if scoring.softcap is not None:
@@ -32,7 +32,7 @@ def scores(b_qk, rel_pos, scoring):
 
 @triton.jit
 def score_factor(scoring):
-    """What the result of `scores` is still to be multiplied by: free as part of the subtraction before exp2."""
+    """The factor for the result of `scores`. The multiplication is free as part of the subtraction before exp2."""
     if scoring.bias is not None:
         return tl.full([], LOG2E, scoring.scale.dtype)
     elif scoring.softcap is not None or scoring.slope is not None:

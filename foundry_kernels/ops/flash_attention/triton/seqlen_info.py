@@ -1,4 +1,4 @@
-"""The place of a sequence: a row of a dense batch, or a part of packed tokens."""
+"""The start and length of a sequence: a row of a dense batch, or a part of packed tokens."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def seqlen_info(
 ):  # fmt: skip
     """(start_q, seqlen_q, start_k, seqlen_k) of sequence n.
 
-    Of keys in pages, cu_seqlens_k_ptr has one past the last position of each sequence, and start_k is its first one.
-    `tokens_q` and `tokens_k` are the tokens of a dense sequence or of all packed ones. cu_seqlens beyond them are
-    clamped, so that nothing outside of the tensors is read or written.
+    For keys in pages, cu_seqlens_k_ptr has one past the last position of each sequence, and start_k is its first
+    position. `tokens_q` and `tokens_k` are the tokens of a dense sequence, or of all packed ones. cu_seqlens are
+    clamped to them, so that nothing outside of the tensors is read or written.
     """
     if VARLEN:
         start_q, seqlen_q = _packed(cu_seqlens_q_ptr + n, tokens_q)

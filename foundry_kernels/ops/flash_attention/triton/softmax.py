@@ -1,8 +1,8 @@
 """The running softmax of a tile of rows.
 
 Scores are in units of log2(e), so that every exponential is one `exp2`. A row's `State` is its maximum m, the sum l of
-the weights relative to it and, for the entropy, the sum e of weight times distance to the maximum: its terms have one
-sign, so nothing cancels.
+the weights relative to it and, for the entropy, the sum e of weight times distance to the maximum: its terms have the
+same sign, so there is no cancellation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def online_softmax(b_s, factor, state, MASKED: tl.constexpr, SAVE_STATS: tl.constexpr):
-    """Add the scores b_s * factor to the state: (weights b_p, what earlier sums shrink by, the new state)."""
+    """Adds the scores b_s * factor to the state: (the weights b_p, the factor for earlier sums, the new state)."""
     b_m, b_l, b_e = state
     b_new = tl.maximum(b_m, tl.max(b_s, 1) * factor)
     b_base = tl.where(b_new == -float("inf"), 0.0, b_new) if MASKED else b_new
@@ -34,8 +34,8 @@ def online_softmax(b_s, factor, state, MASKED: tl.constexpr, SAVE_STATS: tl.cons
 
 @triton.jit
 def add_sink(logit, b_m, b_base, b_l, b_e, SAVE_STATS: tl.constexpr):
-    """Add one more outcome, which has no value, to the state: (what earlier sums shrink by, the new base, b_l, b_e).
-    b_base is b_m, or 0 for rows that see no key, which the sink does not change."""
+    """Adds the sink, a key without a value, to the state: (the factor for earlier sums, the new base, b_l, b_e). b_base
+    is b_m, or 0 for rows that see no key, which the sink does not change."""
     m_empty = b_m == -float("inf")
     sink, low = split(logit.to(tl.float64) * LOG2E, b_m.dtype)
     b_top = tl.where(m_empty, 0.0, tl.maximum(b_m, sink))
@@ -50,7 +50,7 @@ def add_sink(logit, b_m, b_base, b_l, b_e, SAVE_STATS: tl.constexpr):
 
 @triton.jit
 def split(x, DTYPE: tl.constexpr):
-    """(high, low) of a float64, each rounded to DTYPE: high + low keeps what high alone would round away."""
+    """(high, low) of a float64, each rounded to DTYPE; high + low has about twice the precision of high."""
     high = x.to(DTYPE)
     m_finite = tl.abs(x) < float("inf")
     low = tl.where(m_finite, x, 0.0) - tl.where(m_finite, high, 0.0)

@@ -1,4 +1,4 @@
-"""Loads and stores of tiles: rows of one head, with a unit stride between columns."""
+"""Loads and stores of tiles: rows of one head, whose columns have stride 1."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def head_rows(ptr, stride_b, stride_h, stride_t, n, head, first):
 def head_keys(
     k_ptr, v_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, n, head, group, start_k, seqlen_k
 ):  # fmt: skip
-    """Returns the `Keys` of sequence n for query `head`, `group` of which share them. With the sums of `head_rows` in
-    place of these the machine code is another."""
+    """Returns the `Keys` of sequence n for query `head`; `group` heads share them. It does not call `head_rows`, which
+    would change the machine code."""
     k = Rows(k_ptr + (n * stride_kb + head // group * stride_kh + tl.cast(start_k, tl.int64) * stride_ks), stride_ks)
     v = Rows(v_ptr + (n * stride_vb + head // group * stride_vh + tl.cast(start_k, tl.int64) * stride_vs), stride_vs)
     return Keys(k, v, seqlen_k)
@@ -33,8 +33,8 @@ def rows_from(x, first):
 
 @triton.jit
 def load_rows(x, n_rows, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr):
-    """Returns [ROWS, COLS] values of the `Rows` x. Columns from WIDTH on are 0; with CHECK, so are rows from
-    `n_rows` on."""
+    """Returns the values [ROWS, COLS] of the `Rows` x. Columns from WIDTH on are 0; with CHECK, rows from `n_rows` on
+    are 0 too."""
     rows = tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
     p = x.ptr + rows * x.stride + cols

@@ -1,8 +1,8 @@
 """Masks by tiles of 64 queries and 64 keys, see `ops.flash_attention.attention_mask`.
 
-`tiles` makes for each tile of a kernel's rows the list of the tiles that it visits: whole ones, then those that are
-masked element by element, since the mask, an edge of the window or the last key crosses them. So the kernels' loops are
-two, without a branch, and load what they read ahead.
+For each tile of a kernel's rows, `tiles` lists the tiles to visit: first those that need no mask, then those that need
+one, because the mask, an edge of the window or the last key crosses them. So a kernel has two loops without branches,
+which load their data ahead.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ TILE = tl.constexpr(64)
 @triton.jit
 def _kinds(p_row, stride_r, stride_c, row0, n_rows, n_cols, tile, n_tiles, offset, mask,
            BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):  # fmt: skip
-    """Which of the column tiles `tile` [C] are visited whole, and which element by element."""
+    """Which of the column tiles `tile` [C] are visited without a mask, and which with one."""
     cols = block_range(row0, n_rows, n_cols, offset, mask, BLOCK_ROWS, BLOCK_COLS)
     first = tile * BLOCK_COLS
     m_some, m_all = tile < 0, tile >= 0
     last_row, last_col = tl.minimum(row0 + BLOCK_ROWS, n_rows) - 1, n_cols - 1
-    for a in tl.static_range((BLOCK_ROWS + 63) // 64):  # a tile of fewer rows lies in one of the mask's
+    for a in tl.static_range((BLOCK_ROWS + 63) // 64):  # a tile of fewer rows is within one of the mask's
         for b in tl.static_range((BLOCK_COLS + 63) // 64):
             i = tl.minimum(row0 // TILE + a, last_row // TILE)
             j = tl.minimum(first // TILE + b, last_col // TILE)
@@ -44,7 +44,8 @@ def flash_attention_tiles_kernel(
     ALIGN_ENDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row of lists [b, h, row tiles, n_tiles + 2]: how many tiles are whole, how many visited, and these."""
+    """Writes a row of lists [b, h, row tiles, n_tiles + 2]: the number of tiles without a mask, the number of all
+    visited tiles, and these tiles."""
     pid = tl.program_id(0)
     row_tile = pid % n_row_tiles
     head = (pid // n_row_tiles % n_heads).to(tl.int64)
@@ -62,7 +63,7 @@ def flash_attention_tiles_kernel(
         n_mixed += tl.sum(m_mixed.to(tl.int32), 0)
     tl.store(p_list, n_whole)
     tl.store(p_list + 1, n_whole + n_mixed)
-    tl.store(p_list + 2, 0, mask=n_whole + n_mixed == 0)  # what is read ahead of no tile
+    tl.store(p_list + 2, 0, mask=n_whole + n_mixed == 0)  # loaded ahead if there is no tile
     p_whole, p_mixed = p_list + 2, p_list + 2 + n_whole
     for start in range(0, n_tiles, CHUNK):
         tile = start + tl.arange(0, CHUNK)
@@ -92,15 +93,15 @@ def tile_at(order, at):
 
 @triton.jit
 def _bit(low, high, places):
-    """Whether the bit at `places` is set; high is None or has those from 32 on. What is the
-    same for all that a thread holds is shifted first."""
+    """Whether the bit at `places` is set; high is None or has the bits from 32 on. The shift that is the same for all
+    elements of a thread comes first."""
     word = low if high is None else tl.where(places & 32 != 0, high, low)
     return (word >> (places & 7).to(tl.uint32)) & (1 << (places & 24)).to(tl.uint32) != 0
 
 
 @triton.jit
 def bits_of_rows(bits, j0, BLOCK_N: tl.constexpr):
-    """Which of the keys from j0 on [M, N] the queries of `bits` see; a tile of keys lies within one of the mask's."""
+    """Which of the keys from j0 on [M, N] the queries of `bits` see. A tile of keys is within one of the mask's."""
     b_number = tl.load(bits.tiles + (j0 // TILE).to(tl.int64) * bits.stride)
     b_word = tl.load(bits.words + b_number.to(tl.int64) * TILE).to(tl.uint64, bitcast=True)  # [M, 1]
     cols = tl.arange(0, BLOCK_N)[None, :]
@@ -114,8 +115,8 @@ def bits_of_rows(bits, j0, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def bits_of_keys(bits, i0, j0, n_keys, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which of the queries from i0 on see the keys from j0 on [N, M]; a tile of queries lies within one of the mask's,
-    one of keys has one or two of them."""
+    """Which of the queries from i0 on see the keys from j0 on [N, M]. A tile of queries is within one of the mask's; a
+    tile of keys has one or two of them."""
     p_row = bits.tiles + (i0 // TILE).to(tl.int64) * bits.stride[0]
     p_words = bits.words + i0 % TILE + tl.arange(0, BLOCK_M)[None, :]
     cols = tl.arange(0, BLOCK_N)[:, None]

@@ -1,4 +1,4 @@
-"""What launches of masks by tiles need: the lists of the tiles that a kernel visits."""
+"""The lists of the tiles that a kernel visits, for masks by tiles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _list_shape(p: _Problem, block_rows: int, block_cols: int, by_keys: bool) ->
 
 
 def list_strides(p: _Problem, block_rows: int, block_cols: int, by_keys: bool) -> dict[str, int | None]:
-    """The strides of the lists by the names of the kernels' parameters, None where there are none."""
+    """The strides of the lists by the names of the kernels' parameters; None without lists."""
     if p.mask_tiles is None:
         return {"stride_listb": None, "stride_listh": None, "stride_listr": None}
     b, h, rows, width = _list_shape(p, block_rows, block_cols, by_keys)
@@ -37,7 +37,7 @@ def list_strides(p: _Problem, block_rows: int, block_cols: int, by_keys: bool) -
 def _plan_lists(p: _Problem, block_rows: int, block_cols: int, by_keys: bool) -> tuple[tuple[int, ...], Plan]:
     b, h, rows, width = shape = _list_shape(p, block_rows, block_cols, by_keys)
     sizes, sides, order = (p.tokens_q, p.tokens_k), ("left", "right"), "ts"
-    if by_keys:  # seen from a key the window is mirrored
+    if by_keys:  # for keys, the window is mirrored
         sizes, sides, order = (p.tokens_k, p.tokens_q), ("right", "left"), "st"
     left, right = sides
     numbers = (
@@ -57,7 +57,7 @@ def _plan_lists(p: _Problem, block_rows: int, block_cols: int, by_keys: bool) ->
 
 
 def launch_lists(p: _Problem, plan: Plan, mask_tiles: Tensor | None, by_keys: bool) -> Tensor | None:
-    """The lists for the launch `plan`; see `flash_attention_tiles_kernel`."""
+    """Returns the lists that the attention kernel launched by `plan` reads; see `flash_attention_tiles_kernel`."""
     if mask_tiles is None:
         return None
     blocks = plan.constants["BLOCK_M"], plan.constants["BLOCK_N"]

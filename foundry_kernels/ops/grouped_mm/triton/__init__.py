@@ -1,8 +1,8 @@
 """grouped_mm in Triton: one launch for all groups, whose sizes are unknown on the host.
 
-Forward and the gradient of x are one kernel, which takes the strides of the matrices, so that transposed matrices cost
-nothing. The gradient of the matrices has their memory layout; for transposed matrices the two operands are exchanged.
-On an H100 large bfloat16 gradients run on PyTorch (see `by_pytorch.is_faster`).
+The forward pass and the gradient of x use the same kernel. It takes the strides of the matrices, so that transposed
+matrices are not copied. The gradient of the matrices has their memory layout; for transposed matrices the two operands
+are exchanged. On an H100 large bfloat16 gradients run on PyTorch (see `by_pytorch.is_faster`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from foundry_kernels.ops.grouped_mm.triton import by_pytorch
 from foundry_kernels.ops.grouped_mm.triton.config import dweight_tiles, tiles
 from foundry_kernels.ops.grouped_mm.triton.kernels import grouped_mm_dweight_kernel, grouped_mm_kernel
 
-#: Rows of tiles that are computed at a time; see `kernels._swizzled`.
+#: Rows of tiles in a band; see `kernels._swizzled`.
 _TOGETHER = 8
 
 
 def most_tiles(rows: int, groups: int, block: int) -> int:
-    """Returns an upper bound on the tiles of `block` rows over all sizes of groups; rows of no group are one more."""
-    some = min(groups + 1, rows)  # those that have rows: of each but the last tile is full
+    """Returns an upper bound on the number of tiles of `block` rows for any group sizes. Rows in no group count as one
+    more group."""
+    some = min(groups + 1, rows)  # groups with rows; only a group's last tile may be partial
     return (rows + some * (block - 1)) // block
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x, or a copy of it where the values of a row do not lie side by side."""
+    """x, or a copy if its rows are not contiguous."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
@@ -75,7 +76,7 @@ def _product(x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool) -> 
         return y
     if x.shape[1] == 0:
         return y.zero_()
-    x = x.contiguous() if batch_invariant else _rows(x)  # tiles are chosen by how rows are aligned, too
+    x = x.contiguous() if batch_invariant else _rows(x)  # tiles also depend on the alignment of rows
     weight = weight if 1 in weight.stride()[1:] else weight.contiguous()
     plan = _plan(x.stride(), weight.shape, weight.stride(), x.shape[0], x.dtype, x.device, batch_invariant)
     launch(grouped_mm_kernel, plan, x, weight, offs, y)
@@ -119,7 +120,7 @@ def _fwd(x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool) -> Tens
 
 
 def _by_pytorch(x: Tensor, weight: Tensor, batch_invariant: bool) -> bool:
-    arch = capability(x.device) if x.is_cuda else 0  # recorded launches are ours
+    arch = capability(x.device) if x.is_cuda else 0  # records launches of this package's kernels
     return by_pytorch.is_faster(x.dtype, arch, x.shape[0], weight.shape, batch_invariant)
 
 

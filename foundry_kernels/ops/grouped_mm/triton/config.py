@@ -1,8 +1,8 @@
-"""Tiles, warps and pipeline stages: by kernel, class of device, dtype and the rows that a group has on average.
+"""Tiles, warps and pipeline stages by kernel, class of device, dtype and the average number of rows in a group.
 
-The compiler's report (`python -m foundry_kernels inspect grouped_mm`) bounds each row: no spilled register and the
-class's shared memory. Among the remaining tiles, a row starts from those that Triton publishes for its own matmul on
-such a device; none has been measured here.
+The compiler's report (`python -m foundry_kernels inspect grouped_mm`) limits the tiles: they must not spill registers,
+and must fit the class's shared memory. Among the remaining tiles, these are the ones that Triton publishes for its own
+matmul on such a device. None has been measured here.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from foundry_kernels._triton.devices import device_of
 
 Tile = tuple[int, int, int, int, int]  # the two sides of the result, the inner dimension, warps, stages
 
-#: The interpreter: small, so that small cases have several tiles.
+#: For the interpreter: small, so that small cases have several tiles.
 _INTERPRETED: list[Tile] = [(16, 32, 32, 4, 1), (32, 16, 16, 4, 1)]
 
-#: 16 bits, by class of device: the matmul's tiles for groups of at most this many rows on average, then those for the
-#: gradient of the matrices. The first of each list is the default; `tune` tries the others.
+#: For 16-bit inputs, by class of device: the matmul's tiles by the largest average number of rows in a group, then the
+#: tiles for the gradient of the matrices. The first of each list is the default; `tune` tries the others.
 _HALF: dict[str, tuple[dict[int, list[Tile]], list[Tile]]] = {
     # 99 KB of shared memory (8.6, 8.9, 12.x)
     "small": (
@@ -39,7 +39,7 @@ _HALF: dict[str, tuple[dict[int, list[Tile]], list[Tile]]] = {
         },
         [(128, 256, 32, 8, 4), (128, 128, 64, 8, 4), (128, 128, 32, 4, 4)],
     ),
-    # 227 KB, wgmma of two groups of four warps, of 64 rows each
+    # 227 KB, wgmma: two groups of four warps, with 64 rows each
     "hopper": (
         {
             16: [(16, 128, 64, 4, 5), (16, 64, 128, 4, 5), (16, 256, 64, 8, 4)],
@@ -50,7 +50,7 @@ _HALF: dict[str, tuple[dict[int, list[Tile]], list[Tile]]] = {
         [(128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4)],
     ),
 }
-# tcgen05 (10.x), of tiles of 128 rows; the sums are in a memory of their own
+# tcgen05 (10.x): tiles of 128 rows; the sums are in tensor memory
 _HALF["blackwell"] = (
     {
         **_HALF["hopper"][0],
@@ -58,7 +58,7 @@ _HALF["blackwell"] = (
     },
     [(128, 256, 64, 8, 4), (128, 128, 64, 4, 4), (128, 256, 64, 8, 3)],
 )
-# AMD's gfx942 and gfx950, for which kernels are compiled and nothing else: 64 KB
+# AMD's gfx942 and gfx950: 64 KB. The kernels were only compiled for them, not run.
 _HALF["cdna"] = (
     {
         16: [(16, 128, 64, 4, 2), (16, 64, 128, 4, 2)],
@@ -68,21 +68,23 @@ _HALF["cdna"] = (
     },
     [(128, 128, 64, 8, 2), (128, 128, 32, 4, 2)],
 )
-#: 16 bits, of groups of any size: rows for wgmma, and columns few enough that a decoding step has many programs.
+#: For 16-bit inputs and groups of any size: enough rows for wgmma, and few columns, so that a decoding step has many
+#: programs.
 _ANY_ROWS = (64, 128, 64)
-#: 16 bits where rows are not aligned, and are loaded a number at a time: larger tiles would spill addresses.
+#: For 16-bit inputs whose rows are not aligned, and are loaded one element at a time: larger tiles would spill
+#: addresses.
 _UNALIGNED: list[Tile] = [(64, 64, 32, 4, 2), (32, 64, 32, 4, 2), (64, 32, 32, 4, 2)]
-#: float32, multiplied exactly by fused multiply-adds: operands in registers.
+#: For float32, which is multiplied exactly by fused multiply-adds with operands in registers.
 _SINGLE: list[Tile] = [(64, 64, 16, 4, 1), (32, 64, 16, 4, 1)]
 _SINGLE_FEW: list[Tile] = [(16, 64, 16, 4, 1), (16, 64, 32, 4, 1), (32, 64, 16, 4, 1)]
-#: As many as leave room for three programs of 4 warps; by itself ptxas takes fewer, for a fourth, and spills some.
+#: Enough for three programs of 4 warps on a multiprocessor. By default, ptxas makes room for a fourth and spills some.
 _SINGLE_REGISTERS = 168
 
 
 def tiles(dtype: torch.dtype, arch: int, rows_a_group: int | None, aligned: bool) -> list[dict[str, int]]:
     """Returns the matmul's launch configs: the default, then those that `tune` tries. Arch 0 is the interpreter.
-    `aligned`: all rows begin at multiples of 16 elements, which the compiler uses. `rows_a_group`: None for the one
-    tile for groups of any size, which gives a row the same bits in any group."""
+    `aligned`: all rows are aligned to 16 elements, which the compiler uses. `rows_a_group`: None for the tile for
+    groups of any size, with which a row has the same bits in any group."""
     if arch == 0:
         found = _INTERPRETED
     elif dtype.itemsize == 2 and not aligned:
@@ -109,6 +111,6 @@ def dweight_tiles(dtype: torch.dtype, arch: int, aligned: bool) -> list[dict[str
 
 
 def _configs(names: tuple[str, ...], found: list[Tile], dtype: torch.dtype, arch: int) -> list[dict[str, int]]:
-    has_limit = dtype.itemsize == 4 and device_of(arch).name not in ("interpreter", "cdna")  # AMD's backend knows none
+    has_limit = dtype.itemsize == 4 and device_of(arch).name not in ("interpreter", "cdna")  # AMD has no limit
     limit = {"maxnreg": _SINGLE_REGISTERS} if has_limit else {}
     return [dict(zip((*names, "num_warps", "num_stages"), tile, strict=True)) | limit for tile in found]

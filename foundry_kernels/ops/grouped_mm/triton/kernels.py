@@ -1,10 +1,10 @@
-"""The kernels; see the launchers beside.
+"""The kernels of grouped_mm.
 
-A tile of rows belongs to one group: programs are numbered over the groups' tiles, as many as there can be at most, and
-each finds its group from the ends, which are on the device alone. The rows after the last group count as one more,
-whose products are none.
+A tile of rows belongs to one group. Programs are numbered over the tiles of all groups; the grid has the largest
+possible number of tiles. Each program finds its group from the ends of groups, which are only on the device. Rows after
+the last group count as one more group, whose results are 0.
 
-Names: b_ is a block of values, p_ one of pointers, m_ a mask.
+Names: b_ is a block of values, p_ a block of pointers, m_ a mask.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import triton.language as tl
 
 from foundry_kernels._triton.functions import dot, round_to
 
-#: Numbers of no use to the compiler: it would make a kernel for each kind of them.
+#: The compiler does not specialise on these: it would compile more kernels without making them faster.
 _PLAIN = ("n_rows", "n_groups")
 
 
 @triton.jit
 def _bounds(offs_ptr, groups, n_rows, n_groups):
-    """First row of each group and the row after its last, of group n_groups the rest; within 0 .. n_rows whatever the
-    ends are."""
+    """The first row of each group and one past its last row; group n_groups has the remaining rows. Clamped to 0 ..
+    n_rows for any ends."""
     b_start = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups <= n_groups), other=0)
     b_end = tl.load(offs_ptr + groups, mask=groups < n_groups, other=n_rows)
     b_start = tl.where(groups > n_groups, n_rows, tl.minimum(tl.maximum(b_start, 0), n_rows))
@@ -30,8 +30,8 @@ def _bounds(offs_ptr, groups, n_rows, n_groups):
 
 @triton.jit
 def _swizzled(i, n_down, n_across, TOGETHER: tl.constexpr):
-    """Row and column of tile i: programs that run at a time take TOGETHER rows of tiles, column by column, so that
-    what they read of either side is in the L2 cache for several of them."""
+    """Row and column of tile i. Tiles are numbered in bands of TOGETHER rows, column by column within a band, so that
+    programs that run at the same time share the data of both operands in L2."""
     in_band = TOGETHER * n_across
     first = i // in_band * TOGETHER
     down = tl.minimum(n_down - first, TOGETHER)
@@ -40,7 +40,7 @@ def _swizzled(i, n_down, n_across, TOGETHER: tl.constexpr):
 
 @triton.jit
 def _load(p, m_down, m_across, DOWN: tl.constexpr, ACROSS: tl.constexpr):
-    """A block, masked in the dimensions that are not whole tiles."""
+    """A block, masked in dimensions that are not a multiple of the tile."""
     if DOWN and ACROSS:
         return tl.load(p, mask=m_down & m_across, other=0.0)
     elif DOWN:
@@ -60,15 +60,15 @@ def grouped_mm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y [n_rows, n_out] = x times the matrix of each row's group. GROUPS is a power of two above n_groups; WHOLE_K and
-    WHOLE_N say that n_in and n_out are whole tiles, TRANSPOSED that stride_wn is not 1."""
+    WHOLE_N: n_in and n_out are multiples of the tile. TRANSPOSED: stride_wn is not 1."""
     program = tl.program_id(0)
     n_across = tl.cdiv(n_out, BLOCK_N)
     groups = tl.arange(0, GROUPS)
     b_start, b_end = _bounds(offs_ptr, groups, n_rows, n_groups)
     b_tiles = tl.cdiv(b_end - b_start, BLOCK_M) * n_across
-    b_last = tl.cumsum(b_tiles.to(tl.int64), 0)  # ends that decrease could count more tiles than 31 bits hold
+    b_last = tl.cumsum(b_tiles.to(tl.int64), 0)  # decreasing ends could count more tiles than 31 bits hold
     group = tl.sum((b_last <= program).to(tl.int32), 0)
-    here = groups == group  # nowhere in a program that is one too many: its tile has no rows
+    here = groups == group  # False for all groups in a surplus program, whose tile has no rows
     start = tl.sum(tl.where(here, b_start, 0), 0)
     end = tl.sum(tl.where(here, b_end, 0), 0)
     n_tiles = tl.sum(tl.where(here, b_tiles, 0), 0)
@@ -79,8 +79,8 @@ def grouped_mm_kernel(
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_cols = (cols < n_out)[None, :]
     dims = tl.arange(0, BLOCK_K)
-    # In place of a mask, which takes instructions in the loop: the last row of the group, and no row of another one;
-    # the last column, where columns are far apart and a load is not of several.
+    # Rows past the group's end are clamped, because a mask takes instructions in the loop. So are columns past the last
+    # one if the matrix is transposed; otherwise a load has several columns, and clamping would split it.
     read = tl.minimum(rows, end - 1).to(tl.int64)
     read_cols = tl.minimum(cols, n_out - 1) if TRANSPOSED and not WHOLE_N else cols
     MASK_N: tl.constexpr = not (WHOLE_N or TRANSPOSED)
@@ -107,8 +107,8 @@ def grouped_mm_dweight_kernel(
     WHOLE: tl.constexpr, COMPUTE: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out [n_groups, n_a, n_b] = a^T b over the rows of each group, in their order. WHOLE says that n_a and n_b are
-    whole tiles."""
+    """out [n_groups, n_a, n_b] = a^T b over the rows of each group, in order. WHOLE: n_a and n_b are multiples of the
+    tile."""
     n_across = tl.cdiv(n_b, BLOCK_B)
     n_down = tl.cdiv(n_a, BLOCK_A)
     group = tl.program_id(0) // (n_down * n_across)
@@ -125,7 +125,7 @@ def grouped_mm_dweight_kernel(
     b_out = tl.zeros([BLOCK_A, BLOCK_B], COMPUTE)
     n_own = end - start
     whole = n_own // BLOCK_ROWS * BLOCK_ROWS
-    for _done in range(0, whole, BLOCK_ROWS):  # no mask of rows, which would take a third of the instructions
+    for _done in range(0, whole, BLOCK_ROWS):  # without a mask of rows, which would be a third of the instructions
         b_a = _load(p_a, True, m_a, False, not WHOLE)
         b_b = _load(p_b, True, m_b, False, not WHOLE)
         b_out = dot(b_a, b_b, b_out)
@@ -147,7 +147,7 @@ def _later(a, b):
 
 @triton.jit(do_not_specialize=_PLAIN)
 def grouped_mm_ends_kernel(offs_ptr, ends_ptr, n_rows, n_groups, GROUPS: tl.constexpr):
-    """Ends that never decrease and lie within 0 .. n_rows, whatever they are; those that do stay as they are."""
+    """Makes the ends non-decreasing and within 0 .. n_rows; valid ends do not change."""
     groups = tl.arange(0, GROUPS)
     b_end = tl.load(offs_ptr + groups, mask=groups < n_groups, other=0)
     b_end = tl.associative_scan(tl.minimum(tl.maximum(b_end, 0), n_rows), 0, _later)
@@ -166,8 +166,8 @@ def _fill(ptr, size, first, step, BLOCK: tl.constexpr):
 def grouped_mm_zeros_kernel(
     ends_ptr, dx_ptr, dweight_ptr, n_rows, n_groups, n_in, matrix, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Zeros in the rows of dx after the last group, and in the matrices of dweight (of `matrix` numbers) whose groups
-    are empty. PROGRAMS share a group; either result may be None."""
+    """Writes zeros to the rows of dx after the last group, and to the matrices of dweight (`matrix` elements each) of
+    empty groups. PROGRAMS programs share a group; dx or dweight may be None."""
     group = tl.program_id(0) // PROGRAMS
     start, end = _bounds(ends_ptr, group, n_rows, n_groups)
     first = tl.program_id(0) % PROGRAMS

@@ -1,6 +1,6 @@
-"""The kernels between the matmuls; see the launchers beside, and the mathematics in `cross_entropy/__init__`.
+"""The kernels between the matmuls. The mathematics is in `cross_entropy/__init__`.
 
-Logits are of some classes, first, first + 1, ..., contiguous [n_rows, n_out], and may be of all. Names: b_ is a block
+Logits [n_rows, n_out] are contiguous and belong to the classes first, first + 1, ..., or to all. Names: b_ is a block
 of values; rows are tokens and cols classes."""
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from foundry_kernels.ops.cross_entropy.triton.kernels import (
     store_rows,
 )
 
-#: Numbers of no use to the compiler: it would make a kernel for each kind of them.
+#: The compiler does not specialise on these: it would compile more kernels without making them faster.
 _PLAIN = ("n_rows", "first", "ignore_index")
 
 
 @triton.jit
 def _targets(target_ptr, rows, n_rows, n_cols, ignore_index):
-    """Targets of rows, whether they are rows at all, count, and are a class."""
+    """Returns the targets of rows; whether the rows exist; whether they count; and whether their targets are
+    classes."""
     live = rows < n_rows
     b_target = tl.load(target_ptr + rows, mask=live, other=0).to(tl.int64)
     counts = live & (b_target != ignore_index)
@@ -39,12 +40,12 @@ def linear_cross_entropy_fwd_kernel(
     CAP: tl.constexpr, SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Takes these classes into what is known of each row, and with `loss_ptr` finishes: loss, lse, what its rounding
-    took, and z-loss, as wanted.
+    """Adds these classes to the running values of each row. With `loss_ptr`, writes the requested results: loss, lse,
+    its rounding error and z-loss.
 
-    Without `state_ptr` these are all classes. With it [3 or, with SMOOTH, 5, n_rows] carries the largest logit, the sum
-    below it and the target's logit from one block of classes to the next. With `dloss_ptr`, each loss's own gradient,
-    the gradient of the logits is written over them, which must be of all classes.
+    Without `state_ptr`, the logits have all classes. `state_ptr` [3, n_rows], or [5, n_rows] with SMOOTH, passes the
+    running values from one block of classes to the next: the largest logit, the sum relative to it and the target's
+    logit. With `dloss_ptr`, the losses' gradient, the logits (of all classes) are overwritten with their gradient.
     """
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -58,11 +59,11 @@ def linear_cross_entropy_fwd_kernel(
     b_sum = tl.zeros([BLOCK_ROWS], COMPUTE)
     b_offset = tl.zeros([BLOCK_ROWS], COMPUTE)
     b_center = b_offset
-    if SMOOTH:  # distances are to any logit: here the first class's
+    if SMOOTH:  # distances may be relative to any logit: this is the first class's
         b_center = finite(capped(tl.load(logits_ptr + o_x, mask=known, other=0.0).to(COMPUTE), b_zero + softcap, CAP))
     if state_ptr is not None:
         state = state_ptr + rows
-        old = known & (b_at < b_target)  # first > 0, of as many values as rows: Triton 3.9 interprets no other mask
+        old = known & (b_at < b_target)  # first > 0, as [rows]: Triton 3.9's interpreter has no scalar masks
         b_max = tl.load(state, mask=old, other=-float("inf"))
         b_sum = tl.load(state + n_rows, mask=old, other=0.0)
         b_picked = tl.where(here, b_picked, tl.load(state + 2 * n_rows, mask=old, other=0.0))
@@ -120,7 +121,8 @@ def linear_cross_entropy_bwd_kernel(
     CAP: tl.constexpr, SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Writes over the logits their gradient, a tile a program; `dloss_ptr` has that of each row's loss."""
+    """Overwrites the logits with their gradient; a program owns a tile. `dloss_ptr` has the gradient of each row's
+    loss."""
     b_zero = tl.full([], 0.0, COMPUTE)
     rows = (tl.program_id(0) // n_tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     out = (tl.program_id(0) % n_tiles) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
@@ -133,8 +135,8 @@ def linear_cross_entropy_bwd_kernel(
     x_ptr = logits_ptr + (rows * n_out)[:, None] + out[None, :]
     b_x = tl.load(x_ptr, mask=mask & read[:, None], other=0.0).to(COMPUTE)
     b_y = capped(b_x, b_zero + softcap, CAP)
-    # The target's logit from the tile itself: another program may have written over it by now. Only the tile that it is
-    # in needs it.
+    # Only the target's own tile needs the target's logit. It is taken from the tile: another program may have
+    # overwritten it in memory.
     is_target = (first + out)[None, :] == b_target[:, None]
     b_picked = tl.sum(tl.where(is_target, b_y, 0.0), 1)
     b_lse = tl.load(lse_ptr + rows, mask=read, other=0.0)
@@ -152,7 +154,7 @@ def linear_cross_entropy_bwd_kernel(
 
 @triton.jit
 def linear_cross_entropy_scale_kernel(x_ptr, factor_ptr, n, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
-    """x *= factor in place; a factor of 1, known to the device alone, costs nothing."""
+    """x *= factor in place. A factor of 1, which only the device knows, costs nothing."""
     factor = tl.load(factor_ptr).to(COMPUTE)
     if factor != 1.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

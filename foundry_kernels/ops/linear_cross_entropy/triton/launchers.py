@@ -1,4 +1,4 @@
-"""Launches of the kernels beside, over logits that exist: of all classes, or of one block of classes after another."""
+"""Launches of the kernels, on logits of all classes or of one block of classes at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from foundry_kernels.ops.linear_cross_entropy.triton.kernels import (
 )
 
 _FORWARD, _BACKWARD, _SCALE = 4096, 2048, 4096  # elements of a program's tile
-#: Where 8 or 16 bytes are spilled else, on 8.0 or 12.0, for an occupancy that ptxas guesses.
+#: Without this, ptxas spills 8 or 16 bytes on 8.0 or 12.0 for an occupancy that it guesses.
 _ENOUGH = {"maxnreg": 128}
 
 
@@ -77,7 +77,7 @@ def _sum_of(class_weight: Tensor | None, options: LossOptions, dtype: torch.dtyp
 
 
 class Losses:
-    """The losses of tokens, from the logits of all classes or of one block of them after another."""
+    """The losses of tokens, from the logits of all classes or of one block of classes at a time."""
 
     def __init__(
         self, target: Tensor, n_classes: int, class_weight: Tensor | None, options: LossOptions, dtype: torch.dtype,
@@ -87,15 +87,15 @@ class Losses:
         self.class_weight = contiguous(class_weight)
         self.weight_sum = _sum_of(class_weight, options, dtype)
         wanted = (True, save_lse, save_stats, save_z_loss)
-        #: Of each token, as far as wanted: its loss, lse, what that's rounding took, and z-loss.
+        #: The requested results for each token: loss, lse, its rounding error, and z-loss.
         self.results = tuple(
             torch.empty(target.shape if w else (0,), dtype=dtype, device=target.device) for w in wanted
         )
         self.state: Tensor | None = None
 
     def add(self, logits: Tensor, first: int, dloss: Tensor | None = None) -> None:
-        """Takes the logits ``[tokens, classes]`` of these classes in. With the last ones `results` are there. `dloss`:
-        see the kernel; the logits must be of all classes."""
+        """Adds the logits ``[tokens, classes]`` of these classes. After the last ones, `results` are complete. `dloss`:
+        see the kernel; the logits must have all classes."""
         (n_rows, n_out), n_classes = logits.shape, self.n_classes
         if n_rows == 0:
             return
@@ -141,6 +141,6 @@ def gradients_(
 
 @on_its_device
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiplies contiguous x in place by a number that is on the device."""
+    """Multiplies contiguous x in place by a number on the device."""
     if x.numel():
         launch(linear_cross_entropy_scale_kernel, _plan_scale(x.numel(), x.dtype), x, factor)

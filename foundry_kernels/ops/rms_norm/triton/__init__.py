@@ -135,10 +135,10 @@ class _RMSNorm(torch.autograd.Function):
                 dy, dh, x, weight, rstd, ctx.options, need_dx, need_dw, ctx.dropout_p, seed
             )
             return _gradients(dx if need_x else None, dres if need_residual else None, dw if need_dw else None)
-        if dy is None:  # the gradient of h passes through the sum, and the weight gets none
+        if dy is None:  # only the sum has a gradient, the weight has none
             return _gradients(dh if need_x else None, dh if need_residual else None)
         dx, dw = _rms_norm_bwd(dy, dh, x, weight, rstd, ctx.options, need_dx, need_dw)
-        # The sum passes one gradient to both of its terms.
+        # Both terms of the sum have the same gradient.
         return _gradients(dx if need_x else None, dx if need_residual else None, dw if need_dw else None)
 
 

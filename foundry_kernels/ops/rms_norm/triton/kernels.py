@@ -1,18 +1,18 @@
 """The kernels of RMSNorm and, with CENTERED, of LayerNorm.
 
-Forward: a program keeps `BLOCK_ROWS` whole rows in registers, so x is read once; a row that does not fit is read twice
-by one program (three times for LayerNorm). Backward: a persistent grid. Each program sums its part of dW, and of the
-bias's gradient, in float32 (in registers, or for wide rows in its own row of the partial buffer); one more kernel sums
+Forward: a program keeps `BLOCK_ROWS` whole rows in registers, so x is read once. A row that does not fit is read twice
+by one program (three times for LayerNorm). Backward: a persistent grid. Each program sums its part of dW and of the
+bias's gradient in float32, in registers or, for wide rows, in its own row of the partial buffer. One more kernel sums
 the partials and rounds. There are no atomics, so gradients are bitwise deterministic on one device.
 
-LayerNorm's variance is that around the mean as it is rounded, corrected by the mean of what this leaves (`rest`): no
-digits are lost where the mean is large.
+LayerNorm computes the variance around the rounded mean and corrects it by the mean of the differences (`rest`), so that
+a large mean costs no digits.
 
-With DROPOUT, x is dropped out before the residual is added to it (`core.dropout`); dx is then the gradient of x, dres
-that of the residual.
+With DROPOUT, dropout is applied to x before the residual is added (`core.dropout`). Then dx is the gradient of x, and
+dres that of the residual.
 
-Names: n1, n2 and stride_x0, stride_x1, stride_x2 are what `row_offset` needs to find a row of x; b_ is a block of
-values, m_ a mask, o_ offsets.
+Names: `row_offset` finds a row of x by n1, n2 and stride_x0, stride_x1, stride_x2; b_ is a block of values, m_ a mask,
+o_ offsets.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def _scaled(b_h, rstd, w_ptr, bias_ptr, o_cols, m_cols, offset, x_dtype: tl.cons
 
 @triton.jit
 def _sum_around_mean(sum_of_squares, rest, n_cols):
-    """The sum of squares around the mean, from that around a number which differs from it by `rest`."""
+    """The sum of squares around the mean, from the sum of squares around a number that differs from the mean by
+    `rest`."""
     return tl.maximum(sum_of_squares - rest * rest * n_cols, 0.0)
 
 
@@ -94,7 +95,7 @@ def rms_norm_fwd_kernel(
 def _block_of_h(x_ptr, o_x, r_ptr, o_r, seed_ptr, row, start, cols, mask, threshold, scale,
                 HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, COMPUTE: tl.constexpr,
                 BLOCK_COLS: tl.constexpr):  # fmt: skip
-    """What is normalised, x or x + residual, of the row at these offsets, from column `start` on."""
+    """The input of the norm, x or x + residual, for the row at these offsets from column `start` on."""
     b_h = tl.load(x_ptr + o_x + cols, mask=mask, other=0.0).to(COMPUTE)
     if HAS_RESIDUAL:
         b_r = tl.load(r_ptr + o_r + cols, mask=mask, other=0.0).to(COMPUTE)
@@ -113,8 +114,8 @@ def rms_norm_fwd_wide_kernel(
     CENTERED: tl.constexpr, ROUND_FIRST: tl.constexpr, SAVE_STATS: tl.constexpr, DROPOUT: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, which it reads twice (centered: three times). It also forms x + residual as often: reading h
-    back would need the writes of other threads."""
+    """One program per row, which it reads twice (centered: three times). It computes x + residual each time: reading h
+    instead would need the writes of other threads."""
     row = tl.program_id(0).to(tl.int64)
     o_x = row_offset(row, n1, n2, stride_x0, stride_x1, stride_x2, RANK)
     o_r = row_offset(row, n1, n2, stride_r0, stride_r1, stride_r2, RANK)
@@ -169,7 +170,7 @@ def rms_norm_bwd_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows that fit in registers. Program p takes tiles p, p + programs, ...; dw_ptr and db_ptr are [programs, n_cols].
-    With STAGES > 1 the loads of the next tiles are in flight, into shared memory, while one is worked on."""
+    With STAGES > 1, the next tiles are loaded to shared memory during the computation of one."""
     cols = tl.arange(0, BLOCK_COLS)[None, :]
     m_cols = cols < n_cols
     if HAS_WEIGHT:
@@ -185,7 +186,7 @@ def rms_norm_bwd_kernel(
         b_x = tl.load(x_ptr + o_x, mask=mask, other=0.0).to(COMPUTE)  # [R, C]
         b_dy = tl.load(dy_ptr + o_dy, mask=mask, other=0.0).to(COMPUTE)
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
-        if CENTERED:  # what lies beyond a row is no longer 0 in x, but is in dy
+        if CENTERED:  # past the row's end, x is no longer 0, but dy is
             b_x -= tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
         if NEED_DW:
             b_dw += b_dy * normalized(b_x, rstd, x_ptr.dtype.element_ty, ROUND_FIRST, COMPUTE)
@@ -224,8 +225,8 @@ def rms_norm_bwd_wide_kernel(
     DROPOUT: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Rows read in blocks of columns. dw_ptr and db_ptr [programs, n_cols] start at zero; a program adds to its own row
-    of them, each thread to the elements that it alone reads and writes."""
+    """Rows read in blocks of columns. dw_ptr and db_ptr [programs, n_cols] start at zero. A program adds to its own row
+    of them, and each thread to its own elements."""
     program = tl.program_id(0).to(tl.int64)
     for row in range(program, n_rows, tl.num_programs(0)):
         o_x = row_offset(row, n1, n2, stride_x0, stride_x1, stride_x2, RANK)

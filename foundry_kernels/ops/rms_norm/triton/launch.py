@@ -1,4 +1,4 @@
-"""How the kernels of RMSNorm and LayerNorm are launched: tiles, warps, strides, and memory for the results."""
+"""The launches of RMSNorm and LayerNorm: tiles, warps, strides, and memory for the results."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ def config(
     dropout: bool = False,
     capability: int = 0,
 ) -> dict[str, Any]:
-    """Tile, warps and kernel for rows of `n_cols`: 16 values a thread forward and 8 backward, 4 to 32 warps.
+    """Tile, warps and kernel for rows of `n_cols`: 16 values for each thread in the forward pass and 8 in the backward
+    pass, with 4 to 32 warps.
 
-    Rows that do not fit in registers take the `wide` kernel. A forward pass that `needs_few_registers` (half precision,
-    no residual, no mean to subtract) fits longer ones. What fits was measured with the compiler for compute
-    capabilities 8.0 to 12.0: rows whose width is no multiple of 8 need more address arithmetic. `maxnreg` says how many
-    registers there are; without it ptxas spills some to reach an occupancy that it guesses.
+    Rows that do not fit in registers use the `wide` kernel. A forward pass that `needs_few_registers` (half precision,
+    no residual, no mean to subtract) can have longer rows. The limits come from compiling for compute capabilities 8.0
+    to 12.0; rows whose width is not a multiple of 8 need more address arithmetic. `maxnreg` is the maximum for the
+    warps; without it, ptxas spills some registers for an occupancy that it guesses.
     """
     limit = 32768 if needs_few_registers else 16384
-    if backward:  # the state of the random numbers would be spilled in the longest
+    if backward:  # the longest would spill the state of the random generator
         limit = 8192 if n_cols % 8 == 0 and not dropout else 4096
     if n_cols > limit:
         cols = _WIDE_BLOCK // 2 if backward and centered else _WIDE_BLOCK
@@ -58,15 +59,16 @@ def config(
     return {"BLOCK_ROWS": rows, "BLOCK_COLS": block, "num_warps": warps, "maxnreg": registers, "wide": False}
 
 
-#: Shared memory of a multiprocessor that programs cannot have.
+#: Shared memory of a multiprocessor that is reserved.
 _RESERVED = 4 << 10
-#: AMD's launches were compiled with this bound, whatever the LDS; all fit, and none spills (test_aot_amd.py).
+#: AMD's launches were compiled with this limit, which does not depend on the LDS. All fit, and none spills
+#: (test_aot_amd.py).
 _ROOM_ON_CDNA = 96 << 10
 
 
 def _stages(row: dict[str, Any], row_bytes: int, capability: int) -> dict[str, Any]:
-    """`row` of a backward pass, with the loads of two tiles prefetched where shared memory has room for two
-    programs' tiles. They take the place of registers, so that two programs of 16 warps fit where one did."""
+    """`row`, a config of a backward pass, which prefetches two tiles if shared memory has room for two programs' tiles.
+    Prefetched tiles need no registers, so two programs of 16 warps fit instead of one."""
     tile = 2 * row["BLOCK_ROWS"] * row_bytes
     device = device_of(capability)
     if 2 * tile > (_ROOM_ON_CDNA if device.name == "cdna" else device.sm_shared - _RESERVED):
@@ -86,11 +88,11 @@ def configs(
     capability: int = 0,
 ) -> list[dict[str, Any]]:
     """Returns `config`, then the configs that `python -m foundry_kernels tune` tries: other numbers of warps and of
-    rows per tile. Rows of other widths than multiples of 16 are left as they are: their registers would have to be
-    looked at.
+    rows per tile. Widths that are not a multiple of 16 have no alternatives, because their register use has not been
+    checked.
 
-    row_bytes: of all that a backward pass reads of a row, where that is regular (one row after the other, aligned);
-    None where it is not, and nothing is prefetched. A backward pass `needs_few_registers` where there is no dh.
+    row_bytes: the bytes that a backward pass reads for each row if rows are regular (contiguous and aligned). None if
+    they are not; then nothing is prefetched. A backward pass without dh `needs_few_registers`.
     """
     needs = {"needs_few_registers": needs_few_registers, "centered": centered, "dropout": dropout}
     own = config(n_cols, backward=backward, **needs, capability=capability)
@@ -106,12 +108,12 @@ def configs(
         if row_bytes is None:
             return found
         masked = n_cols < own["BLOCK_COLS"]
-        if blackwell and masked and own["BLOCK_COLS"] > 4096:  # compiled for 10.0 it spills 8 bytes
+        if blackwell and masked and own["BLOCK_COLS"] > 4096:  # would spill 8 bytes on 10.0
             return found | {"STAGES": 1}
-        if dropout and row_bytes > 6 * own["BLOCK_COLS"]:  # of float32: 8 or 16 bytes
+        if dropout and row_bytes > 6 * own["BLOCK_COLS"]:  # float32 would spill 8 or 16 bytes
             return found | {"STAGES": 1}
         staged = _stages(found, row_bytes, capability)
-        if centered and (dropout or (blackwell and not needs_few_registers)):  # it too, with half as many
+        if centered and (dropout or (blackwell and not needs_few_registers)):  # would spill with half the registers
             return staged | {"maxnreg": registers}
         return staged
 
@@ -133,19 +135,19 @@ def _choose(
     found: list[dict[str, Any]],
     dropout: bool,
 ) -> dict[str, Any]:
-    """The config of a launch. "wide" says which kernel it is for, and is not an option of the kernel's."""
+    """The config of a launch. "wide" selects the kernel; it is not an option of the kernel."""
     if found[0]["wide"]:
         return found[0]
-    if dropout:  # nothing of it is measured; a counter of the generator has four columns
+    if dropout:  # not tuned; a counter of the generator covers four columns
         return found[0] | {"BLOCK_COLS": max(4, found[0]["BLOCK_COLS"])}
     plain = [{name: value for name, value in row.items() if name != "wide"} for row in found]
     tags = f"{8 * dtype.itemsize}-bit{' centered' if centered else ''}"
     return choose(kernel, tags, plain, device) | {"wide": False}
 
 
-#: (y, h, mean, rstd), of which what is not wanted is None.
+#: (y, h, mean, rstd), with None for results that are not requested.
 Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-#: (dx, dw, db), of which what is not wanted is None.
+#: (dx, dw, db), with None for gradients that are not requested.
 Backward = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -176,7 +178,7 @@ def _plan_forward(
     save_stats: bool,
     dropout_p: float | None,
 ) -> tuple[bool, Plan] | None:
-    """Whether rows are wide, and the launch; None where x and residual must be copied first."""
+    """Whether rows are wide, and the launch; None if x and residual must be copied first."""
     layout = row_strides(shape, x_strides, residual_strides)
     if layout is None:
         return None
@@ -210,7 +212,7 @@ def forward(
     *,
     centered: bool = False,
 ) -> None:
-    """Fill `results` (of `empty_forward`)."""
+    """Fills `results` (of `empty_forward`)."""
     y, h, mean, rstd = results
     if y.numel() == 0:
         return
@@ -249,7 +251,7 @@ def _plan_backward(
     need_db: bool,
     dropout_p: float | None,
 ) -> tuple[bool, Plan] | None:
-    """Whether rows are wide, and the launch; None where dy, dh and x must be copied first."""
+    """Whether rows are wide, and the launch; None if dy, dh and x must be copied first."""
     layout = row_strides(shape, dy_strides, dh_strides, x_strides)
     if layout is None:
         return None
@@ -286,7 +288,7 @@ def backward(
     *,
     centered: bool = False,
 ) -> None:
-    """Fill `results` (of `empty_backward`); with a seed and a dx, `dresidual` too."""
+    """Fills `results` (of `empty_backward`) and, with a seed and a dx, `dresidual`."""
     dx, dw, db = results
     if x.numel() == 0:
         for sums in (dw, db):

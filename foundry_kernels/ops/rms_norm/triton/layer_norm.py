@@ -54,7 +54,7 @@ def _bwd(
     return results
 
 
-#: (dx, dresidual, dw, db), of which what is not wanted is None.
+#: (dx, dresidual, dw, db), with None for gradients that are not requested.
 _DropoutBackward = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -123,7 +123,7 @@ class _LayerNorm(torch.autograd.Function):
         x, weight, bias, mean, rstd, seed = ctx.saved_tensors
         need_x, need_residual, need_dw, need_db, *_ = ctx.needs_input_grad
         need_dx = need_x or need_residual
-        dx, dres, dw, db = dh, dh, None, None  # the gradient of h alone passes through the sum
+        dx, dres, dw, db = dh, dh, None, None  # only the sum has a gradient
         if seed is not None:
             need_dw, need_db = need_dw and dy is not None, need_db and dy is not None
             dy = torch.zeros_like(x) if dy is None else dy
@@ -132,7 +132,7 @@ class _LayerNorm(torch.autograd.Function):
             dx, dres, dw, db = _layer_norm_dropout_bwd(dy, dh, *saved, *needs, ctx.dropout_p, seed)
         elif dy is not None:
             dx, dw, db = _layer_norm_bwd(dy, dh, x, weight, bias, mean, rstd, need_dx, need_dw, need_db)
-            dres = dx  # the sum passes one gradient to both of its terms
+            dres = dx  # both terms of the sum have the same gradient
         return (
             dx if need_x else None,
             dres if need_residual else None,

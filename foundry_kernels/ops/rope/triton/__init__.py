@@ -21,7 +21,8 @@ _AS_THEY_ARE = [0, 1, 2, 3]
 
 
 def _dense(x: Tensor, order: list[int] | None) -> Tensor:
-    """An unfilled tensor of x's shape and dtype, dense with its dimensions in this order; None: in x's own."""
+    """An uninitialized tensor of x's shape and dtype, dense, with its dimensions in this order (default: x's own
+    order)."""
     if (order is None or order == _AS_THEY_ARE) and x.is_contiguous():
         return empty_like(x)
     strides = _dense_strides(x.shape, x.stride(), None if order is None else tuple(order))
@@ -102,7 +103,7 @@ class _Rope(torch.autograd.Function):
             return _rope_gradients(None, None)
         cos, sin, positions = ctx.saved_tensors
         options = RopeOptions(ctx.interleaved, positions)
-        if dq_out is None:  # a side that takes part goes first: DTensor of torch 2.11 looks for its mesh there only
+        if dq_out is None:  # the first tensor must not be None: DTensor in torch 2.11 takes the mesh from it
             dk, _ = _rope_apply(dk_out, None, cos, sin, options, True, ctx.k_order, ctx.q_order)
             return _rope_gradients(None, dk)
         dq, dk = _rope_apply(dq_out, dk_out, cos, sin, options, True, ctx.q_order, ctx.k_order)
@@ -167,7 +168,7 @@ def _bwd(
     q_rstd: Tensor | None, k_rstd: Tensor | None, weight_options: WeightOptions, options: RopeOptions,
     need_dq: bool, need_dk: bool, need_dq_weight: bool, need_dk_weight: bool,
 ) -> Results:  # fmt: skip
-    """`dq_out`, q and its rstd are None where none of q's gradients is wanted; likewise those of k."""
+    """`dq_out`, q and its rstd are None if no gradient of q is needed; the same applies to k."""
     gradients = _empty_bwd(q, k, q_weight, k_weight, need_dq, need_dk, need_dq_weight, need_dk_weight)
     if all(x is None or x.numel() == 0 for x in (q, k)):
         for gradient in gradients:
@@ -254,7 +255,7 @@ class _QKNormRope(torch.autograd.Function):
         refuse_second_derivative("qk_norm_rope")
         q, q_weight, q_rstd, k, k_weight, k_rstd, cos, sin, positions = ctx.saved_tensors
         need_dq, need_dk, need_dq_weight, need_dk_weight, *_ = ctx.needs_input_grad
-        # A side takes no part where nothing was saved of it or its result was not used.
+        # q or k is left out if nothing was saved for it or its result was not used.
         if dq_out is None or q is None:
             dq_out = q = q_weight = q_rstd = None
             need_dq = need_dq_weight = False

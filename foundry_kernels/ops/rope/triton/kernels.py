@@ -2,16 +2,16 @@
 
 One launch computes q and k. A program takes `BLOCK_TOKENS` tokens of one sequence, loads their angles once and loops
 over chunks of `BLOCK_HEADS` heads of q, then of k; `splits` programs share the chunks. The gradient of a rotation is
-the rotation back, by the same kernel. The gradient through the norms has a persistent grid: each program sums its part
-of the weights' gradients in float32, and one more kernel sums the programs'. There are no atomics, so gradients are
-bitwise deterministic on one device.
+the inverse rotation, computed by the same kernel. The gradient through the norms has a persistent grid: each program
+sums its part of the weights' gradients in float32, and one more kernel sums over the programs. There are no atomics, so
+gradients are bitwise deterministic on one device.
 
-The D values of a head are kept as pairs (a, b), two blocks of `BLOCK` >= D/2, so that norms and rotation are the same
-code for both pairings. Where D > R, the values after the first R form pairs too, which are not rotated.
+The D values of a head are kept as pairs (a, b), two blocks of `BLOCK` >= D/2, so that both pairings use the same code
+for norms and rotation. If D > R, the values after the first R form pairs too, but are not rotated.
 
 Names: x is q or k, y its result; stride_xb, stride_xh and stride_xt are x's strides over batch, heads and tokens (qo is
-q_out, dqo its gradient); b_ is a block of values, m_ a mask, o_ offsets, p_ pointers; N = BLOCK_TOKENS * BLOCK_HEADS
-rows, a row being one head of one token.
+q_out, dqo its gradient); b_ is a block of values, m_ a mask, o_ offsets, p_ pointers; N = BLOCK_TOKENS * BLOCK_HEADS is
+the number of rows, and a row is one head of one token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _columns(D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
     if 2 * HALF == D:
         return pair, pair + HALF
     REST: tl.constexpr = (D - 2 * HALF + 1) // 2
-    # Both parts start at multiples of this, which decides how wide the accesses are and which the compiler cannot see.
+    # Both parts start at multiples of this. It determines the width of accesses, and the compiler cannot infer it.
     VECTOR: tl.constexpr = (HALF | REST) & -(HALF | REST)
     o_a = tl.where(pair < HALF, pair, pair + HALF)
     o_b = tl.where(pair < HALF, pair + HALF, pair + HALF + REST)
@@ -42,7 +42,7 @@ def _columns(D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
 def _load_pairs(ptr, o_rows, m_rows, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
                 BLOCK: tl.constexpr, COMPUTE: tl.constexpr):  # fmt: skip
     """a and b [N, BLOCK] of the rows at ptr + o_rows [N]; zero where masked or past the row."""
-    if INTERLEAVED:  # whole rows, so that accesses are wide; pairs are separated in registers
+    if INTERLEAVED:  # loads whole rows, so that accesses are wide, and separates pairs in registers
         cols = tl.arange(0, 2 * BLOCK)[None, :]
         b_x = tl.load(ptr + o_rows[:, None] + cols, mask=m_rows[:, None] & (cols < D), other=0.0).to(COMPUTE)
         return tl.split(tl.reshape(b_x, [b_x.shape[0], BLOCK, 2]))
@@ -105,7 +105,7 @@ def _load_angles(
     stride_cos_b, stride_cos_p, stride_sin_b, stride_sin_p, stride_pos_b, stride_pos_t,
     HALF: tl.constexpr, BLOCK: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin [N, BLOCK] of the tokens. For a position outside the table nothing is read, and cos is NaN."""
+    """cos and sin [N, BLOCK] of the tokens. For a position outside of the table, nothing is read and cos is NaN."""
     rows = tokens
     m_rows = tokens < n_tokens
     if pos_ptr is not None:
@@ -152,7 +152,7 @@ def _rotate_heads(
         _store_pairs(y_ptr, o_y, mask, b_a, b_b, D, HALF, INTERLEAVED, BLOCK)
 
 
-# Numbers that do not affect alignment: other values need no other code.
+# The compiler does not specialise on these, because they do not affect alignment.
 _COUNTS = ["n_tokens", "n_heads", "n_kv_heads", "n_positions", "stride_pos_b", "stride_pos_t"]
 
 
@@ -176,7 +176,7 @@ def rope_kernel(
         stride_cos_b, stride_cos_p, stride_sin_b, stride_sin_p, stride_pos_b, stride_pos_t, HALF, BLOCK, COMPUTE,
     )  # fmt: skip
     b_sin *= direction
-    # Chunks are dealt to the tile's programs round-robin, first those of q, then those of k.
+    # The tile's programs take chunks in turns, first those of q, then those of k.
     first_q = program % splits
     first_k = (first_q + splits - tl.cdiv(n_heads, BLOCK_HEADS) % splits) % splits
     if q_ptr is not None:
@@ -255,9 +255,8 @@ def qk_norm_rope_bwd_kernel(
     ROUND_FIRST: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes items p, p + programs, ... of q, then of k: one after the other, since summing both weights'
-    gradients at once would take the registers of a second resident program. Only results that have a pointer are
-    computed."""
+    """Program p takes items p, p + programs, ... of q, then of k. Summing both weights' gradients at once would take
+    the registers of a second resident program. Only results with a pointer are computed."""
     if q_ptr is not None:
         _normed_gradient(
             dq_out_ptr, q_ptr, q_weight_ptr, q_rstd_ptr, cos_ptr, sin_ptr, pos_ptr, dq_ptr, dq_weight_ptr,

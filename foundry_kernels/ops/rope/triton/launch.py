@@ -1,4 +1,4 @@
-"""How the kernels are launched: tiles, strides, and which of q and k take part."""
+"""The launches of the kernels: tiles, strides, and which of q and k are computed."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def config(
     backward: bool,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Tile and warps for heads of `head_dim`, of which `rotary_dim` dimensions are rotated: 8 pairs a thread, 4 warps
-    forward and 8 backward where there is enough work.
+    """Tile and warps for heads of `head_dim`, whose first `rotary_dim` dimensions are rotated: 8 pairs for each thread,
+    and 4 warps in the forward pass and 8 in the backward pass if there is enough work.
 
-    A tile covers what is adjacent in memory: the heads of a token (`heads_inner`) or the tokens of a head. Along heads
-    it takes a power of two that divides both numbers of heads, so that no lane is idle, unless there are too few tokens
-    to fill it otherwise.
+    A tile covers adjacent memory: the heads of a token (`heads_inner`) or the tokens of a head. Its number of heads is
+    a power of two that divides both numbers of heads, so that no lane is idle, unless there are too few tokens to fill
+    it otherwise.
 
-    What fits in registers was measured with the compiler for compute capabilities 8.0 to 12.0: rows that are not
-    `aligned` to 16 elements need more address arithmetic, and take half the rows in the backward pass; heads that are
-    narrow, partly rotated, smaller than their block or, backward, wide need more than the 128 that leave room for two
-    programs. In those 128 Triton before 3.7 would spill 8 bytes of float32: there it takes half the rows. `maxnreg`
-    says how many registers there are; without it ptxas spills some to reach an occupancy that it guesses, or takes so
-    many that one program fits instead of two.
+    The limits come from compiling for compute capabilities 8.0 to 12.0. Rows that are not `aligned` to 16 elements need
+    more address arithmetic, so backward tiles have half the rows. 128 registers leave room for two programs. Heads that
+    are narrow, partly rotated, smaller than their block or, in the backward pass, wide need more than that. With 128,
+    Triton before 3.7 would spill 8 bytes in float32, so its tiles have half the rows. `maxnreg` is the maximum for the
+    warps. Without it, ptxas spills some registers for an occupancy that it guesses, or uses so many that one program
+    fits instead of two.
     """
     block = triton.next_power_of_2((head_dim + 1) // 2)
     fits_128_registers = (
@@ -124,7 +124,8 @@ def launch_forward(
     inverse: bool = False,
     norms: Norms = NO_NORMS,
 ) -> None:
-    """Rotates q and k, whichever are given, into q_out and k_out: dense tensors that set the order of the work."""
+    """Rotates q and k, if given, into q_out and k_out. These are dense tensors; their memory order is the order of the
+    work."""
     if not (_has_elements(q) or _has_elements(k)):
         return
     x = q if q is not None else k
@@ -193,7 +194,7 @@ def launch_backward(
     dq_weight: Tensor | None,
     dk_weight: Tensor | None,
 ) -> None:
-    """Fills the gradients that are given; of q and k, one has elements."""
+    """Fills the gradients that are given. At least one of q and k has elements."""
     x = q if _has_elements(q) else k
     assert x is not None
     order = storage_order(x)
@@ -266,7 +267,7 @@ def _layout(x: Tensor | None) -> Layout | None:
 
 
 def _table_strides(table: Layout) -> tuple[int, int]:
-    """Over batch and rows (or tokens)."""
+    """The strides over batch and rows (or tokens)."""
     _, strides = table
     return strides[0] if len(strides) == 3 else 0, strides[-2]
 
@@ -302,8 +303,9 @@ def _config(
 
 
 def _split(options: dict[str, Any], shape: tuple[int, ...], device: torch.device, chunks: int) -> tuple[int, int]:
-    """How many programs share the `chunks` of heads of one tile of tokens, and how many items of work that makes. About
-    4 chunks each, so that loading the angles pays; fewer where the device would not be full."""
+    """The number of programs that share the `chunks` of heads of a tile of tokens, and the resulting number of work
+    items. A program has about 4 chunks, which share the angles that it loads, or fewer if the device would not be
+    full."""
     tiles = shape[0] * triton.cdiv(shape[2], options["BLOCK_TOKENS"])
     splits = min(chunks, max(triton.cdiv(chunks, 4), triton.cdiv(4 * programs(device), tiles)))
     return splits, tiles * splits

@@ -23,8 +23,8 @@ _BLOCK = 1024  # 8 elements a thread
 
 
 def configs(n_rows: int, n_cols: int) -> list[dict[str, int]]:
-    """Blocks and warps: that of `_BLOCK` elements, then what `python -m foundry_kernels tune` tries beside it. Narrow
-    rows share a program."""
+    """Blocks and warps: the default of `_BLOCK` elements, then the candidates of `python -m foundry_kernels tune`.
+    Narrow rows share a program."""
     found = []
     for elements, warps in (
         (_BLOCK, 4),
@@ -47,7 +47,7 @@ def _tiles(
 ) -> tuple[tuple[int], dict[str, int], int]:
     """Grid, block and tiles per row."""
     found = configs(n_rows, n_cols)
-    if dropout:  # nothing of it is measured; a counter of the generator has four columns
+    if dropout:  # not tuned; a counter of the generator covers four columns
         block = found[0] | {"BLOCK_COLS": max(4, found[0]["BLOCK_COLS"])}
     else:
         block = choose(kernel, f"{8 * dtype.itemsize}-bit {activation}", found, device)
@@ -60,7 +60,7 @@ PLAIN = GatedOptions()
 
 
 def _constants(options: GatedOptions) -> dict[str, Any]:
-    """Returns the kernels' constants. One that is absent is always the same constant, whatever number stood for it."""
+    """Returns the kernels' constants. An option that is off always has the same constant, whatever its value."""
     return {
         "ALPHA": float(options.alpha),
         "LIMIT": None if options.limit is None else float(options.limit),
@@ -75,14 +75,14 @@ def _numbers(options: GatedOptions) -> tuple[int | None, float | None]:
 
 
 def _of_plan(options: GatedOptions) -> GatedOptions:
-    """What a plan may depend on: dropout_p is 0 where there is no seed."""
+    """The options that plans depend on: dropout_p is 0 without a seed."""
     if options.dropout_seed is None:
         return options if options.dropout_p == 0.0 else options._replace(dropout_p=0.0)
     return options.without_tensors()
 
 
 def _halves(gate: Tensor, up: Tensor | None, interleaved: bool = False) -> tuple[Tensor, Tensor | None]:
-    """The two halves of a packed tensor, or gate and up as they are; an interleaved tensor stays whole."""
+    """The two halves of a packed tensor, or gate and up themselves. An interleaved tensor stays whole."""
     if up is not None or interleaved:
         return gate, up
     half = gate.shape[-1] // 2
@@ -92,10 +92,10 @@ def _halves(gate: Tensor, up: Tensor | None, interleaved: bool = False) -> tuple
 def _layout(
     shape: tuple[int, ...], joins: bool, *strides: tuple[int, ...] | None, pairs: int = -1
 ) -> tuple[int, int, int, int, int, list[int]] | None:
-    """(rank, n_rows, n_cols, n1, n2, strides) of tensors of this shape; None where they must be copied first.
+    """(rank, n_rows, n_cols, n1, n2, strides) of tensors of this shape; None if they must be copied first.
 
-    With `joins`, rows that are contiguous in every tensor are one long row. `pairs` is the number of a tensor whose
-    rows are twice as wide; None stands for one that is not there.
+    With `joins`, rows that are contiguous in every tensor become one long row. `pairs` is the index of a tensor whose
+    rows are twice as wide. None in `strides` is an absent tensor.
     """
     layout = row_strides(shape, *strides)
     whole = strides[pairs] if pairs >= 0 else None

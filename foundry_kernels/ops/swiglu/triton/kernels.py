@@ -1,16 +1,16 @@
 """The kernels of gated linear units.
 
-One kernel forward and one backward compute all activations. A program takes a block of at most 1024 elements of
-some rows; contiguous tensors are one long row. The halves of a packed tensor are views of it, and so are those of its
-gradient, which is thereby written packed. Of an interleaved one whole rows are read and written, so that accesses are
-wide; gate and up are separated in registers.
+One forward and one backward kernel compute all activations. A program takes a block of at most 1024 elements of some
+rows; contiguous tensors are one long row. The halves of a packed tensor and of its gradient are views. In an
+interleaved tensor, whole rows are read and written, so that accesses are wide, and gate and up are separated in
+registers.
 
 The options of swiglu (ALPHA, LIMIT, UP_OFFSET, INTERLEAVED) are constants of the kernels: a model has one value of
-each, and a kernel without them has no trace of them. With DROPOUT (`core.dropout`) the rows of contiguous tensors are
-not joined, as the mask depends on a row's number.
+each, and they cost nothing if they are off. With DROPOUT (`core.dropout`) the rows of contiguous tensors are not
+joined, because the mask depends on the row's number.
 
-Names: n1, n2 and stride_gate0, stride_gate1, stride_gate2 are what `row_offset` needs to find a row of gate; b_ is a
-block of values, o_ offsets.
+Names: `row_offset` finds a row of gate by n1, n2 and stride_gate0, stride_gate1, stride_gate2; b_ is a block of values,
+o_ offsets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _block(n_rows, n_cols, n_tiles, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.con
 
 @triton.jit
 def _pair_block(rows, n_rows, n_cols, n_tiles, BLOCK_COLS: tl.constexpr):
-    """The columns [1, 2C] and mask [R, 2C] in interleaved rows of what `_block` gives."""
+    """The columns [1, 2C] and mask [R, 2C] of `_block`, in interleaved rows."""
     first = (tl.program_id(0) % n_tiles).to(tl.int64) * (2 * BLOCK_COLS)
     cols = (first + tl.arange(0, 2 * BLOCK_COLS))[None, :]
     return cols, (rows < n_rows)[:, None] & (cols < 2 * n_cols)
@@ -50,7 +50,7 @@ def _load_pairs(ptr, o_rows, rows, n_rows, n_cols, n_tiles, COMPUTE: tl.constexp
 @triton.jit
 def _dropped(b_x, seed_ptr, rows, n_tiles, threshold, scale, DROPOUT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
              BLOCK_COLS: tl.constexpr):  # fmt: skip
-    """A block [R, C] of this program, dropped out."""
+    """Dropout of this program's block [R, C]."""
     if DROPOUT:
         start = (tl.program_id(0) % n_tiles) * BLOCK_COLS
         shape: tl.constexpr = [BLOCK_ROWS, BLOCK_COLS]
@@ -68,7 +68,7 @@ def _clamped_gate(b_g, LIMIT: tl.constexpr):
 
 @triton.jit
 def _shifted_up(b_u, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
-    """Clamped first; NaN stays."""
+    """Clamped up + UP_OFFSET; NaN stays."""
     if LIMIT is not None:
         b_u = tl.where(b_u > LIMIT, LIMIT, tl.where(b_u < -LIMIT, -LIMIT, b_u))
     if UP_OFFSET != 0.0:
@@ -78,7 +78,7 @@ def _shifted_up(b_u, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
 
 @triton.jit
 def _scaled(b_g, ALPHA: tl.constexpr):
-    """What the logistic function is taken of."""
+    """The argument of the logistic function."""
     if ALPHA != 1.0:
         b_g = b_g * ALPHA
     return b_g
@@ -93,7 +93,7 @@ def glu_fwd_kernel(
     INTERLEAVED: tl.constexpr, DROPOUT: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Writes y. With INTERLEAVED `gate_ptr` is the packed tensor, and there is no `up_ptr`."""
+    """Writes y. With INTERLEAVED, `gate_ptr` is the packed tensor and `up_ptr` is None."""
     rows, cols, mask = _block(n_rows, n_cols, n_tiles, BLOCK_ROWS, BLOCK_COLS)
     if INTERLEAVED:
         o_rows = row_offset(rows, n1, n2, stride_gate0, stride_gate1, stride_gate2, RANK)[:, None]
@@ -113,7 +113,7 @@ def glu_fwd_kernel(
 def _slope(b_g, b_factor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
     if ALPHA == 1.0:
         b_slope = derivative(b_g, b_factor, ACTIVATION)
-    else:  # in an order in which ALPHA makes nothing infinite
+    else:  # in this order, ALPHA causes no overflow
         b_slope = b_factor + b_g * (b_factor * (1.0 - b_factor)) * ALPHA
     return b_slope
 
@@ -121,7 +121,7 @@ def _slope(b_g, b_factor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
 @triton.jit
 def _into_gate(b_dy, b_x, b_u, b_g, b_factor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
                UP_OFFSET: tl.constexpr):  # fmt: skip
-    """The gradient of gate b_x, which clamped is b_g."""
+    """The gradient of gate. b_x is gate, and b_g is gate after the clamp."""
     b_dgate = times_slope(
         b_dy * _shifted_up(b_u, LIMIT, UP_OFFSET), _slope(b_g, b_factor, ACTIVATION, ALPHA), ACTIVATION
     )
@@ -147,8 +147,8 @@ def glu_bwd_kernel(
     INTERLEAVED: tl.constexpr, DROPOUT: tl.constexpr, NEED_DGATE: tl.constexpr, NEED_DUP: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """`out_stride` is the distance between rows of dgate, and of dup. With INTERLEAVED `gate_ptr` and `dgate_ptr` are
-    packed tensors, and there are no `up_ptr` and `dup_ptr`."""
+    """`out_stride` is the row stride of dgate and of dup. With INTERLEAVED, `gate_ptr` and `dgate_ptr` are packed
+    tensors, and `up_ptr` and `dup_ptr` are None."""
     rows, cols, mask = _block(n_rows, n_cols, n_tiles, BLOCK_ROWS, BLOCK_COLS)
     o_dy = row_offset(rows, n1, n2, stride_dy0, stride_dy1, stride_dy2, RANK)[:, None] + cols
     o_gate = row_offset(rows, n1, n2, stride_gate0, stride_gate1, stride_gate2, RANK)[:, None]
@@ -175,7 +175,7 @@ def glu_bwd_kernel(
             o_up = row_offset(rows, n1, n2, stride_up0, stride_up1, stride_up2, RANK)[:, None] + cols
             b_u = tl.load(up_ptr + o_up, mask=mask, other=0.0).to(COMPUTE)
         else:
-            b_u = b_g  # in place of what has no part in dup
+            b_u = b_g  # a placeholder: dup does not depend on it
         if NEED_DGATE:
             b_dgate = _into_gate(b_dy, b_x, b_u, b_g, b_factor, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
             tl.store(dgate_ptr + o_out, round_to(b_dgate, dgate_ptr.dtype.element_ty), mask=mask)
