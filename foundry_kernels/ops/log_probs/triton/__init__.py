@@ -1,7 +1,7 @@
 """Log-probabilities in Triton.
 
 Forward: a program takes a row, or several of a small vocabulary, and walks over blocks of the classes with a running
-maximum, the sum of the exponentials below it without the target's own, and where the entropy is wanted the sum of these
+maximum, the sum of the exponentials below it without the target's own, and if the entropy is requested the sum of these
 times their distances to the maximum. Backward: element by element; each block reads its row's few numbers.
 """
 
@@ -82,7 +82,7 @@ class Rows:
     ) -> None:  # fmt: skip
         self.target, self.n_classes, self.options = target.contiguous(), n_classes, options
         wanted = (True, options.return_entropy, save_lse, save_low)
-        #: log_probs, entropy, lse and lse_low; one that is not wanted is empty.
+        #: log_probs, entropy, lse and lse_low; one that is not requested is empty.
         self.outputs = tuple(
             torch.empty(target.shape if w else (0,), dtype=dtype, device=target.device) for w in wanted
         )
