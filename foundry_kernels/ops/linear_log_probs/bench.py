@@ -44,7 +44,7 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
 
 def sample(case: Case) -> Sample | None:
     """Targets outside of it are ignored ones."""
-    return sample_rows(case, {"hidden": 0, "target": 0}, {"target": -100})
+    return sample_rows(case, {"target": 0, "hidden": 0}, {"target": -100})
 
 
 def _eager(

@@ -39,7 +39,7 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
 
 
 def sample(case: Case) -> Sample | None:
-    return sample_rows(case, {"logits": 0, "target": 0}, {"target": -100})
+    return sample_rows(case, {"target": 0, "logits": 0}, {"target": -100})
 
 
 def _eager(logits: Tensor, target: Tensor, return_entropy: bool = False) -> Any:
