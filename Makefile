@@ -42,8 +42,8 @@ PYTEST := $(RUN_TESTS) tests
 # The extension for this processor, or for all instruction sets if it was built for all before.
 BUILT := $(VENV)/.built$(if $(wildcard $(VENV)/.built-all),-all)
 
-.PHONY: demo test test-slow test-all test-isa test-arm lint setup setup-test setup-all test-stack test-native test-releases resources \
-	cuda-build docs fuzz sanitize bench bench-compare gpu-cache gpu-check clean
+.PHONY: demo test test-slow test-all test-isa test-arm lint setup setup-test setup-all test-stack test-native test-releases \
+	test-integrations resources cuda-build docs fuzz sanitize bench bench-compare gpu-cache gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -88,6 +88,11 @@ test-stack: $(VENV)/.test-packages
 # Patched models on the oldest supported and the newest available transformers, in separate environments.
 test-releases: setup-test
 	$(PY) tests/support/releases.py $(ARGS)
+
+# Trainers and other libraries around patched models (transformers' Trainer, TRL, PEFT, accelerate, Lightning, torchtitan,
+# DeepSpeed, the Hub's kernels, TensorBoard), in an environment of their own.
+test-integrations: setup-test
+	$(PY) tests/support/libraries.py $(ARGS)
 
 # Tests that depend most on torch: a few minutes, with the extension built for this processor only, like an installation.
 # .ci/run runs it on the newest stack at every third commit.
@@ -168,12 +173,12 @@ $(VENV)/.built-all: $(VENV)/.test-packages $(SOURCES)
 # that machine: make gpu-cache STACK=2.11 PYTHON=python3.12 VENV=.venv-3.12.
 ARCHIVE ?= build/gpu-cache.tar.xz
 gpu-cache: $(VENV)/.demo-packages
-	$(PY) -m benchmarks.gpu_cache --archive $(ARCHIVE) $(ARGS)
+	$(PY) tests/support/gpu_cache.py --archive $(ARCHIVE) $(ARGS)
 
 # Runs everything that needs a GPU, with $(PYTHON), which must have torch. Needs no network.
 # GPU_CHECK=build,parity,suite,sanitize,bench runs these parts, GPU_CHECK=rest the parts that have not passed yet.
 gpu-check:
-	$(PYTHON) -m benchmarks.gpu_check
+	$(PYTHON) tests/support/gpu_check.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info foundry_kernels/*.so

@@ -2,8 +2,7 @@
 
 First come, for each operation, the smallest shapes that together have all its directions and dtypes; then host times
 and models; then all other shapes and growth, the smallest first. If time is short, rounds are halved, then whole shapes
-are cut from the end, then `torch.compile` of the first shapes, then these shapes. A new plan is made before each
-comparison, with estimates that are corrected by the measurements so far.
+are cut from the end. A new plan is made before each comparison, from the time of the rows of each kind so far.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ DEFAULT = 5.0
 EFFORTS = (1.0, 0.5)
 #: The planned fraction of the time, because the last comparisons may take longer than expected.
 _PLANNED = 0.95
-#: The weight of an estimate relative to measurements, in seconds.
-_PRIOR = 5.0
-
+#: The expected seconds of a row by kind, on 2 cores of a CPU; and as how many measured rows they count.
+ROW_SECONDS = {"memcpy": 1.0, "GEMM": 2.5, "overhead": 0.3, "growth": 6.0, "model": 10.0, "compiled model": 18.0}
+_PRIOR = 2
 
 #: Places in the order of a run.
 FIRST, NEEDED, LATER, REST = -1, 0, 1, 2
@@ -31,31 +30,22 @@ FIRST, NEEDED, LATER, REST = -1, 0, 1, 2
 class Unit:
     """Rows that are compared with each other; either all or none are measured.
 
-    shape: units of a shape are cut together. kind: estimates of a kind share a correction. fixed, rounds, a_row:
-    seconds before the rounds, of all rounds, and of each row. waits: the seconds of `fixed` for compiling peers. op,
-    what: the operation, and its direction and dtype.
+    shape: units of a shape are cut together. kind: a key of `ROW_SECONDS`. size: in bytes; shapes are ordered by it.
+    op, what: the operation, and its direction and dtype.
     """
 
     id: str
     shape: str
     kind: str
-    fixed: float
-    rounds: float = 0.0
     size: float = 0.0
     op: str = ""
     what: str = ""
     place: int = REST
-    a_row: float = 0.0
     rows: int = 1
-    waits: float = 0.0
 
-    def seconds(self, effort: float = 1.0) -> float:
-        return self.fixed + self.a_row * self.rows + self.rounds * effort
-
-    @property
-    def plain(self) -> Unit:
-        """The unit without compiled peers."""
-        return replace(self, fixed=self.fixed - self.waits, waits=0.0, kind="operation") if self.waits else self
+    def seconds(self, effort: float = 1.0, rates: Mapping[str, float] = ROW_SECONDS) -> float:
+        """Returns the expected time, of which the rounds are half."""
+        return self.rows * rates[self.kind] * (1 + effort) / 2
 
 
 def collected(rows: Iterable[Unit]) -> list[Unit]:
@@ -93,52 +83,29 @@ def ordered(units: Sequence[Unit]) -> list[Unit]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The fraction of the rounds to measure, the shapes to cut, the seconds for the others, and the shapes without
-    compiled peers."""
+    """The fraction of the rounds to measure, the shapes to cut, and the seconds for the others."""
 
     effort: float
     cut: tuple[str, ...]
     seconds: float
-    plain: tuple[str, ...] = ()
 
 
-def plan(units: Sequence[Unit], seconds: float, factors: Mapping[str, float] | None = None) -> Plan:
-    """Plans `units` for `seconds`, by estimates times the factor of their kind."""
-    by = factors or {}
-
-    def total(chosen: Iterable[Unit], effort: float) -> float:
-        return sum(u.seconds(effort) * by.get(u.kind, 1.0) for u in chosen)
-
+def plan(units: Sequence[Unit], seconds: float, rates: Mapping[str, float] = ROW_SECONDS) -> Plan:
+    """Plans `units` for `seconds`."""
     for effort in EFFORTS:
-        if (left := total(units, effort)) <= seconds:
+        if (left := sum(u.seconds(effort, rates) for u in units)) <= seconds:
             return Plan(effort, (), left)
-    shapes: dict[str, list[Unit]] = {}
-    for u in units:
-        shapes.setdefault(u.shape, []).append(u)
-    takes = {shape: total(of, effort) for shape, of in shapes.items()}
     cut: list[str] = []
-    plain: list[str] = []
-    for shape, compiled in _steps(units):
+    for shape in _largest_first(units):
         if left <= seconds:
             break
-        now = total((u.plain for u in shapes[shape]), effort) if compiled else 0.0
-        (plain if compiled else cut).append(shape)
-        left += now - takes[shape]
-        takes[shape] = now
-    return Plan(effort, tuple(cut), left, tuple(shape for shape in plain if shape not in cut))
-
-
-def _steps(units: Sequence[Unit]) -> list[tuple[str, bool]]:
-    """Returns the cuts in order: shapes or, if True, only their compiled peers."""
-    needed = {u.shape for u in units if u.place <= NEEDED}
-    order = _largest_first(units)
-    last = [shape for shape in order if shape in needed]
-    first = [(shape, False) for shape in order if shape not in needed]
-    return [*first, *((shape, True) for shape in last), *((shape, False) for shape in last)]
+        cut.append(shape)
+        left -= sum(u.seconds(effort, rates) for u in units if u.shape == shape)
+    return Plan(effort, tuple(cut), left)
 
 
 def _largest_first(units: Sequence[Unit]) -> list[str]:
-    """Returns the shapes in the order of cuts: the rest and then models, the largest first; then from the end."""
+    """Returns the shapes in the order of cuts: the rest, models, `NEEDED` ones; the largest first."""
     sizes: dict[str, tuple[int, float, int]] = {}
     for u in units:
         place, size, index = sizes.get(u.shape, (u.place, 0.0, len(sizes)))
@@ -157,8 +124,6 @@ class Budget:
     #: The fraction of rounds by unit; None if it was cut.
     decided: dict[str, float | None] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
-    #: Ids of units whose compiled peers were cut.
-    plain: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._by_id = {u.id: u for u in self.units}
@@ -168,29 +133,21 @@ class Budget:
         return self.clock() - self.started
 
     @property
-    def left(self) -> float:
-        """Seconds of the budget."""
-        return self.minutes * 60 - self.gone
+    def rates(self) -> dict[str, float]:
+        """The seconds of a row with all its rounds, by kind."""
+        taken = {kind: [_PRIOR * seconds, float(_PRIOR)] for kind, seconds in ROW_SECONDS.items()}
+        for name, seconds in self.spent.items():
+            if (effort := self.decided.get(name)) is not None:
+                unit = self._by_id[name]
+                taken[unit.kind][0] += seconds
+                taken[unit.kind][1] += unit.rows * (1 + effort) / 2
+        return {kind: seconds / rows for kind, (seconds, rows) in taken.items()}
 
     def remaining(self) -> Plan:
         """Returns the plan for the units that have not started."""
         rest = [u for u in self.units if u.id not in self.decided]
-        if not self.minutes:
-            return Plan(1.0, (), sum(u.seconds() * self.factors.get(u.kind, 1.0) for u in rest))
-        return plan(rest, self.left - (1 - _PLANNED) * self.minutes * 60, self.factors)
-
-    @property
-    def factors(self) -> dict[str, float]:
-        """The ratio of seconds spent to seconds expected, by kind."""
-        sums: dict[str, list[float]] = {}
-        for name, seconds in self.spent.items():
-            unit, effort = self._by_id[name], self.decided.get(name)
-            if effort is not None:
-                unit = unit.plain if name in self.plain else unit
-                found = sums.setdefault(unit.kind, [_PRIOR, _PRIOR])
-                found[0] += seconds
-                found[1] += unit.seconds(effort)
-        return {kind: spent / expected for kind, (spent, expected) in sums.items()}
+        seconds = self.minutes * 60 * _PLANNED - self.gone if self.minutes else float("inf")
+        return plan(rest, seconds, self.rates)
 
     def admit(self, name: str) -> float | None:
         """Returns a unit's fraction of rounds, or None if it is cut. Its first row decides."""
@@ -198,10 +155,7 @@ class Budget:
             return 1.0
         if name not in self.decided:
             found = self.remaining()
-            unit = self._by_id[name]
-            self.decided[name] = None if unit.shape in found.cut else found.effort
-            if unit.shape in found.plain and unit.waits:
-                self.plain.add(name)
+            self.decided[name] = None if self._by_id[name].shape in found.cut else found.effort
         return self.decided[name]
 
     def spend(self, name: str, seconds: float) -> None:
@@ -212,15 +166,10 @@ class Budget:
         """Returns a few lines about the planned measurements."""
         found = self.remaining()
         rows = sum(u.rows for u in self.units)
-        text = f"{rows} rows in {len(self.units)} comparisons"
-        if not self.minutes:
-            return [f"{text}, about {minutes(found.seconds)}; no budget"]
-        text += f", about {minutes(found.seconds + self.gone)}; budget {self.minutes:g} min (--budget, 0 for none)"
-        lines = [text]
+        text = f"{rows} rows in {len(self.units)} comparisons, about {minutes(found.seconds + self.gone)}"
+        lines = [f"{text}; " + (f"budget {self.minutes:g} min (--budget, 0 for none)" if self.minutes else "no budget")]
         if found.effort < 1:
             lines.append(f"  fewer rounds: {found.effort:.0%} of them")
-        if found.plain:
-            lines.append(f"  without what is compiled, unless time is left: {listed(found.plain[::-1])}")
         if found.cut:
             lines.append(f"  left out unless time is left: {len(found.cut)} shapes, {listed(found.cut[::-1])}")
         return lines
@@ -238,30 +187,28 @@ class Budget:
         shapes = dict.fromkeys(u.shape for u in cut)
         measured = {self._by_id[name].op for name, effort in self.decided.items() if effort is not None}
         none_of = [op for op in dict.fromkeys(u.op for u in cut) if op and op not in measured]
-        fewer = [effort for effort in self.decided.values() if effort is not None and effort < 1]
         return {
             "minutes": self.minutes,
             "spent": round(self.gone / 60, 1),
             "comparisons": len(self.decided),
             "cut": {s: [sum(u.rows for u in of if u.shape == s) for of in (cut, self.units)] for s in shapes},
-            "fewer_rounds": len(fewer),
-            **({"not_compiled": len(self.plain)} if self.plain else {}),
+            "fewer_rounds": sum(effort is not None and effort < 1 for effort in self.decided.values()),
             **({"none_of": none_of} if none_of else {}),
         }
 
 
 def together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Returns the `Budget.kept` of two runs as one."""
-    sums = ("minutes", "spent", "comparisons", "fewer_rounds", "not_compiled")
+    """Returns what `Budget.kept` would say of two runs as one."""
+    sums = ("minutes", "spent", "comparisons", "fewer_rounds")
     found = {key: round(first.get(key, 0) + second.get(key, 0), 1) for key in sums if key in first or key in second}
-    if found["minutes"]:  # without a budget, everything was measured
+    if found["minutes"]:  # one without a budget had what it took
         found["minutes"] = round(sum(run["minutes"] or run["spent"] for run in (first, second)), 1)
     none_of = [op for op in first.get("none_of", ()) if op in second.get("none_of", ())]
     return {**found, "cut": first["cut"] | second["cut"], **({"none_of": none_of} if none_of else {})}
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
-    """At most a few names; JSON files and pages have all of them."""
+    """Names, not more than a few: JSON files and pages have them all."""
     more = f"; and {len(names) - most} more" if len(names) > most else ""
     return "; ".join(names[:most]) + more
 

@@ -85,14 +85,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     items = [item for item in session.items if hasattr(getattr(item, "module", None), "unit")]
     if config.option.collectonly or not items or getattr(config.option, "benchmark_disable", False):
         return
-    from benchmarks import estimates, sources
+    from benchmarks import sources
     from benchmarks.suite import DEVICE
 
     config.stash[_SOURCES] = sources.digests(DEVICE)  # before any edits during the run
-    machine = estimates.machine()
     found = []
     for item in items:
-        unit = item.module.unit(item.callspec.params, machine)  # type: ignore[attr-defined]
+        unit = item.module.unit(item.callspec.params)  # type: ignore[attr-defined]
         item.stash[_UNIT] = unit.id
         found.append(unit)
     limit = config.getoption("budget", None)
@@ -138,11 +137,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     budget, name = item.config.stash.get(_BUDGET, None), item.stash.get(_UNIT, "")
     if budget is not None and name and budget.admit(name) is None:
         pytest.skip(f"budget: no time for it within {budget.minutes:g} min")
-    if budget is not None and name in budget.plain:
-        from benchmarks.suite import COMPILED
-
-        if item.callspec.params["name"] in COMPILED:  # type: ignore[attr-defined]
-            pytest.skip(f"budget: no time to compile it within {budget.minutes:g} min")
 
 
 def pytest_report_teststatus(report: object, config: pytest.Config) -> tuple[str, str, str] | None:
@@ -165,8 +159,6 @@ class Record:
         budget = request.config.stash.get(_BUDGET, None)
         #: Of the rounds.
         self.fraction = 1.0 if budget is None else budget.admit(request.node.stash.get(_UNIT, "")) or 1.0
-        #: Whether there is no time for compiled peers.
-        self.plain = budget is not None and request.node.stash.get(_UNIT, "") in budget.plain
 
     def __call__(self, benchmark: Any, row: dict[str, Any], group: str, times: Sequence[float]) -> None:
         """Stores a row of `group` with the `times` of its rounds. The test fails if the row's result is wrong."""

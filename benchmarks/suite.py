@@ -33,7 +33,6 @@ LIMITS = ("memcpy", "fresh memcpy", "GEMM")
 #: overwrite the previous result, because results are kept. `graph_us` has the times in graphs.
 SEARCHED, SEARCH = "torch.compile, max-autotune", "max-autotune-no-cudagraphs"
 _MODES: dict[str, str | None] = {"torch.compile": None, SEARCHED: SEARCH}
-COMPILED = tuple(_MODES)
 #: With more operations a byte, a call is compute-bound.
 _INTENSITY = 32
 #: The maximum number of rotating sets of inputs. If more would be needed to fill the caches, there are two sets and the
@@ -133,6 +132,11 @@ class Group:
     def flops(self) -> int | None:
         """Returns the FLOPs of the matmuls; None for an operation without matmuls."""
         return self.bench.flops(_shapes(self.case, self.dtype), self.case.options, self.direction)
+
+    @property
+    def size(self) -> float:
+        """Returns the bytes that take as long as the call, roughly."""
+        return self.bytes_moved + (self.flops or 0) / _INTENSITY
 
     def function(self, name: str) -> Callable[..., Any]:
         """Returns the function for one of `names` (not a limit); it takes the case's arguments."""

@@ -78,8 +78,6 @@ def cuts(budget: dict[str, Any], most: int | None = None) -> list[str]:
         found.append(f"Fewer rounds in {budget['fewer_rounds']} of {budget['comparisons']} comparisons.")
     if none_of := budget.get("none_of"):
         found.append(f"No row of {', '.join(none_of)}: this machine was too slow, or too busy.")
-    if plain := budget.get("not_compiled"):
-        found.append(f"torch.compile left out of {plain} comparisons to keep the time.")
     return found
 
 

@@ -15,20 +15,24 @@ from typing import Any
 
 import pytest
 
-from benchmarks import estimates
-from benchmarks.budget import Unit
+from benchmarks.budget import FIRST, REST, Unit
 from benchmarks.calls import Contenders
 from benchmarks.conftest import Record
-from benchmarks.estimates import Machine
 from benchmarks.measure import latest, replay
 from benchmarks.rows import FULL, QUICK, Measured
-from benchmarks.suite import COMPILED, Group, groups
+from benchmarks.suite import Group, groups
+from benchmarks.tables import shape_of
+from foundry_kernels.core.registry import short_dtype
 
 
-def unit(params: Mapping[str, Any], machine: Machine) -> Unit:
+def unit(params: Mapping[str, Any]) -> Unit:
     group: Group = params["group"]
-    full = params["name"] not in group.chosen(False) or not group.quick
-    return estimates.operation(group, group.chosen(full), machine)
+    place = FIRST if group.bench.BENCH_FIRST and group.case.id.endswith(group.bench.BENCH_FIRST) else REST
+    shape, what = (
+        f"{group.op.name} {shape_of({'case': group.case.id})}",
+        f"{group.direction} {short_dtype(group.dtype)}",
+    )
+    return Unit(group.id, shape, group.limit, group.size, group.op.name, what, place)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,7 +50,7 @@ def test_op(benchmark: Any, group: Group, name: str, record: Record) -> None:
         benchmark.pedantic(contenders.prepare[name]())
         return
     effort = FULL if record.full else QUICK
-    names = tuple(n for n in group.chosen(record.full) if not (record.plain and n in COMPILED))
+    names = group.chosen(record.full)
     measured = latest.get(group.id, lambda: Measured(group, effort, names, fraction=record.fraction))
     with measured.memory():
         row = measured.row(name)

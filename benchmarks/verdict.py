@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import noise
-from benchmarks.tables import LIMITS, OUR_MODELS, OURS, SLACK, WITHOUT, markdown, of_kind, shape_of
+from benchmarks.tables import LIMITS, OUR_MODELS, OURS, WITHOUT, markdown, of_kind, shape_of
 
 Row = dict[str, Any]
 
@@ -42,13 +42,11 @@ def lines(rows: Sequence[Row], left_out: Sequence[str] = ()) -> list[str]:
     about_noise = [text] if (text := noise.in_short(rows, (*OURS, *OUR_MODELS))) else []
     wrong = dict.fromkeys(f"{r['op']} {r['direction']} {r['row']}" for r in rows if "wrong" in r)
     of_wrong = [f"Wrong results, so without ratios: {', '.join(wrong)}."] if wrong else []
-    parts += [*_costs(rows), *growth(rows), *of_wrong, *left_out, *about_noise]
-    mine = _models_too(rows)
-    if noisy := _called(mine, "noisy"):
-        parts += [f"Too noisy to call, {len(noisy)} of {len(mine)} rows:", *_named(noisy)]
-    if behind := _called(mine, "slower"):
-        return [*parts, f"{TITLE}, {len(behind)} of {len(mine)} rows:", *_named(behind)]
-    return [*parts, f"{TITLE}: none of {len(mine)} rows."] if mine else parts
+    parts += [*of_wrong, *left_out, *about_noise]
+    behind, held = slower({"rows": rows})
+    noisy = too_noisy({"rows": rows})
+    parts += ["Rows too noisy to call:", *_named(noisy)] if noisy else []
+    return [*parts, counted(behind, held, noisy), *_named(behind)] if held else parts
 
 
 def _operations(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -60,7 +58,8 @@ def _operations(rows: Sequence[Row]) -> list[tuple[str, str]]:
     several = len({name for _, _, name in by}) > 1
     found = []
     for (op, direction, name), mine in by.items():
-        clear = [row for row in mine if _call(row) != "noisy"]
+        calls = {id(row): _call(row) for row in mine}
+        clear = [row for row in mine if calls[id(row)] != "noisy"]
         ratios = [_over(row) for row in clear or mine]
         peers = dict.fromkeys(p for over in ratios for p in over)
         over = {p: statistics.median(r[p] for r in ratios if p in r) for p in peers}
@@ -69,7 +68,7 @@ def _operations(rows: Sequence[Row]) -> list[tuple[str, str]]:
         text = f"{op} {direction}{f' ({name})' if several else ''}: "
         text += ", ".join(f"{over[p]:.2f}x {p}{_itself(clear or mine, p)}" for p in shown)
         text += f" (median of {len(ratios)} rows)" if len(ratios) > 1 else ""
-        text += f"; behind on {n}" if (n := len(_called(mine, "slower"))) else ""
+        text += f"; behind on {n}" if (n := [*calls.values()].count("slower")) else ""
         text += f"; {n} too noisy to call" if clear and (n := len(mine) - len(clear)) else ""
         found.append((noise.of_ratio(over[hardest]) if clear else "noisy", text))
     return found
@@ -85,16 +84,6 @@ def _models(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return found
 
 
-def _costs(rows: Sequence[Row]) -> list[str]:
-    """Returns what an option costs, those that cost most first."""
-    costs = [(1 / r["speedup_over"][WITHOUT], r) for r in _ours(rows) if WITHOUT in r.get("speedup_over", {})]
-    costs.sort(key=lambda cost: -cost[0])
-    named = [f"{r['op']} {r['direction']} {r['dtype']} {shape_of(r)}: {cost:.2f}" for cost, r in costs]
-    more = [f"  and {len(named) - _MOST} more"] if len(named) > _MOST else []
-    title = ["Time with an option over the same call's without:"] if named else []
-    return [*title, *(f"  {text}" for text in named[:_MOST]), *more]
-
-
 def _itself(rows: Sequence[Row], peer: str) -> str:
     """Returns how far the peer was from itself, in the median of the rows."""
     known = [value for row in rows if (value := noise.itself(row, peer)) is not None]
@@ -107,12 +96,6 @@ def _ours(rows: Sequence[Row]) -> list[Row]:
     return [r for r in kernels if _over(r)]
 
 
-def _models_too(rows: Sequence[Row]) -> list[Row]:
-    """Returns these, and the rows of our models."""
-    models = (r for r in rows if r.get("kind") == "model" and r["row"] in OUR_MODELS)
-    return [*_ours(rows), *(r for r in models if _over(r))]
-
-
 def _over(row: Row) -> dict[str, float]:
     """Returns how many times as fast as each peer; our other kernels or models are none, nor is a call without what
     this one is asked for."""
@@ -120,49 +103,10 @@ def _over(row: Row) -> dict[str, float]:
     return {p: ratio for p, ratio in row.get("speedup_over", {}).items() if p not in ours}
 
 
-def _least(row: Row) -> tuple[str, float]:
-    """Returns the peer that the row is furthest behind, or least ahead of, and the ratio: of those that it is slower
-    than, if there are any."""
-    over = _over(row)
-    slower = [p for p in over if noise.call(row, p) == "slower"]
-    return min(((p, over[p]) for p in slower or over), key=lambda item: item[1])
-
-
 def _call(row: Row) -> str:
     """Returns what the row is called beside the peer that is hardest to beat; see `noise.call`."""
-    return noise.call(row, _least(row)[0])
-
-
-def _called(rows: Sequence[Row], called: str) -> list[Row]:
-    """Returns the rows that are called so, those with the smallest ratio first."""
-    return sorted((r for r in rows if _call(r) == called), key=lambda r: _least(r)[1])
-
-
-def _named(rows: Sequence[Row]) -> list[str]:
-    named = []
-    for row in rows[:_MOST]:
-        peer, ratio = _least(row)
-        what = f"{row['op']} {row['direction']} {row['dtype']} {shape_of(row)}, "
-        what += row["row"] if row.get("kind") == "model" else row["memory"]
-        named.append(f"  {what}: {ratio:.2f}x {peer}{_itself([row], peer)}")
-    return [*named, *([f"  and {len(rows) - _MOST} more"] if len(rows) > _MOST else [])]
-
-
-def growth(rows: Sequence[Row]) -> list[str]:
-    """Returns the exponents of ours over the upper half of the sizes beside those that theory has, those that pass it
-    furthest first."""
-    found = []
-    for row in (r for r in rows if r.get("kind") == "scaling" and r.get("axis", "threads") != "threads"):
-        line, parts, past = row["lines"][row["row"]], [], -1.0
-        for kind, theory in row["theory"].items():
-            if (exponent := line.get(f"last_{kind}_exponent")) is not None:
-                parts.append(f"{kind} {exponent:.2f} ({theory:.2f})")
-                past = max(past, exponent - theory)
-        if parts:
-            found.append((past, f"  {row['op']} {row['direction']} over {row['axis']}: {', '.join(parts)}"))
-    found.sort(reverse=True)
-    title = f"Exponents (and theory's): {sum(past > SLACK for past, _ in found)} of {len(found)} grow faster:"
-    return [title, *(text for _, text in found[:_MOST])] if found else []
+    calls = {p: noise.call(row, p) for p in _over(row)}
+    return calls[min(calls, key=lambda p: (calls[p] != "slower", _over(row)[p]))]
 
 
 # --- what is slower than a peer, one and all --------------------------------------------------------------------------
@@ -221,6 +165,12 @@ def _host_times(kept: dict[str, Any]) -> list[Row]:
             known = {n: r["itself"] + mine["itself"] for n, r in peers.items() if "itself" in r and "itself" in mine}
             found.append({**mine, "speedup_over": over, "noise": {n: {"itself": both} for n, both in known.items()}})
     return found
+
+
+def _named(found: Sequence[Slower]) -> list[str]:
+    """Returns the first of them, a line each."""
+    named = [f"  {s.ratio:.2f}x {s.peer}{_itself([s.row], s.peer)}: {s.what}, {s.where}" for s in found[:_MOST]]
+    return [*named, *([f"  and {len(found) - _MOST} more"] if len(found) > _MOST else [])]
 
 
 def slower_table(kept: dict[str, Any]) -> str:

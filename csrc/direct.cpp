@@ -8,44 +8,17 @@
 // nothing differs: autograd, the profiler and the dispatcher see the same call.
 #include "direct.h"
 
-#include <ATen/ops/linear.h>
-#include <torch/csrc/Exceptions.h>
-
-#include <array>
-#include <cmath>
 #include <initializer_list>
 #include <map>
 #include <string>
-#include <vector>
 
-#include "direct_arguments.h"
-#include "torch/cross_entropy.h"
+#include "direct_calls.h"
 #include "torch/grouped_mm.h"
-#include "torch/operators.h"
-#include "torch/products.h"
 
 namespace foundry {
 namespace {
 
-PyObject* to_python(const Tensor& t) { return THPVariable_Wrap(t); }
-PyObject* to_python(const std::tuple<Tensor, Tensor>& pair) {
-  PyObject* out = PyTuple_New(2);
-  if (!out) throw python_error();
-  PyTuple_SET_ITEM(out, 0, to_python(std::get<0>(pair)));
-  PyTuple_SET_ITEM(out, 1, to_python(std::get<1>(pair)));
-  return out;
-}
-
-// Runs a call without the GIL and wraps its result.
-template <class Call>
-PyObject* result_of(const Call& call) {
-  return to_python([&] {
-    pybind11::gil_scoped_release no_gil;
-    return call();
-  }());
-}
-
-// A function of the table below: reads its arguments and calls the operator, or returns None.
+// A function of the table below.
 template <auto call> OnAccelerator served_on_accelerator;
 template <auto call>
 PyObject* guarded(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
@@ -228,155 +201,6 @@ PyObject* call_grouped_mm(const OnAccelerator& served, PyObject* const* argument
   return result_of([&] { return grouped_mm(x, weight, offs, batch_invariant); });
 }
 
-// Whether there is one target per token of x [..., N], and the class weights need no gradient.
-bool are_targets(const Tensor& x, const Tensor& target, const OptionalTensor& weight, int64_t n_classes) {
-  return x.dim() > 0 && x.size(-1) > 0 && target.sizes() == x.sizes().slice(0, x.dim() - 1) &&
-         (!weight || (weight->dim() == 1 && weight->size(0) == n_classes && !weight->requires_grad()));
-}
-
-PyObject* call_cross_entropy(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(served, arguments, given, 4 + LossOptions::kArguments);
-  const Tensor &logits = in.tensor(), &target = in.indices();
-  const OptionalTensor weight = in.optional_tensor();
-  LossOptions options;
-  options.read_from(in);
-  in.need(in.ok() && logits.dim() > 0 && are_targets(logits, target, weight, logits.size(-1)));
-  if (!in.ok()) Py_RETURN_NONE;
-  return result_of([&] { return std::get<0>(cross_entropy(logits, target, weight, options, false, false)); });
-}
-
-// A single chunk without gradients: other strategies cannot save memory there, unless a 16-bit weight is large and its
-// gradient is wanted in float32. Small matmuls use float32 copies. The limits are those of
-// linear_cross_entropy/chunks.py: multiplications of a small matmul, and tokens of a chunk.
-PyObject* call_linear_cross_entropy(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
-  constexpr int64_t kMultiplications = 1 << 22, kTokens = 256;
-  constexpr int64_t kWorthIt = 1 << 13;  // multiplications that justify the call of another matmul
-  Arguments in(served, arguments, given, 7 + LossOptions::kArguments);
-  const Tensor &hidden = in.tensor(), &weight = in.tensor(), &target = in.indices();
-  const OptionalTensor bias = in.optional_tensor(), class_weight = in.optional_tensor();
-  LossOptions options;
-  options.read_from(in);
-  const double logit_scale = in.real();
-  in.need(is_number(logit_scale) && in.ok() && !autocasts(hidden));
-  in.need(in.ok() && weight.dim() == 2 && weight.size(0) > 0 && target.numel() > 0 && target.numel() <= kTokens &&
-          are_targets(hidden, target, class_weight, weight.size(0)) && weight.size(1) == hidden.size(-1) &&
-          weight.scalar_type() == hidden.scalar_type());
-  in.need(in.ok() && (!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0) &&
-                                bias->scalar_type() == hidden.scalar_type())));
-  if (!in.ok()) Py_RETURN_NONE;
-  const auto type = hidden.scalar_type();
-  const bool small = hidden.numel() * weight.size(0) <= kMultiplications;
-  in.need(small || type == at::kFloat || (type == at::kBFloat16 ? fast_bfloat16_products() : fast_float16_products()));
-  in.need(in.ok() && !(at::GradMode::is_enabled() &&
-                       (hidden.requires_grad() || weight.requires_grad() || (bias && bias->requires_grad()))));
-  if (!in.ok()) Py_RETURN_NONE;
-  return result_of([&] {
-    const auto within = small ? at::kFloat : type;
-    const auto cast = [&](const Tensor& t) { return type == within ? t : t.to(within); };
-    const Tensor x = cast(hidden), w = cast(weight);
-    const OptionalTensor b = bias ? OptionalTensor(cast(*bias)) : bias;
-    const bool worth_it = within == at::kFloat && x.numel() * w.size(0) > kWorthIt;
-    const Tensor logits = worth_it ? linear_float32(x, w, b) : at::linear(x, w, b);
-    return std::get<0>(cross_entropy(logit_scale == 1.0 ? logits : logits.mul(logit_scale), target, class_weight,
-                                     options, false, false));
-  });
-}
-
-bool is_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
-  if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4) return false;
-  if (k.scalar_type() != q.scalar_type() || v.scalar_type() != q.scalar_type()) return false;
-  const int64_t head_dim = q.size(3), head_dim_v = v.size(3), n_kv_heads = k.size(1);
-  return k.size(0) == q.size(0) && v.size(0) == q.size(0) && v.size(1) == n_kv_heads && v.size(2) == k.size(2) &&
-         k.size(3) == head_dim && 0 < head_dim && head_dim <= kMaxHeadDim && 0 < head_dim_v &&
-         head_dim_v <= kMaxHeadDim && n_kv_heads > 0 && q.size(1) > 0 && q.size(1) % n_kv_heads == 0;
-}
-
-// The GPUs of this process, as attention needs to know them.
-struct Gpus {
-  bool supported = false;  // by the kernels of csrc/cuda
-  bool hopper = false;     // all of them are Hopper, and csrc/cuda/hopper is compiled in
-} gpus;
-
-// Whether TMA can copy the tensor without conversion: rows begin at multiples of 16 bytes and do not overlap.
-bool has_map(const Tensor& x) {
-  constexpr int64_t kStep = 8;  // elements of 16 bits
-  for (int64_t d = 0; d < 3; ++d)
-    if (x.size(d) > 1 && (x.stride(d) <= 0 || x.stride(d) % kStep != 0)) return false;
-  return x.size(3) % kStep == 0 && x.stride(3) == 1 && x.storage_offset() % kStep == 0;
-}
-
-// Whether "auto" uses csrc/cuda/hopper: `takes` of ops/flash_attention/hopper.py, restricted to the calls that come
-// here and to tensors that need no copy.
-bool is_for_hopper(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options) {
-  constexpr int64_t kFewestQueries = 128, kWidest = 256;
-  return dtype_bit(q) != 1 && q.numel() > 0 && k.size(2) > 0 && q.size(3) <= kWidest && v.size(3) <= kWidest &&
-         (options.batch_invariant || q.size(2) >= kFewestQueries) && has_map(q) && has_map(k) && has_map(v);
-}
-
-PyObject* call_flash_attention(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
-  const OnAccelerator first{
-      served.native, static_cast<uint8_t>(served.automatic | (gpus.hopper ? served.unmeasured : 0)), served.unmeasured};
-  Arguments in(first, arguments, given, 7 + AttentionOptions::kArguments);
-  const Tensor &q = in.tensor(), &k = in.tensor(), &v = in.tensor();
-  const bool causal = in.boolean();
-  AttentionOptions options;
-  options.read_from(in);
-  const bool return_lse = in.boolean(), return_stats = in.boolean();
-  in.need(in.ok() && is_attention(q, k, v) && !return_lse && !return_stats);
-  in.need(in.ok() && !autocasts(q));
-  if (in.ok() && !q.is_cpu())
-    in.need(gpus.supported && (!in.is_auto() || (served.automatic & dtype_bit(q)) || is_for_hopper(q, k, v, options)));
-  if (!in.ok()) Py_RETURN_NONE;
-  options.max_seqlen_q = q.size(2);
-  options.max_seqlen_k = k.size(2);
-  if (options.scale == 0.0) options.scale = std::pow(static_cast<double>(q.size(3)), -0.5);
-  if (options.softcap && !is_positive_number(options.scale / *options.softcap)) Py_RETURN_NONE;
-  if (causal) options.window_right = 0;
-  return result_of([&] { return std::get<0>(flash_attention(q, k, v, options, false, false)); });
-}
-
-// The arguments of decode_block besides the stream, from a tuple.
-struct Block {
-  std::array<Tensor, 7> weights;
-  std::array<Tensor, 2> norms;
-  Tensor cos, sin, k_cache, v_cache;
-  BlockOptions options;
-
-  bool read_from(PyObject* tuple) {
-    Arguments in(tuple, 7 + 2 + 4 + BlockOptions::kArguments);
-    for (Tensor& weight : weights) weight = in.tensor();
-    for (Tensor& norm : norms) norm = in.tensor();
-    for (Tensor* t : {&cos, &sin, &k_cache, &v_cache}) *t = in.tensor();
-    options.read_from(in);
-    return in.ok();
-  }
-};
-
-// Consecutive blocks, as a list with one tuple each.
-PyObject* call_decode_blocks(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(served, arguments, given, 4);
-  const OptionalTensor branch = in.optional_tensor();
-  const Tensor& stream = in.tensor();
-  std::vector<Block> blocks(in.ok() && PyList_CheckExact(arguments[3]) ? PyList_GET_SIZE(arguments[3]) : 0);
-  in.need(!blocks.empty());
-  for (size_t i = 0; i < blocks.size(); ++i)
-    in.need(in.ok() && blocks[i].read_from(PyList_GET_ITEM(arguments[3], Py_ssize_t(i))));
-  if (!in.ok()) Py_RETURN_NONE;
-  try {
-    return result_of([&] {
-      std::tuple<Tensor, Tensor> found{unwrap(branch), stream};
-      for (const Block& b : blocks)
-        found = decode_block(wrap(std::get<0>(found)), std::get<1>(found), b.weights, b.norms, b.cos, b.sin, b.k_cache,
-                             b.v_cache, b.options);
-      return found;
-    });
-  } catch (const c10::ValueError&) {
-    Py_RETURN_NONE;  // the general path writes to the caches again
-  } catch (const c10::TypeError&) {
-    Py_RETURN_NONE;
-  }
-}
-
 std::map<std::string, OnAccelerator*> operations;
 
 template <auto call>
@@ -392,7 +216,6 @@ void serve_on_accelerator(const std::string& operation, int native, int automati
   *operations.at(operation) = {static_cast<uint8_t>(native), static_cast<uint8_t>(automatic),
                                static_cast<uint8_t>(unmeasured)};
 }
-void attention_gpus(bool supported, bool hopper) { gpus = {supported, hopper}; }
 void accelerator(const std::string& type) { OnAccelerator::type = c10::Device(type).type(); }
 
 PyMethodDef* direct_calls() {

@@ -3,7 +3,9 @@
 
 #include <Python.h>
 
+#include <cstdint>
 #include <string>
+#include <utility>
 
 namespace foundry {
 
@@ -14,6 +16,10 @@ PyMethodDef* direct_calls();
 void serve_on_accelerator(const std::string& operation, int native, int automatic, int unmeasured);
 // Sets whether csrc/cuda, and csrc/cuda/hopper, support attention on all GPUs of this process.
 void attention_gpus(bool supported, bool hopper);
+// Sets up to how many multiplications a matmul of linear_cross_entropy is small, and up to how many tokens its direct
+// call makes all logits at once.
+void set_single_chunk(int64_t multiplications, int64_t tokens);
+std::pair<int64_t, int64_t> get_single_chunk();
 // For tests: sets the device type that counts as a GPU.
 void accelerator(const std::string& type);
 

@@ -173,6 +173,8 @@ PYBIND11_MODULE(_C, m) {
   if (PyModule_AddFunctions(direct.ptr(), foundry::direct_calls()) != 0) throw pybind11::error_already_set();
   m.def("serve_on_accelerator", &foundry::serve_on_accelerator, "Sets which GPU calls the direct call handles.");
   m.def("attention_gpus", &foundry::attention_gpus, "Sets whether the CUDA kernels of attention support the GPUs.");
+  m.def("set_single_chunk", &foundry::set_single_chunk, "Sets what a direct linear_cross_entropy makes at once.");
+  m.def("get_single_chunk", &foundry::get_single_chunk, "For tests: (multiplications, tokens) as set.");
   m.def("accelerator", &foundry::accelerator, "For tests: sets the device type that counts as a GPU.");
   auto triton = m.def_submodule("triton", "Argument queries of Triton kernel calls.");
   if (PyModule_AddFunctions(triton.ptr(), foundry::triton_calls()) != 0) throw pybind11::error_already_set();

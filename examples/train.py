@@ -28,7 +28,7 @@ if not __package__:  # run as a file; installed packages take precedence over th
 
 try:
     from examples.training.checkpoint import CheckpointError
-    from examples.training.log import LogError, read
+    from examples.training.log import LogError, read, tensorboard
     from examples.training.loop import Recipe, Run, autocast, train
     from examples.training.options import UsageError, make_recipe, parse
     from examples.training.parallel import Parallel, ParallelError, Single
@@ -148,6 +148,9 @@ def run_on(processes: Single, options: argparse.Namespace, recipe: Recipe, text:
         processes.load(checkpoints[name], recipe.settings(name, text))
         if logs[name].exists():
             read(logs[name])
+    if options.tensorboard:
+        tensorboard()
+    boards = {name: folder / "tensorboard" / name if options.tensorboard else None for name in rows}
     picture = options.plot or folder / "loss.png"
     for place in (folder, picture.parent):
         try:
@@ -163,7 +166,7 @@ def run_on(processes: Single, options: argparse.Namespace, recipe: Recipe, text:
         for name in rows:
             run = train(
                 recipe, name, text, checkpoints[name], resume=name in resumed, stop=interrupt,
-                progress=processes.first, processes=processes, log=logs[name],
+                progress=processes.first, processes=processes, log=logs[name], board=boards[name],
             )  # fmt: skip
             if run.step < recipe.steps:
                 again = f"--resume --out {folder}, and the other options as they were"

@@ -5,6 +5,7 @@ python -m foundry_kernels tune                    # the fastest launches and bac
 python -m foundry_kernels inspect OP --arch 90    # what Triton kernels cost on a GPU that is not present
 python -m foundry_kernels size llama-2-7b         # a model's parameters, cache, FLOPs and training memory, by part
 python -m foundry_kernels patch-report            # what fk.patch replaces in a family of transformers or a checkpoint
+python -m foundry_kernels hub-layout FOLDER       # this package as the Hub's library `kernels` loads it from a path
 
 `foundry-kernels` is the same command.
 """
@@ -22,7 +23,14 @@ from foundry_kernels.tools import environment
 
 def main(argv: list[str]) -> int:
     _triton.load()  # or it would not be known whether Triton imports
-    commands = {"check": check, "inspect": inspect, "patch-report": patch_report, "size": size, "tune": tune}
+    commands = {
+        "check": check,
+        "hub-layout": hub_layout,
+        "inspect": inspect,
+        "patch-report": patch_report,
+        "size": size,
+        "tune": tune,
+    }
     if argv and argv[0] in commands:  # which parse what follows
         return commands[argv[0]](argv[1:])
     parser = argparse.ArgumentParser(
@@ -62,6 +70,12 @@ def size(argv: list[str]) -> int:
 
 def patch_report(argv: list[str]) -> int:
     from foundry_kernels.integrations.patch_report import main
+
+    return main(argv)
+
+
+def hub_layout(argv: list[str]) -> int:
+    from foundry_kernels.integrations.hub import main
 
     return main(argv)
 

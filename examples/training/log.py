@@ -2,11 +2,13 @@
 
 `start` has the settings; `step` has loss, lr, grad_norm, tokens_per_second and peak_bytes (memory so far); `health` has
 the layers' health in the step and the concerns; `evaluation` has loss, perplexity and bits_per_byte on held-out text;
-`summary` has the results of the run. Numbers that are not finite are null.
+`summary` has the results of the run. Numbers that are not finite are null. With `--tensorboard` the numbers of steps
+and evaluations are also written for TensorBoard.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -19,13 +21,29 @@ class LogError(Exception):
     """A log cannot be read or written; the message is for the user."""
 
 
+def tensorboard() -> Any:
+    """Returns the class that writes for TensorBoard.
+
+    Raises:
+        LogError: TensorBoard is not installed.
+    """
+    try:
+        return importlib.import_module("torch.utils.tensorboard").SummaryWriter
+    except ImportError:
+        raise LogError("--tensorboard needs TensorBoard: pip install tensorboard") from None
+
+
 class Log:
     """Appends to `path` after `step`, and first removes the lines that a killed run wrote after its checkpoint. None:
-    no log."""
+    no log.
 
-    def __init__(self, path: Path | None, step: int) -> None:
+    board: a folder for TensorBoard, or None. A resumed run replaces its later steps there too.
+    """
+
+    def __init__(self, path: Path | None, step: int, board: Path | None = None) -> None:
         self._path = path
         self._file: TextIO | None = None
+        self._board = None if board is None else tensorboard()(str(board), purge_step=step + 1)
         if path is None:
             return
         kept = [] if step == 0 or not path.exists() else [e for e in read(path) if _precedes(e, step)]
@@ -38,6 +56,10 @@ class Log:
             raise LogError(f"cannot write the log {path}: {error.strerror or error}") from None
 
     def write(self, event: str, **values: Any) -> None:
+        if self._board is not None and event in ("step", "evaluation"):
+            for name, value in values.items():
+                if name != "step":
+                    self._board.add_scalar(f"{event}/{name}", value, values["step"])
         if self._file is None:
             return
         try:
@@ -50,6 +72,8 @@ class Log:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._board is not None:
+            self._board.close()
         if self._file is not None:
             self._file.close()
 

@@ -126,6 +126,7 @@ def train(
     progress: bool = True,
     processes: Single | None = None,
     log: Path | None = None,
+    board: Path | None = None,
 ) -> Run:
     """Trains from the seed, or resumes from `checkpoint`.
 
@@ -135,7 +136,8 @@ def train(
         stop: called after every step with the number of steps; True ends the run.
         progress: whether to show the progress on stderr.
         processes: the processes that train together; None for a single one.
-        log: JSON, a line for each event (see `train_log`), continued with `resume`; or None.
+        log: JSON, a line for each event (see `log.py`), continued with `resume`; or None.
+        board: a folder for TensorBoard, also continued with `resume`; or None.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, continued from or written.
@@ -169,7 +171,7 @@ def train(
 
     with (
         Progress(backend, recipe.steps, run.step, progress) as shown,
-        Log(log if processes.first else None, run.step) as events,
+        Log(*((log, run.step, board) if processes.first else (None, run.step))) as events,
     ):
         if log is not None and processes.first:
             for event in health_in(log):

@@ -63,6 +63,7 @@ def parse(argv: list[str] | None, description: str | None = None) -> argparse.Na
     add("--sigma-reparam", action="store_true", help="make the spectral norms of query and key weights parameters")
     add("--compile", action="store_true", help="torch.compile the model; diagnosed steps run uncompiled")
     add("--out", type=Path, metavar="DIR", help="checkpoints, logs and plot (default: a new folder in runs/)")
+    add("--tensorboard", action="store_true", help="write the log for TensorBoard as well: tensorboard --logdir DIR")
     add("--checkpoint-every", type=int, default=100, metavar="STEPS")
     add("--resume", action="store_true", help="continue the runs in --out")
     add("--plot", type=Path, metavar="FILE", help="PNG of the loss curves (default: loss.png in --out)")

@@ -69,6 +69,13 @@ def triton_call(name: str) -> Any:
     return getattr(getattr(_C, "triton", None), name, None)
 
 
+def set_single_chunk(multiplications: int, tokens: int) -> None:
+    """Tells the direct call of linear_cross_entropy its limits; without them it takes no call. An extension older than
+    this package has limits of its own."""
+    if hasattr(_C, "set_single_chunk"):
+        _C.set_single_chunk(multiplications, tokens)
+
+
 def build_info() -> dict[str, Any]:
     """The extension's compiler, the torch that it was built for, its instruction sets and CUDA architectures, and
     whether `csrc/cuda/hopper` is compiled in."""

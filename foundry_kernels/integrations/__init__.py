@@ -1,8 +1,8 @@
 """Models of other packages on the operations of this package. Start with `foundry_kernels.patch`.
 
-`foundry_kernels.integrations.transformers` registers the attention of Hugging Face transformers; it is imported when a
-model of that package is patched. Import it to use ``attn_implementation="foundry"`` without a patch. `from_hf` of this
-package's models imports `foundry_kernels.integrations.from_hf` and `.seq2seq`.
+`foundry_kernels.integrations.transformers` registers the attention of Hugging Face transformers for
+``attn_implementation="foundry"``; it is imported with `foundry_kernels` as soon as transformers has models. `from_hf`
+of this package's models imports `foundry_kernels.integrations.from_hf` and `.seq2seq`.
 """
 
 from foundry_kernels.integrations.handle import PatchHandle, unpatch

@@ -138,7 +138,13 @@ class PackedModel(Adapter):
 
 def _own(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The current forward of the class, which may have been replaced."""
-    return self._foundry_original.forward(self, *args, **kwargs)
+    return own_class(self).forward(self, *args, **kwargs)
+
+
+def own_class(module: Any) -> Any:
+    """Returns the class that a module has without a patch. A bound forward, as accelerate keeps it for autocast, is
+    called after the patch is undone too: then it is the module's class."""
+    return getattr(module, "_foundry_original", type(module))
 
 
 def reads_documents(theirs: Callable[..., Any], signature: inspect.Signature) -> Any:

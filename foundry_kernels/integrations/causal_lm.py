@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.integrations.adapters import Adapter, split_names
-from foundry_kernels.integrations.calls import reads_documents
+from foundry_kernels.integrations.calls import own_class, reads_documents
 from foundry_kernels.nn._head import PLANNED_INPUT, count_hooks, matrix_of
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
@@ -124,7 +124,7 @@ def _forward_of(theirs: Any) -> Any:
         labels, logits_to_keep = given.get("labels"), given.get("logits_to_keep", 0)
         refused = count < len(args) + len(kwargs)  # too many arguments, or one given twice: theirs says so
         if labels is None or refused or not _makes_no_logits(self, logits_to_keep):
-            return self._foundry_original.forward(self, *args, **{**kwargs, "return_dict": True})
+            return own_class(self).forward(self, *args, **{**kwargs, "return_dict": True})
         row, home = self._foundry_row, self._foundry_home
         rest = {name: value for name, value in given.items() if name not in positional}
         given = {name: given.get(name) for name in for_decoder}

@@ -1,4 +1,5 @@
-"""Attention of Hugging Face transformers. Importing this module registers four names for ``attn_implementation``:
+"""Attention of Hugging Face transformers. Four names for ``attn_implementation``, which are registered where
+`foundry_kernels` and transformers are both imported:
 
 - "foundry": `flash_attention` with any mask. Masks that are causal, a sliding window, padding on either side, packed
   sequences (`position_ids` that restart) or the unused end of a static cache are handled without materializing a mask;
@@ -11,7 +12,7 @@
 
 ::
 
-    import foundry_kernels.integrations.transformers
+    import foundry_kernels
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="foundry")
 
 Under ``torch.compile``, where the values of a mask cannot be read, packed sequences must be given by `cu_seq_lens_q`,

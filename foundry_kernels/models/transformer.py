@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.late import module_above
+from foundry_kernels.models.block_inputs import block_inputs
 from foundry_kernels.models.blocks import TransformerBlock, add_branch, make_norm, operations
 from foundry_kernels.models.cache import KVCache, without_graph
 from foundry_kernels.models.config import ModelConfig
@@ -33,7 +34,6 @@ from foundry_kernels.nn import (
 )
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
 from foundry_kernels.nn._linear_layers import layers_for
-from foundry_kernels.nn._masks import add_bias, check_masks, hide_padding, packed_positions
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.rope import RopeScaling
 
@@ -261,7 +261,7 @@ class Transformer(nn.Module):
             check_targets(targets, tokens, last_only, ignore_index, config)
         check_types(token_types, tokens, config)
         check_context(context, context_lengths, tokens, weight, config)
-        seen = self._seen(tokens, cache, attn_mask, lengths, cu_seqlens, max_seqlen)
+        seen = block_inputs(self, tokens, cache, attn_mask, lengths, cu_seqlens, max_seqlen)
         if return_router_stats and self.config.n_experts is None:
             raise ValueError(
                 "return_router_stats needs a model with experts, whose configuration has n_experts; got True"
@@ -320,40 +320,6 @@ class Transformer(nn.Module):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return embed(self.tok_embeddings, tokens, self.config.vocab_size)
-
-    def _seen(
-        self,
-        tokens: Tensor,
-        cache: KVCache | PagedBatch | None,
-        attn_mask: Tensor | AttentionMask | None,
-        lengths: Tensor | None,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-    ) -> tuple[Any, ...]:
-        """The additional arguments of every block (see `TransformerBlock`); none in a plain call."""
-        if isinstance(cache, PagedBatch):
-            if attn_mask is not None or lengths is not None or self.relative_bias is not None:
-                raise ValueError("PagedKVCache does not support attn_mask, lengths or relative positions")
-            return ()  # the cache has the positions
-        positions = None
-        if self.sequence_shard is not None:
-            return None, *self.sequence_shard.seen(tokens, cu_seqlens), max_seqlen
-        if self.relative_bias is not None and cu_seqlens is not None:
-            raise ValueError("cu_seqlens does not support relative positions")
-        if attn_mask is not None or lengths is not None or self.relative_bias is not None:
-            batch, count = tokens.shape
-            keys = count if cache is None else cache.length + count
-            weight = self.tok_embeddings.weight
-            check_masks(attn_mask, lengths, cu_seqlens, (batch, self.config.n_heads, count, keys), weight, "the model")
-            if self.relative_bias is not None:
-                attn_mask = add_bias(self.relative_bias(count, keys), attn_mask)
-            if lengths is not None:
-                attn_mask = hide_padding(attn_mask, lengths, keys)
-        elif cu_seqlens is None:
-            return ()
-        else:
-            positions = packed_positions(cu_seqlens, tokens.shape[1])
-        return attn_mask, positions, cu_seqlens, max_seqlen
 
     def _logits(self, y: Tensor) -> Tensor:
         layers = layers_for(y, self._head_backend)

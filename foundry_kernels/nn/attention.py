@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.checks import check_bool, check_int, check_integer, check_positive, check_rank, check_tensor
+from foundry_kernels.core.checks import check_rank, check_tensor
+from foundry_kernels.nn._attention_checks import check_input, check_options, check_sizes
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._head import weight_of_norm
 from foundry_kernels.nn._linear_layers import Layers, layers_for
@@ -47,10 +48,6 @@ class ContextKeyValues(NamedTuple):
 
     k: Tensor
     v: Tensor
-
-
-#: Valid values of `qk_norm_over`.
-NORMS = ("head", "projection")
 
 
 class Attention(torch.nn.Module):
@@ -117,36 +114,9 @@ class Attention(torch.nn.Module):
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         context_dim = dim if context_dim is None else context_dim
-        sizes = (("dim", dim), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads), ("context_dim", context_dim))
-        for name, value in sizes:
-            check_int(name, value)
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1; got {value}")
-        if n_heads % n_kv_heads:
-            raise ValueError(f"n_heads must be a multiple of n_kv_heads={n_kv_heads}; got {n_heads}")
-        if head_dim is None:
-            if dim % n_heads:
-                raise ValueError(f"dim must be a multiple of n_heads={n_heads} unless head_dim is given; got {dim}")
-            head_dim = dim // n_heads
-        if head_dim < 1:
-            raise ValueError(f"head_dim must be at least 1; got {head_dim}")
-        if rope is not None and rope.dim > head_dim:
-            raise ValueError(f"rope must rotate at most head_dim={head_dim} dimensions; got {rope.dim}")
-        if alibi is not None and alibi.n_heads != n_heads:
-            raise ValueError(f"alibi must have a slope for each of n_heads={n_heads}; got {alibi.n_heads}")
-        if sliding_window is not None:
-            check_int("sliding_window", sliding_window)
-        if sliding_window == -1:
-            sliding_window = None
-        if sliding_window is not None and sliding_window < 1:
-            raise ValueError(f"sliding_window must be None or at least 1; got {sliding_window}")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1); got {dropout}")
-        check_bool("causal", causal)
-        if scale is not None:
-            check_positive("scale", scale)
-        if qk_norm_over not in NORMS:
-            raise ValueError(f"qk_norm_over must be one of {', '.join(NORMS)}; got {qk_norm_over!r}")
+        head_dim = check_sizes(dim, n_heads, n_kv_heads, head_dim, context_dim)
+        check_options(n_heads, head_dim, rope, alibi, causal, sliding_window, scale, qk_norm_over, dropout)
+        sliding_window = None if sliding_window == -1 else sliding_window
         over_heads = qk_norm_over == "head"
         fused = ("qk_norm_rope",) if qk_norm and over_heads and rope is not None else ()
         self.backends = plan(backend, ("flash_attention", *fused))  # packed or not
@@ -217,7 +187,7 @@ class Attention(torch.nn.Module):
                 a mask or lengths; a mask or lengths have another shape or device; a context is combined with an
                 unsupported argument; or an error of the rotary embedding, the cache or the operations.
         """
-        self._check(x, cache, cu_seqlens, max_seqlen)
+        check_input(x, self.dim, cache, cu_seqlens, max_seqlen)
         if context is not None:
             self._check_context({"positions": positions, "cache": cache, "cu_seqlens": cu_seqlens, "lengths": lengths})
             return self._attend_to_context(x, context, attn_mask, context_lengths, return_lse, return_stats)
@@ -311,20 +281,6 @@ class Attention(torch.nn.Module):
         for name, value in own.items():
             if value is not None:
                 raise ValueError(f"context needs {name}=None: queries and keys have no common positions")
-
-    def _check(self, x: Tensor, cache: object, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
-        check_tensor("x", x)
-        check_rank("x", x, 3, f"[B, T, {self.dim}]")
-        if x.shape[-1] != self.dim:
-            raise ValueError(f"x must have dim={self.dim} as its last dimension; got shape {tuple(x.shape)}")
-        if cu_seqlens is not None:
-            check_integer("cu_seqlens", cu_seqlens)
-            if x.shape[0] != 1:
-                raise ValueError(f"x must be [1, total, {self.dim}] with cu_seqlens; got shape {tuple(x.shape)}")
-            if cache is not None:
-                raise ValueError("cu_seqlens and cache exclude each other; got both")
-        elif max_seqlen is not None:
-            raise ValueError(f"max_seqlen needs cu_seqlens; got max_seqlen={max_seqlen} alone")
 
     def _queries_keys_values(
         self,

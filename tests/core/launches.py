@@ -14,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 from launch_recorder import Recorder
+from stub_gpu import stub_gpu
 from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
 import foundry_kernels as fk
-from benchmarks.stub_gpu import stub_gpu
 from foundry_kernels._triton import devices, plans, rows, tuning
 from foundry_kernels._triton import launch as launches
 from foundry_kernels._triton.launch import Plan, launch
@@ -429,7 +429,7 @@ def test_rows_that_do_not_fit_are_dropped_ahead_of_time(
         return aot.Cost(32, stack, 0, dict(launch.options)["num_warps"], (16,), "", "", b"")
 
     monkeypatch.setattr(aot, "compile_for", cost)
-    assert ahead.list_rows([fk.OPS["swiglu"]], 90, pytest.fail) == 0
+    assert ahead.print_configs([fk.OPS["swiglu"]], 90, pytest.fail) == 0
     shown = capsys.readouterr().out
     assert shown.count("  built in  ") == shown.count("_kernel, ") == 4
     assert shown.count("dropped: 8 bytes of stack") == 4

@@ -170,7 +170,7 @@ def attention_inputs() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_auto_takes_on_hopper_what_its_kernels_take(batch_invariant: bool) -> None:
-    """`is_for_hopper` of csrc/direct.cpp is `takes` of hopper.py for these."""
+    """`is_for_hopper` of csrc/direct_attention.cpp is `takes` of hopper.py for these."""
     spec, taken = OPS["flash_attention"], []
     _C.attention_gpus(True, True)
     serve(spec.name, native=ALL, unmeasured=ALL)

@@ -285,3 +285,13 @@ def test_run_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         runpy.run_module("examples.train", run_name="__main__")
     assert capsys.readouterr().err == "error: --steps must be at least 1; got 0\n"
+
+
+def test_tensorboard_is_named_where_it_is_missing(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    out = tmp_path / "out"
+    assert train.main([*OPTIONS, "--text", str(text_file), "--out", str(out), "--tensorboard"]) == 2
+    assert capsys.readouterr().err == "error: --tensorboard needs TensorBoard: pip install tensorboard\n"
+    assert not out.exists()

@@ -146,6 +146,20 @@ def test_a_block_leaves_the_model_as_it_was() -> None:
     assert classes(model) == before
 
 
+@pytest.mark.parametrize("inner", [False, True], ids=["language model", "decoder"])
+def test_a_bound_forward_that_outlives_the_patch(inner: bool) -> None:
+    """accelerate keeps one for autocast."""
+    model: Any = tiny_model("llama")
+    model = model.model if inner else model
+    expected = model(IDS)[0]
+    handle = fk.patch(model)
+    kept = model.forward
+    handle.undo()
+    assert torch.equal(kept(IDS)[0], expected)
+    if not inner:
+        assert torch.equal(kept(IDS, labels=IDS).loss, model(IDS, labels=IDS).loss)
+
+
 def test_a_model_of_which_a_part_was_undone_is_not_taken_for_patched() -> None:
     model = tiny_model("llama")
     handle = fk.patch(model)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor
 import foundry_kernels as fk
 from foundry_kernels.core import extension
 from foundry_kernels.core.registry import no_direct_call
-from foundry_kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunks, linear_cross_entropy
+from foundry_kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunks, linear_cross_entropy, sizes
 from foundry_kernels.ops.linear_cross_entropy.cases import CASES
 
 ROWS = [r for r in rows("reference", "triton", "native") if r.op.name == "linear_cross_entropy"]
@@ -163,7 +165,7 @@ def test_both_ways_to_products(fast: bool, dtype: torch.dtype, has_bias: bool, m
     if not any(r.backend == "native" for r in ROWS):
         pytest.skip("the C++ extension is not built")
     monkeypatch.setattr(chunks, "fast_products", lambda dtype: fast)
-    monkeypatch.setattr(chunks, "_SMALL", 0)
+    monkeypatch.setattr(sizes, "SMALL", 0)
     monkeypatch.setattr(chunks, "_CLASSES", 8)  # of 21
     hidden, weight, target = draw("cpu", dtype)
     bias = torch.linspace(-1, 1, CLASSES).to(dtype).requires_grad_()
@@ -283,3 +285,30 @@ def test_a_chunk_without_gradients_skips_the_strategies(dtype: torch.dtype, monk
     many = torch.zeros(257, WIDTH, dtype=dtype)
     zeros = torch.zeros(257, dtype=torch.int64)
     assert own("native", many, weight, zeros, None, None, -100, "mean", 0.0, 0.0, None, 1.0) is None
+
+
+def test_limits_are_said_once() -> None:
+    """`sizes.py` has them, with and without the extension, and the direct call takes them from there."""
+    code = """
+import sys
+sys.modules["foundry_kernels._C"] = None
+from foundry_kernels.ops.linear_cross_entropy import sizes
+print(sizes.SMALL, sizes.SUMMED24)
+"""
+    alone = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert alone.stdout.split() == [str(sizes.SMALL), str(sizes.SUMMED24)]
+    if extension.MISSING is not None:
+        return
+    assert extension._C.get_single_chunk() == (sizes.SMALL, sizes.SUMMED24)
+    call = torch.ones(4, 8), torch.ones(5, 8), torch.zeros(4, dtype=torch.int64)
+    rest = (None, None, -100, "mean", 0.0, 0.0, None, 1.0)
+    try:
+        for tokens, taken in ((4, True), (3, False)):
+            extension.set_single_chunk(sizes.SMALL, tokens)
+            assert (LINEAR_CROSS_ENTROPY.direct("native", *call, *rest) is not None) == taken
+        half = [x.half() if x.is_floating_point() else x for x in call]  # as float32 only where they are few
+        for multiplications, taken in ((160, True), (159, chunks.fast_products(torch.float16))):
+            extension.set_single_chunk(multiplications, sizes.SUMMED24)
+            assert (LINEAR_CROSS_ENTROPY.direct("native", *half, *rest) is not None) == taken
+    finally:
+        extension.set_single_chunk(sizes.SMALL, sizes.SUMMED24)

@@ -19,8 +19,7 @@ from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 if not _triton.INTERPRET:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from foundry_kernels.ops.linear_cross_entropy import operators
-from foundry_kernels.ops.linear_cross_entropy import triton as forms
+from foundry_kernels.ops.linear_cross_entropy import operators, sizes
 from foundry_kernels.ops.linear_cross_entropy.calls import Needs
 from foundry_kernels.ops.linear_cross_entropy.options import ALL, TILES, LinearLossOptions
 from foundry_kernels.ops.linear_cross_entropy.triton import launchers
@@ -85,7 +84,7 @@ def test_who_takes_which_form(
 ) -> None:
     """What is asked for; or all rows at once where the logits take a 32nd of the device's memory at most. Tiles have an
     operator for the backward pass."""
-    monkeypatch.setattr(forms, "total_memory", lambda device: memory)
+    monkeypatch.setattr(sizes, "total_memory", lambda device: memory)
     hidden, weight, target = draw()
     with Operators() as seen:
         linear_cross_entropy(hidden, weight, target, backend="triton", chunk_size=asked).backward()
@@ -100,7 +99,7 @@ def chosen(
 ) -> int | None:  # fmt: skip
     hidden, weight = (torch.empty(s, dtype=dtype, device="meta") for s in ((tokens, shape[1]), shape))
     options = LinearLossOptions(-100, reduction, 0.0, 0.0, None, 1.0, None, False, batch_invariant)
-    return forms.chunk_size(hidden, weight, options, Needs(*needs, False))
+    return sizes.on_gpu(hidden, weight, options, Needs(*needs, False))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -123,10 +122,10 @@ def test_without_gradients_no_more_than_a_block_of_logits_is_made() -> None:
 
 
 def test_blocks_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forms, "INTERPRET", False)
-    found = {n: forms.classes(n, 128256, 2) for n in (1, 2048, 8192, 32768, 131072)}
+    monkeypatch.setattr(sizes, "INTERPRET", False)
+    found = {n: sizes.classes_on_gpu(n, 128256, 2) for n in (1, 2048, 8192, 32768, 131072)}
     assert found == {1: 32128, 2048: 32128, 8192: 16128, 32768: 4096, 131072: 2048}
-    assert forms.classes(8192, 7, 2) == 128  # of which there are 7
+    assert sizes.classes_on_gpu(8192, 7, 2) == 128  # of which there are 7
 
 
 @FORMS

@@ -22,7 +22,7 @@ if _triton.MISSING is not None:
 
 from foundry_kernels._triton import devices
 from foundry_kernels.ops import _products
-from foundry_kernels.ops.linear_cross_entropy import chunks, vocabulary_blocks
+from foundry_kernels.ops.linear_cross_entropy import chunks, sizes, vocabulary_blocks
 from foundry_kernels.ops.linear_cross_entropy import triton as forms
 from foundry_kernels.ops.linear_cross_entropy.calls import Inputs, Needs, Saves
 from foundry_kernels.ops.linear_cross_entropy.options import ALL, TILES, LinearLossOptions
@@ -66,7 +66,7 @@ class Recorder(TorchDispatchMode):
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     found = Recorder()
     monkeypatch.setattr(launchers, "launch", lambda kernel, *_: found.launches.append(kernel.__name__))
-    monkeypatch.setattr(forms, "INTERPRET", False)
+    monkeypatch.setattr(sizes, "INTERPRET", False)
     monkeypatch.setattr(_products, "sums_in_float32", lambda x: True)
     devices.record_for(90)
     yield found

@@ -17,7 +17,7 @@ from foundry_kernels.testing import assert_parity
 if extension.MISSING is not None:
     pytest.skip(extension.MISSING, allow_module_level=True)
 from foundry_kernels.ops.cross_entropy.native import cross_entropy_bwd_classes_
-from foundry_kernels.ops.linear_cross_entropy import native, vocabulary_blocks
+from foundry_kernels.ops.linear_cross_entropy import native, sizes, vocabulary_blocks
 
 TILED = [case for case in CASES["linear_cross_entropy"] if case.options.get("chunk_size") == "tiles"]
 
@@ -29,10 +29,10 @@ def test_several_blocks_of_classes(
     case: fk.testing.Case, low: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose last is narrower than the others; the parity suite's cases are of one."""
-    monkeypatch.setattr(native, "_LEAST", 16)
-    monkeypatch.setattr(native, "_LOGITS", 16)
+    monkeypatch.setattr(sizes, "_LEAST_CLASSES", 16)
+    monkeypatch.setattr(sizes, "_LOGITS", 16)
     if low:
-        monkeypatch.setattr(chunks, "_SMALL", 0)
+        monkeypatch.setattr(sizes, "SMALL", 0)
         monkeypatch.setattr(chunks, "fast_products", lambda dtype: True)
     assert_parity(LINEAR_CROSS_ENTROPY, case, backend="native", dtype=dtype)
 
@@ -40,8 +40,8 @@ def test_several_blocks_of_classes(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_exists_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the size of the logits or, in 16 bits, of float32 copies of the weight, is made by any operation."""
-    monkeypatch.setattr(native, "_LOGITS", 64 * 100)
-    monkeypatch.setattr(native, "_LEAST", 32)
+    monkeypatch.setattr(sizes, "_LOGITS", 64 * 100)
+    monkeypatch.setattr(sizes, "_LEAST_CLASSES", 32)
     hidden = torch.randn(100, 24, dtype=dtype, requires_grad=True)
     weight = torch.randn(3000, 24, dtype=dtype, requires_grad=True)
     made: list[torch.Tensor] = []
@@ -99,9 +99,9 @@ def test_who_takes_which_strategy(
 ) -> None:  # fmt: skip
     """Tiles of tokens too many for a single chunk, where products of bfloat16 are so fast that a fourth takes less time
     than the weight's gradient does to be summed: here they are said to be."""
-    monkeypatch.setattr(native, "_FAST_PRODUCTS", True)
-    monkeypatch.setattr(native, "_TILES_ARE_FASTER", matrices)
-    monkeypatch.setattr(native, "_ONE_CHUNK", 2 * 20 * 30 - 1)
+    monkeypatch.setattr(sizes, "_FAST_PRODUCTS", True)
+    monkeypatch.setattr(sizes, "_TILES_ARE_FASTER", matrices)
+    monkeypatch.setattr(sizes, "_ONE_CHUNK", 2 * 20 * 30 - 1)
     hidden = torch.randn(20, 8, dtype=dtype, requires_grad=True)
     weight = torch.randn(30, 8, dtype=dtype, requires_grad=learns)
     loss = linear_cross_entropy(hidden, weight, torch.arange(20), chunk_size=chunk_size, backend="native")
@@ -110,9 +110,9 @@ def test_who_takes_which_strategy(
 
 def test_a_single_chunk_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients are complete as they are made: no float32 copy of the weight's is kept, unless it is small."""
-    monkeypatch.setattr(chunks, "_SMALL", 0)
-    monkeypatch.setattr(native, "_FAST_PRODUCTS", True)
-    monkeypatch.setattr(native, "_ONE_CHUNK", 2 * 20 * 30)
+    monkeypatch.setattr(sizes, "SMALL", 0)
+    monkeypatch.setattr(sizes, "_FAST_PRODUCTS", True)
+    monkeypatch.setattr(sizes, "_ONE_CHUNK", 2 * 20 * 30)
     hidden = torch.randn(20, 8, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(30, 8, dtype=torch.bfloat16, requires_grad=True)
     loss = linear_cross_entropy(hidden, weight, torch.arange(20), backend="native")
@@ -127,8 +127,8 @@ def test_a_single_chunk_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     "case", [c for c in CASES["linear_cross_entropy"] if "chunk_size" not in c.options], ids=lambda case: case.id
 )
 def test_a_single_chunk_in_bfloat16(case: fk.testing.Case, low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_FAST_PRODUCTS", True)
+    monkeypatch.setattr(sizes, "_FAST_PRODUCTS", True)
     if low:
-        monkeypatch.setattr(chunks, "_SMALL", 0)
+        monkeypatch.setattr(sizes, "SMALL", 0)
         monkeypatch.setattr(chunks, "fast_products", lambda dtype: True)
     assert_parity(LINEAR_CROSS_ENTROPY, case, backend="native", dtype=torch.bfloat16)

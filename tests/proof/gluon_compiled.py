@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from stub_gpu import StubDriver, stub_gpu, uncompiled
 
 import foundry_kernels as fk
-from benchmarks.stub_gpu import StubDriver, stub_gpu, uncompiled
 from foundry_kernels.tools.inspect import aot
 from foundry_kernels.tools.inspect.estimate import estimate
 from foundry_kernels.tools.inspect.sass import Loop, _parse

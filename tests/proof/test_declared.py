@@ -196,21 +196,22 @@ def test_a_flag_that_a_kernel_of_attention_lacks_is_refused(path: str, monkeypat
     """Gluon's kernel, which leaves such a call to another: tests/proof/test_gluon_launch.py."""
     from foundry_kernels.ops.flash_attention.triton import problem as problems
 
-    own, seen = problems._kept_problem, []
+    own, seen = problems._Problem, []
 
     def problem(*args: Any) -> Any:
-        made = problems._Problem(*args)
-        made.constants = made.constants | {"MADE_UP": True}
+        made = own(*args)
+        made.arguments = made.arguments | {"MADE_UP": True}
         seen.append(made)
         return made
 
     run = triton_paths()[path]
     run()
-    monkeypatch.setattr(problems, "_kept_problem", problem)
+    monkeypatch.setattr(problems, "_Problem", problem)
+    monkeypatch.setattr(problems, "_PROBLEMS", {})
     with pytest.raises(TypeError, match=r"flash_attention_(fwd|decode|dkdv|dbias)_kernel has no MADE_UP"):
         run()
     assert seen[0].few_queries == (path == "few queries")
-    monkeypatch.setattr(problems, "_kept_problem", own)
+    monkeypatch.undo()
     run()
 
 

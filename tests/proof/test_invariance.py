@@ -356,7 +356,7 @@ def test_launches_on_a_gpu_do_not_depend_on_the_batch(capability: int) -> None:
     """Tiles, warps, stages and what the compiler knows; a group's heads and the keys are never split."""
     from foundry_kernels._triton.devices import record_for
     from foundry_kernels.ops.flash_attention.triton import backward_launch, launch, problem
-    from foundry_kernels.ops.flash_attention.triton.kernel_options import TensorOptions, numbers_of
+    from foundry_kernels.ops.flash_attention.triton.kernel_options import TensorOptions
     from foundry_kernels.ops.grouped_mm.triton import _plan
 
     def compiled(plan: Any) -> dict[str, Any]:
@@ -372,7 +372,7 @@ def test_launches_on_a_gpu_do_not_depend_on_the_batch(capability: int) -> None:
                 shapes = [(batch, 8, queries, width), *[(batch, 2, keys, width)] * 2]
                 layouts = [(s, torch.empty(s, device="meta").stride()) for s in shapes]
                 none = TensorOptions(0, None, False, None, False, None)
-                p = problem._kept_problem(*layouts, dtype, device, None, none, numbers_of(options))
+                p = problem._Problem(*layouts, dtype, device, None, none, options)
                 q, k, v = (strides for _, strides in layouts)
                 assert not p.few_queries
                 dkdv, splits, sums = backward_launch._plan_dkdv(p, q, k, v)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import triton
+from stub_gpu import StubDriver, stub_gpu, uncompiled
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from benchmarks.stub_gpu import StubDriver, stub_gpu, uncompiled
 from foundry_kernels._triton import launch
 
 

@@ -24,20 +24,25 @@ RELEASES = {"oldest": f"transformers=={'.'.join(map(str, OLDEST))}.*", "newest":
 def main(arguments: list[str]) -> int:
     failed = 0
     for name, requirement in RELEASES.items():
-        python = environment(name, requirement)
+        python = environment(f"transformers-{name}", requirement)
         print(f"{name}: {version(python)}", flush=True)
         if version(python) == version(Path(sys.executable)):
             print("make test is on the same")
             continue
-        command = [python, "-m", "pytest", *TESTS, "-m", "not slow", "--numprocesses", "auto", "--maxprocesses", "4"]
-        command += ["-p", "no:cacheprovider", *arguments]
-        failed |= subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_WAIT_POLICY": "passive"}).returncode
+        failed |= run_tests(python, *TESTS, *arguments)
     return failed
 
 
-def environment(name: str, requirement: str) -> Path:
-    """The Python of an environment with this release, which is created or updated."""
-    folder = ROOT / "build" / f"transformers-{name}"
+def run_tests(python: Path, *arguments: str) -> int:
+    """Runs tests with the Python of such an environment; returns the exit status."""
+    command = [python, "-m", "pytest", *arguments, "-m", "not slow", "--numprocesses", "auto", "--maxprocesses", "4"]
+    command += ["-p", "no:cacheprovider"]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_WAIT_POLICY": "passive"}).returncode
+
+
+def environment(name: str, *requirements: str) -> Path:
+    """The Python of an environment in build/ with these requirements, which is created or updated."""
+    folder = ROOT / "build" / name
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
@@ -50,7 +55,7 @@ def environment(name: str, requirement: str) -> Path:
     # Its own packages come first; this line adds those of the surrounding environment after them.
     Path(inner.stdout.strip(), "around.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     quiet = ["--quiet", "--disable-pip-version-check", "--no-compile", "--no-warn-conflicts"]
-    subprocess.run([python, "-m", "pip", "install", *quiet, "--upgrade", requirement], check=True)
+    subprocess.run([python, "-m", "pip", "install", *quiet, "--upgrade", *requirements], check=True)
     return python
 
 

@@ -17,9 +17,13 @@ from typing import Any
 
 import torch
 
-import foundry_kernels as fk
-from benchmarks import gpu_cache
-from benchmarks.stub_gpu import StubDriver, stub_gpu
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+import gpu_cache  # noqa: E402
+from stub_gpu import StubDriver, stub_gpu  # noqa: E402
+
+import foundry_kernels as fk  # noqa: E402
 
 OP = fk.OPS["swiglu"]
 CASE = OP.cases.CASES["swiglu"][0]

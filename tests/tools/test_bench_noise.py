@@ -113,10 +113,9 @@ def test_the_verdict_refuses_what_is_too_noisy_and_ends_with_what_is_slower() ->
     assert "Too noisy to call:\n  geglu forward: " in shown
     assert "Left out: much.\nA peer against itself: ±" in shown
     assert "(eager beside geglu forward)." in shown
-    assert "Too noisy to call, 2 of 4 rows:\n  geglu forward float32 2x4, cold: " in shown
-    assert found[-2] == "Slower than a peer, 1 of 4 rows:"
-    assert found[-1].startswith("  swiglu forward float32 2x4, cold: 0.")
-    assert "eager ±" in found[-1]
+    assert "Rows too noisy to call:\n  0.96x eager ±39%: `geglu`, forward, float32, 2x4, cold\n" in shown
+    assert found[-2] == "1 of 4 benchmarks is slower than a peer, 1 too noisy to call."
+    assert found[-1] == "  0.80x eager ±1.0%: `swiglu`, forward, float32, 2x4, cold"
 
 
 def kept(*of: dict[str, Any]) -> dict[str, Any]:

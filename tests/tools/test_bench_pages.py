@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gpu_check
 import pytest
 import torch
 
-from benchmarks import compare, gpu_check, report, sources, tables
+from benchmarks import compare, report, sources, tables
 from benchmarks import kept as kept_format
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +55,7 @@ def test_runs_of_the_same_kernels_are_kept_together(run_file: Path, tmp_path: Pa
     first["absent"].append(missing | {"row": "a peer", "why_not": "was not installed"})
     found["extra_info"]["row"] = "a peer"
     second = first | {"benchmarks": [again, found], "full": True}
-    second["budget"] = first["budget"] | {"cut": {"b": [3, 3]}, "spent": 1.1, "not_compiled": 2}
+    second["budget"] = first["budget"] | {"cut": {"b": [3, 3]}, "spent": 1.1}
     paths = [tmp_path / name for name in ("first.json", "second.json")]
     for path, run in zip(paths, (first, second), strict=True):
         path.write_text(json.dumps(run))
@@ -70,7 +71,6 @@ def test_runs_of_the_same_kernels_are_kept_together(run_file: Path, tmp_path: Pa
         "spent": 5.3,
         "comparisons": 18,
         "fewer_rounds": 0,
-        "not_compiled": 2,
         "cut": {"a": [1, 2], "b": [3, 3]},
     }
     second["commit_info"] = first["commit_info"] | {"id": "0" * 40}
@@ -378,7 +378,7 @@ def test_a_step_shows_logs_and_ends(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_gpu_check_without_a_gpu_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu_check"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "tests/support/gpu_check.py"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 3
     assert "gpu-check stops here" in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -386,7 +386,7 @@ def test_gpu_check_without_a_gpu_says_so_and_writes_nothing(tmp_path: Path, monk
 
 def test_gpu_check_refuses_an_unknown_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU_CHECK", "everything")
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu_check"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "tests/support/gpu_check.py"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     parts = "build, units, parity, sanitize, bench, model, tune, all, suite"
     assert f"GPU_CHECK must be rest or any of {parts}; got 'everything'" in done.stderr

@@ -43,6 +43,12 @@ def test_the_readme_and_the_pages_are_what_is_made_of_the_kept_results(made: Pat
         assert again.read_text() == page.read_text(), f"run `python -m benchmarks report`: {page.name}"
 
 
+def test_all_results_have_a_forward_row_of_every_operation() -> None:
+    for path, kept in report.all_kept().items():
+        found = {row["op"] for row in tables.of_kind(kept, "op") if row["direction"] == "forward"}
+        assert found >= fk.OPS.keys(), path.name
+
+
 def test_the_chart_is_of_the_newest_results() -> None:
     of = re.search(r"!\[[^]]*\]\(benchmarks/results/(\S+)-speedups\.svg\)", README)
     assert of is not None

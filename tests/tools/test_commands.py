@@ -21,12 +21,13 @@ import torch
 from foundry_kernels.tools import environment
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("check", "inspect", "patch-report", "size", "tune")
+COMMANDS = ("check", "hub-layout", "inspect", "patch-report", "size", "tune")
 
 #: Modules that are run, with the command that comes before --help, and a word that only their help has.
 HELP = [
-    ("foundry_kernels", "", "{check,inspect,patch-report,size,tune}"),
+    ("foundry_kernels", "", "{check,hub-layout,inspect,patch-report,size,tune}"),
     ("foundry_kernels", "check", "--all"),
+    ("foundry_kernels", "hub-layout", "--backend"),
     ("foundry_kernels", "inspect", "--sass"),
     ("foundry_kernels", "patch-report", "family"),
     ("foundry_kernels", "size", "llama-2-7b"),
@@ -40,10 +41,9 @@ HELP = [
     ("benchmarks", "report", "RUN.json"),
     ("benchmarks", "readme", "NAME"),
     ("benchmarks", "compare", "--fail-above"),
-    ("benchmarks.measured", "", "On a GPU"),
-    ("benchmarks.gpu_cache", "", "--multiprocessors"),
-    ("benchmarks.gpu_check", "", "GPU_CHECK=rest"),
-    ("benchmarks.gpu_sanitize", "", "compute-sanitizer"),
+    ("gpu_cache", "", "--multiprocessors"),
+    ("gpu_check", "", "GPU_CHECK=rest"),
+    ("gpu_sanitize", "", "compute-sanitizer"),
     ("examples.studies.ablation", "", "--variants"),
     ("examples.studies.claims", "", "--scale"),
     ("examples.studies.extrapolation", "", "--factors"),

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_check
 import pytest
 
-from benchmarks import gpu_check
 from foundry_kernels import _triton
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def test_kernels_compiled_here_are_found_by_a_launch_elsewhere(tmp_path: Path) -
 @pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
 @pytest.mark.parametrize("damage", ["truncated", "text", "another archive"])
 def test_a_damaged_cache_is_refused_by_name(damage: str, tmp_path: Path) -> None:
-    from benchmarks import gpu_cache
+    import gpu_cache
 
     made, archive = tmp_path / "made", tmp_path / "cache.tar.xz"
     (made / "KEY").mkdir(parents=True)
@@ -59,9 +59,8 @@ def test_a_damaged_cache_is_refused_by_name(damage: str, tmp_path: Path) -> None
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_launcher_modules_name_the_driver_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's own build of a module, by a compiler whose linker leaves out the libraries in which it finds nothing."""
+    import gpu_cache
     from triton.runtime import build
-
-    from benchmarks import gpu_cache
 
     (tmp_path / "thrifty").write_text('#!/bin/sh\nexec gcc -Wl,--as-needed "$@"\n')
     (tmp_path / "thrifty").chmod(0o755)
@@ -294,7 +293,7 @@ def test_results_that_cannot_be_written_are_said_before_anything_is_run(
 def test_a_cache_that_cannot_be_written_is_said_before_anything_is_compiled(
     archive: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    from benchmarks import gpu_cache
+    import gpu_cache
 
     (tmp_path / "file").touch()
     (tmp_path / "taken").touch()  # where the folder beside the archive would be

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 pytest.importorskip("matplotlib")
 
 from examples import reverse
-from foundry_kernels import RopeScaling, diagnostics, rope_table
+from foundry_kernels import RopeScaling, rope_table
 from foundry_kernels.diagnostics import attention_maps, attention_weights, encoder_decoder_maps, pictures
 from foundry_kernels.diagnostics.__main__ import main
 from foundry_kernels.diagnostics.pictures import commands
@@ -384,52 +383,6 @@ def test_initialisations_beside_each_other(drawn: Any) -> None:
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
-#: Options that are refused before the checkpoint, which there is not, is opened.
-EARLY = [
-    (["attention"], "give either a checkpoint or --qk"),
-    (["attention", "absent.pt"], "give a text with --text FILE or --prompt TEXT"),
-    (["attention", "absent.pt", "--text", "absent.txt"], "cannot read the text absent.txt"),
-    (["attention", "absent.pt", "--prompt", "a b", "--head", "first"], "--head must be LAYER.HEAD"),
-    (["attention", "absent.pt", "--prompt", "a b", "--head", "0.x"], "--head must be LAYER.HEAD"),
-    (["attention", "absent.pt", "--prompt", "a b", "--tokens", "1"], "--tokens must be at least 2; got 1"),
-    (["attention", "absent.pt", "--prompt", "a b", "--compare"], "--compare needs --head"),
-    (["attention", "absent.pt", "--prompt", "a b", "--causal"], "--causal is for --qk"),
-    (["attention", "absent.pt", "--prompt", "a b", "--out", "a.jpeg"], "--out must end in .png, .svg, .pdf"),
-    (["attention", "--qk", "absent.pt", "--prompt", "a b"], "--prompt needs a checkpoint"),
-    (["attention", "--qk", "absent.pt"], "--qk must be a file of"),
-    (["positions", "sinusoidal", "--dim", "0"], "--dim must be"),
-    (["positions", "rope", "--dim", "5"], "--dim must be even"),
-    (["positions", "rope", "--positions", "0"], "--positions must be"),
-    (["positions", "rope", "--scaling", "yarn", "--factor", "0.5"], "--factor must be >= 1"),
-    (["positions", "alibi", "--heads", "0"], "--heads must be"),
-    (["positions", "alibi", "--heads", "4", "--shown", "4"], "--shown must be numbers of heads from 0 to 3; got [4]"),
-    (["initialization", "--layers", "0"], "--layers must be at least 1"),
-    (["initialization", "--seq-len", "0"], "--seq-len must be at least 1"),
-    (["initialization", "--init-std", "0"], "--init-std must be"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), EARLY, ids=[" ".join(a) for a, _ in EARLY])
-def test_options_that_are_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_unknown_schemes_and_kinds(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["initialization", "--schemes", "he"], ["positions", "rope", "--scaling", "cubic"]):
-        with pytest.raises(SystemExit):
-            main(arguments)
-        assert "invalid choice" in capsys.readouterr().err
-    tokens = torch.zeros(1, 2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="init must be one of"):
-        pictures.initialization(make_model().config, ["he"], tokens, tokens)
-    with pytest.raises(ValueError, match="schemes must name an initialisation"):
-        pictures.initialization(make_model().config, [], tokens, tokens)
-
 
 def test_what_the_model_does_not_have(
     checkpoint: tuple[str, Transformer], capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -446,22 +399,3 @@ def test_what_the_model_does_not_have(
     ):
         assert main(["attention", *arguments]) == 2
         assert message in capsys.readouterr().err
-
-
-def test_labels_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="queries must have a label for each of 3 tokens; got 2"):
-        pictures.attention_map(torch.eye(3), ["a", "b"])
-    with pytest.raises(ValueError, match="weights must"):
-        pictures.attention_map(torch.zeros(2, 2, 2))
-    with pytest.raises(TypeError, match="weights must"):
-        pictures.attention_grid(torch.zeros(1, 1, 2, 2, dtype=torch.int64))
-
-
-def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["attention", "absent.pt", "--prompt", "a b"]) == 2
-    assert "pictures need matplotlib, which does not import" in capsys.readouterr().err
-    with pytest.raises(ImportError, match=r"pip install 'foundry-kernels\[train\]'"):
-        pictures.sinusoidal()
-    assert diagnostics.attention_maps(make_model(), torch.tensor([[1, 2]]), [(0, 0)])

@@ -68,7 +68,7 @@ _is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _tell_direct_calls() -> None:
-    """What the direct call of attention on a GPU asks of the GPUs: csrc/direct.cpp."""
+    """What the direct call of attention on a GPU asks of the GPUs: csrc/direct_attention.cpp."""
     devices = range(torch.cuda.device_count())
     supported = all(too_old(i) is None for i in devices)
     extension._C.attention_gpus(

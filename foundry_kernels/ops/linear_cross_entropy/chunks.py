@@ -13,6 +13,7 @@ from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops._linear import linear
 from foundry_kernels.ops._products import accumulate, fast_products, multiply, own_products
 from foundry_kernels.ops.cross_entropy.tokens import NO_CLASS, predictions, probabilities
+from foundry_kernels.ops.linear_cross_entropy import sizes
 from foundry_kernels.ops.linear_cross_entropy.calls import (
     Inputs,
     Kernels,
@@ -24,11 +25,6 @@ from foundry_kernels.ops.linear_cross_entropy.calls import (
 )
 from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 
-#: Tokens of a chunk, if not given: at least so many, and at most this fraction of all where logits are of 4 bytes. On a
-#: CPU each chunk reads and writes the whole sum of the weight's gradient, and a matmul is slower for fewer tokens. A
-#: sum in 24 bits is cheap and has its own chunk size.
-_LEAST, _LEAST_CPU, _SHARE = 64, 512, 16
-_SUMMED = 256
 #: Classes whose 16-bit weights or gradients are widened at a time on a CPU: the copy stays in the cache.
 _CLASSES = 4096
 
@@ -43,20 +39,11 @@ accumulate_product = extension.operator("accumulate_product_")
 accumulate_product24 = extension.operator("accumulate_product24_")
 
 
-#: Multiplications up to which the CPU computes logits of 16-bit inputs in float32.
-_SMALL = 1 << 22
-
-
-def default_size(n_tokens: int, itemsize: int, cpu: bool = False) -> int:
-    """Tokens of a chunk, for logits of so many bytes each."""
-    return max(_LEAST_CPU if cpu else _LEAST, -(-n_tokens // (_SHARE * itemsize // 4)))
-
-
 def rounds(hidden: Tensor, weight: Tensor, options: LinearLossOptions) -> bool:
     """Whether chunks on a CPU leave the gradients rounded to the dtype of hidden, which takes no sum in float32. Small
     ones may as well be exact until they are multiplied by the loss's own."""
     exact = hidden.dtype != torch.bfloat16 or options.batch_invariant or accumulate_product24 is None
-    return not exact and hidden.numel() * weight.shape[0] > _SMALL
+    return not exact and hidden.numel() * weight.shape[0] > sizes.SMALL
 
 
 def gradient_dtypes(
@@ -74,7 +61,7 @@ def gradient_dtypes(
 def dtype_of_products(x: Tensor, n_classes: int) -> torch.dtype:
     """Returns the dtype of the logits' matmuls on a CPU. A small matmul is fast in either dtype, and float32 does not
     round its logits."""
-    small = x.numel() * n_classes <= _SMALL
+    small = x.numel() * n_classes <= sizes.SMALL
     return wide_dtype(x.dtype) if small or not fast_products(x.dtype) else x.dtype
 
 
@@ -131,7 +118,7 @@ class Tokens:
     def chunks(self) -> list[slice]:
         n, size = self.target.numel(), self.chunk_size
         if size is None:
-            size = _SUMMED if self.sums24 else default_size(n, self.x.element_size(), self.cpu)
+            size = sizes.tokens_of_a_chunk(n, self.x.element_size(), self.cpu, self.sums24)
         size = max(n, 1) if self.one_chunk else int(size)
         return [slice(i, min(n, i + size)) for i in range(0, n, size)]
 

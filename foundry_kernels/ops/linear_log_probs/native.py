@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.ops.cross_entropy.options import LossOptions
+from foundry_kernels.ops.linear_cross_entropy import sizes
 from foundry_kernels.ops.linear_cross_entropy.calls import Kernels
-from foundry_kernels.ops.linear_cross_entropy.native import chunk_size, classes, define
+from foundry_kernels.ops.linear_cross_entropy.native import define
 from foundry_kernels.ops.linear_log_probs.operators import Strategy, make_backend
 from foundry_kernels.ops.log_probs.native import log_probs_bwd_classes_
 
@@ -37,6 +38,6 @@ def _gradients_(
     )
 
 
-KERNELS = Kernels(_forward, _gradients_, cpu=True, classes=classes)
+KERNELS = Kernels(_forward, _gradients_, cpu=True, classes=sizes.classes_on_cpu)
 
-linear_log_probs: Any = make_backend("", define, Strategy(KERNELS, chunk_size))
+linear_log_probs: Any = make_backend("", define, Strategy(KERNELS, sizes.on_cpu))

@@ -13,7 +13,9 @@ from table import DEVICES
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.ops.flash_attention import flash_attention
+from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, flash_attention
+from foundry_kernels.ops.flash_attention.case_makers import bias_arg, dense_case
+from foundry_kernels.testing import assert_parity
 
 DEVICE = DEVICES[-1]
 BACKENDS = fk.OPS["flash_attention"].backends(DEVICE)
@@ -29,6 +31,16 @@ def gradients(out: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(3)
     cotangent = torch.randn(out.shape, generator=generator, dtype=out.dtype).to(out.device)
     return torch.autograd.grad(out, args, cotangent, retain_graph=True)
+
+
+@over_backends
+def test_a_bias_that_all_keys_share_satisfies_the_rule(backend: str) -> None:
+    """Its exact gradient is 0, as it does not change the softmax: what is computed is rounding (docs/numerics.md)."""
+    case = dense_case(2, (2, 1), (35, 70), 24, "bias-of-queries", attn_mask=bias_arg(1, 1, 35, 1))
+    assert_parity(FLASH_ATTENTION, case, backend=backend, dtype=torch.float32, device=DEVICE)
+    args = {n: x if x is None else x.detach().double().requires_grad_() for n, x in case.make(torch.float32).items()}
+    exact = gradients(flash_attention(**args, backend="reference"), args["attn_mask"])[0]
+    assert exact.abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["bool", "bias"])

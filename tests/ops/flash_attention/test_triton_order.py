@@ -14,7 +14,7 @@ from foundry_kernels import _triton
 from foundry_kernels._triton.plans import forget_plans
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, flash_attention, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.triton import problem as problems
-from foundry_kernels.ops.flash_attention.triton.kernel_options import numbers_of, tensor_options
+from foundry_kernels.ops.flash_attention.triton.kernel_options import tensor_options
 from foundry_kernels.ops.flash_attention.triton.order import program_order
 from foundry_kernels.ops.flash_attention.triton.problem import _Problem
 
@@ -86,7 +86,7 @@ def test_what_shares_a_cache() -> None:
         layouts = ((x.shape, x.stride()) for x in (q, k, k))
         device = torch.device("cpu")
         options = plain_options(t, t, 1.0, window_right=0)
-        return _Problem(*layouts, q.dtype, device, None, tensor_options(options), numbers_of(options))
+        return _Problem(*layouts, q.dtype, device, None, tensor_options(options), options)
 
     assert problem(4, (32, 32), 4096).section(4096) == 8
     assert problem(1, (32, 8), 4096).section(4096) == 8

@@ -197,10 +197,10 @@ def _plan_dkdv(p: _Problem, dout: tuple[int, ...], dk: Strides, dv: Strides) -> 
         p.n_batch, parts, members, splits, p.section(members * p.max_seqlen_q, splits),
         *_numbers(p, dout, *written),
     )  # fmt: skip
-    options = p.numbers | p.constants | {"natural_scale": 1.0 if splits > 1 else p.natural_scale}
+    scale = {"natural_scale": 1.0 if splits > 1 else p.natural_scale}
     lists = list_strides(p, config["BLOCK_N"], config["BLOCK_M"], True)
     tiles = triton.cdiv(p.max_seqlen_k, config["BLOCK_N"])
-    return Plan((tiles * p.n_batch * parts,), numbers, options | lists | flags | config), splits, sums
+    return p.plan(tiles * p.n_batch * parts, numbers, scale, lists, flags, config), splits, sums
 
 
 def _empty_parts(p: _Problem, target: Tensor, splits: int) -> Tensor:
@@ -261,7 +261,7 @@ def _plan_dq(p: _Problem, dout: tuple[int, ...], dq: tuple[int, ...]) -> Plan:
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
     numbers = (p.n_batch, p.n_heads, p.group, p.group * p.section(p.max_seqlen_k), *_numbers(p, dout, dq))
     fixed = {"natural_scale": p.natural_scale, "LSE_LOW": p.dtype == torch.float32}
-    return Plan((tiles * p.n_batch * p.n_heads,), numbers, p.numbers | p.constants | lists | fixed | config)
+    return p.plan(tiles * p.n_batch * p.n_heads, numbers, lists, fixed, config)
 
 
 def _launch_dq(p: _Problem, inputs: tuple[Tensor | None, ...], others: tuple[Tensor | None, ...], dq: Tensor) -> None:

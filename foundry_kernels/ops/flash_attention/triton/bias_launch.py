@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import triton
 from torch import Tensor
@@ -56,10 +56,8 @@ def _plan_dbias(p: _Problem, shape: tuple[int, ...], dout: tuple[int, ...], dbia
         *own[1:], *each, p.n_heads, p.group, p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(dout), *dbias,
         p.stride_lseb,
     )  # fmt: skip
-    constants: dict[str, Any] = {name: x for name, x in p.constants.items() if name not in _IMPLIED}
     flags = {"LSE_LOW": p.dtype.itemsize == 4}
-    grid = (own[0] * own[1] * own[2] * own[3],)
-    return Plan(grid, numbers, p.numbers | constants | flags | config)
+    return p.plan(math.prod(own), numbers, flags, config, without=_IMPLIED)
 
 
 def launch_dbias(

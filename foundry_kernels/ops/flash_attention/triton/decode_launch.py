@@ -79,7 +79,6 @@ def _plan_decode(
     strides = p.strides(out)
     numbers = (*counts, *p.strides_qkv, *strides, p.stride_lseb)
     flags = {"HAS_SINKS": has_sinks, "SAVE_LSE": save_lse, "SAVE_STATS": save_stats}
-    grid = (num_splits * p.n_batch * p.n_kv_heads,)
     numbers_of_sums = triton.next_power_of_2(rows) * p.constants["BLOCK_DV"]
     added = num_splits > 1 and numbers_of_sums <= _ADDED_AT_ONCE
     splitting = {
@@ -88,7 +87,7 @@ def _plan_decode(
         "BLOCK_SPLITS": min(MAX_SPLITS.value, _LOADED_AT_ONCE // numbers_of_sums) if added else 0,
         "Q_AHEAD": added and p.dtype.itemsize == 2 and not p.needs_registers and max(p.head_dim, p.head_dim_v) <= 256,
     }
-    decode = Plan(grid, numbers, p.numbers | p.constants | p.pages | flags | splitting | config)
+    decode = p.plan(num_splits * p.n_batch * p.n_kv_heads, numbers, p.pages, flags, splitting, config)
     if num_splits == 1:
         return decode, None, 0, 0
     if added:

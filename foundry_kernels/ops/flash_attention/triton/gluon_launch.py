@@ -86,8 +86,9 @@ def plan(p: _Problem, row: tuple[tuple[str, Any], ...]) -> Plan:
     config = {name: value for name, value in row if name != "GLUON"}
     tiles = triton.cdiv(p.tokens_q, CONSUMERS.value * config["BLOCK_M"])
     numbers = (p.n_batch, p.n_heads, p.group, p.group * p.section(p.tokens_k), p.tokens_q, p.tokens_k)
-    given, names = p.numbers | p.constants, ("scale", "right", "BOTTOM_RIGHT", "HAS_RIGHT", "D")
-    return Plan((tiles * p.n_batch * p.n_heads,), numbers, {name: given[name] for name in names} | config)
+    names = ("scale", "right", "BOTTOM_RIGHT", "HAS_RIGHT", "D")
+    named = {name: p.arguments[name] for name in names}
+    return Plan((tiles * p.n_batch * p.n_heads,), numbers, named | config)
 
 
 def launch_gluon(made: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:

@@ -199,7 +199,7 @@ def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool
         *p.strides(out), p.stride_lseb,
     )  # fmt: skip
     lists = list_strides(p, config["BLOCK_M"], config["BLOCK_N"], False)
-    return Plan((tiles * p.n_batch * p.n_heads,), numbers, p.numbers | p.constants | p.pages | lists | flags | config)
+    return p.plan(tiles * p.n_batch * p.n_heads, numbers, p.pages, lists, flags, config)
 
 
 def launch_fwd(

@@ -9,7 +9,8 @@ import triton
 from torch import Tensor
 
 from foundry_kernels._triton.devices import capability, device_of
-from foundry_kernels._triton.plans import planned
+from foundry_kernels._triton.launch import Plan
+from foundry_kernels._triton.plans import keep, kept_plans, planned
 from foundry_kernels._triton.rows import compute_dtype
 from foundry_kernels._triton.tuning import choose, is_forced
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
@@ -19,7 +20,6 @@ from foundry_kernels.ops.flash_attention.triton.kernel_options import (
     TensorOptions,
     kernel_options,
     numbers_of,
-    options_of,
     tensor_options,
 )
 from foundry_kernels.ops.flash_attention.triton.pairs_config import PairOptions, with_pairs
@@ -54,10 +54,9 @@ class _Problem:
         device: torch.device,
         n_sequences: int | None,
         tensors: TensorOptions,
-        numbers: tuple[Any, ...],
+        options: AttentionOptions,
     ) -> None:
-        """`n_sequences`: None for dense tensors. `numbers`: see `numbers_of`."""
-        options = options_of(numbers)
+        """`n_sequences`: None for dense tensors. `options`: without tensors, of which `tensors` says what counts."""
         self.packed = n_sequences is not None
         self.n_heads, self.tokens_q, self.head_dim = q[0][1:]
         self.n_kv_heads, self.tokens_k, self.head_dim_v = v[0][1:]
@@ -99,6 +98,8 @@ class _Problem:
             "BLOCK_D": max(16, triton.next_power_of_2(self.head_dim)),
             "BLOCK_DV": max(16, triton.next_power_of_2(self.head_dim_v)),
         }
+        #: What kernels that compute scores get by name.
+        self.arguments = self.numbers | self.constants
         #: Whether heads are wider than 256 and there is a mask, a bias or dropout.
         self.wide_pairs = max(self.head_dim, self.head_dim_v) > 256 and any(self.pairs)
         self.apart = apart(self.width_and_needs()[0], dtype)
@@ -150,6 +151,19 @@ class _Problem:
         fit = _SECTION_BYTES // (max(tokens, 1) * row_bytes)
         return max(1, min(fit, self.n_batch * self.n_kv_heads * num_splits))
 
+    def plan(
+        self, programs: int, numbers: tuple[Any, ...], *others: dict[str, Any], without: tuple[str, ...] = ()
+    ) -> Plan:
+        """The launch of a kernel that computes scores. After the tensors it gets `numbers`, in the kernel's own order.
+        By name it gets what follows from the options and the shapes, except `without`, and `others`: its flags and its
+        launch config."""
+        named = dict(self.arguments)
+        for more in others:
+            named.update(more)
+        for name in without:
+            del named[name]
+        return Plan((programs,), numbers, named)
+
     def strides(self, *tensors: tuple[int, ...] | None) -> tuple[int, ...]:
         """Returns the strides of sequence, head and token. Packed sequences are found by cu_seqlens."""
         found: list[int] = []
@@ -159,13 +173,14 @@ class _Problem:
         return tuple(found)
 
 
-_kept_problem = planned(_Problem)
+_PROBLEMS = kept_plans()
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _Problem:
     cu_seqlens = options.cu_seqlens_q
-    return _kept_problem(
+    key = (
         (q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()), q.dtype, q.device,
-        None if cu_seqlens is None else cu_seqlens.shape[0] - 1, tensor_options(options),
-        numbers_of(options),
+        None if cu_seqlens is None else cu_seqlens.shape[0] - 1, tensor_options(options), numbers_of(options),
     )  # fmt: skip
+    found = _PROBLEMS.get(key)
+    return keep(_PROBLEMS, key, _Problem(*key[:-1], options.without_tensors())) if found is None else found

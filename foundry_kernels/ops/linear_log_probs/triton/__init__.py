@@ -11,8 +11,8 @@ from torch import Tensor
 from foundry_kernels._triton.operators import define
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.cross_entropy.options import LossOptions
+from foundry_kernels.ops.linear_cross_entropy import sizes
 from foundry_kernels.ops.linear_cross_entropy.calls import Kernels
-from foundry_kernels.ops.linear_cross_entropy.triton import chunk_size, classes
 from foundry_kernels.ops.linear_log_probs.operators import Strategy, make_backend
 from foundry_kernels.ops.log_probs.options import LogProbsOptions
 from foundry_kernels.ops.log_probs.triton import Rows, gradients
@@ -51,6 +51,6 @@ def _gradients_(
     gradients(g, c, b, logits, target, lse, lse_low, _options(options), logits, first, n_classes)
 
 
-KERNELS = Kernels(_forward, _gradients_, cpu=False, classes=classes, losses=_Results)
+KERNELS = Kernels(_forward, _gradients_, cpu=False, classes=sizes.classes_on_gpu, losses=_Results)
 
-linear_log_probs: Any = make_backend("triton_", define, Strategy(KERNELS, chunk_size))
+linear_log_probs: Any = make_backend("triton_", define, Strategy(KERNELS, sizes.on_gpu))

@@ -4,8 +4,12 @@ asserts."""
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import foundry_kernels as fk
 from foundry_kernels.testing import Case, make_cotangents, run
@@ -32,5 +36,5 @@ def elements(case: Case) -> int:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m benchmarks.gpu_sanitize", description=__doc__).parse_args()
+    argparse.ArgumentParser(prog="tests/support/gpu_sanitize.py", description=__doc__).parse_args()
     main()

@@ -28,13 +28,17 @@ from typing import Any
 
 import torch
 
-import foundry_kernels as fk
-from benchmarks.stub_gpu import StubDriver, stub_gpu, uncompiled, why_not
-from foundry_kernels.core.registry import OpSpec
-from foundry_kernels.testing import Case, call, make_cotangents
-from foundry_kernels.tools.inspect import aot
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-ARCHIVE = Path(__file__).parents[1] / "build" / "gpu-cache.tar.xz"
+from stub_gpu import StubDriver, stub_gpu, uncompiled, why_not  # noqa: E402
+
+import foundry_kernels as fk  # noqa: E402
+from foundry_kernels.core.registry import OpSpec  # noqa: E402
+from foundry_kernels.testing import Case, call, make_cotangents  # noqa: E402
+from foundry_kernels.tools.inspect import aot  # noqa: E402
+
+ARCHIVE = ROOT / "build" / "gpu-cache.tar.xz"
 MANIFEST, INDEX = "manifest.json", "__grp__"
 #: Triton's source object and the launch options.
 Kernel = tuple[Any, dict[str, Any]]
@@ -233,7 +237,7 @@ def why_it_would_miss(about: dict[str, Any], arch: int) -> str | None:
 
 def main(argv: list[str]) -> int:
     """Compile the kernels for a GPU in another machine, and pack them."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_cache", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="tests/support/gpu_cache.py", description=main.__doc__)
     parser.add_argument("--arch", type=int, default=90, help="compute capability, 90 for 9.0 (default)")
     parser.add_argument("--multiprocessors", type=int, default=132, help="of that GPU (default: 132, as H100 and H200)")
     parser.add_argument("-k", metavar="TEXT", default="", help="only operations whose name contains this text")

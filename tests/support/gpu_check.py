@@ -40,7 +40,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(ROOT), str(HERE)]
 OUT = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
 FROM = Path(os.environ.get("FROM") or OUT)
 #: Seconds that each part may take; together they stay within ten minutes.
@@ -59,6 +61,7 @@ def run(name: str, command: list[str], limit: float) -> dict[str, Any]:
     print(f"--- {name}: {' '.join(command)}", flush=True)
     start = time.monotonic()
     env = os.environ | {"PYTHONUNBUFFERED": "1", "CI": "true"}  # under CI a failed build is an error
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     env.pop("TRITON_INTERPRET", None)
     log = OUT / f"{name}.log"
     process = subprocess.Popen(
@@ -92,7 +95,7 @@ def tests(name: str, arguments: list[str]) -> dict[str, Any]:
         command += ["-n", str(min(16, os.cpu_count() or 1)), "--dist", "worksteal"]
     passed, already = OUT / f"{name}-passed.txt", OUT / f"{name}-already.txt"
     already.write_text(passed.read_text() if passed.exists() else "")
-    command += ["-p", "benchmarks.gpu_resume", f"--passed-file={passed}", f"--already-passed={already}"]
+    command += ["-p", "gpu_resume", f"--passed-file={passed}", f"--already-passed={already}"]
     command.append(f"--failed-file={OUT / f'{name}-failed.txt'}")
     before = compiled_kernels()
     result = run(name, command, (LIMITS | MORE)[name])
@@ -115,7 +118,7 @@ def use_cache(arch: int) -> str:
     archive = CACHE.with_name(CACHE.name + ".tar.xz")
     if not archive.exists():
         return f"kernels are compiled here: no {archive.relative_to(ROOT)} was brought along (`make gpu-cache`)"
-    from benchmarks import gpu_cache
+    import gpu_cache
 
     try:
         about = gpu_cache.unpack(archive, CACHE)
@@ -131,7 +134,7 @@ def sanitize() -> dict[str, Any]:
         return {"ok": True, "summary": "skipped: compute-sanitizer is not installed"}
     result: dict[str, Any] = {"ok": True, "seconds": 0.0}
     for tool in SANITIZERS:
-        command = [program, "--tool", tool, "--error-exitcode", "1", sys.executable, "-m", "benchmarks.gpu_sanitize"]
+        command = [program, "--tool", tool, "--error-exitcode", "1", sys.executable, str(HERE / "gpu_sanitize.py")]
         part = run(f"sanitize-{tool}", command, LIMITS["sanitize"] / len(SANITIZERS))
         result[tool] = part
         result["ok"] &= part["ok"]
@@ -226,7 +229,7 @@ def file_name(gpu: str) -> str:
 
 def main(argv: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="tests/support/gpu_check.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.parse_args(argv)
     chosen = os.environ.get("GPU_CHECK", "")
@@ -238,7 +241,7 @@ def main(argv: Sequence[str] = ()) -> int:
     except ImportError:
         print("gpu-check needs a Python with torch: make gpu-check PYTHON=...", file=sys.stderr)
         return 2
-    from benchmarks.gpu_cache import why_not_writable
+    from gpu_cache import why_not_writable
 
     if (reason := why_not_writable(OUT) or why_not_writable(CACHE)) is not None:
         where = f"Results go to the folder in OUT, kernels to {CACHE}"
