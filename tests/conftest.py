@@ -1,5 +1,6 @@
 """Settings that come before any import: without a GPU, Triton's kernels run in its interpreter."""
 
+import gc
 import os
 
 import torch
@@ -10,7 +11,7 @@ if not torch.cuda.is_available():
 else:  # deterministic cuBLAS, which the NaN-poisoning mode asks for
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -39,6 +40,18 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"--held-to {name}: torch uses another instruction set; run tests/support/forced_isa.py {name}"
         )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The millions of objects that modules and tests are live until the end: the garbage collector need not look at
+    them, neither while they are made nor each time that it runs."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

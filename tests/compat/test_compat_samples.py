@@ -29,7 +29,7 @@ FUNCTIONS = {
 AT_LEAST = {
     "cross_entropy": 21, "linear_cross_entropy": 100, "gelu": 8, "silu": 3, "rms_norm": 6, "layer_norm": 6,
 }  # fmt: skip
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-12, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 BACKENDS = ("auto", "reference", "triton")
 
@@ -72,8 +72,14 @@ def run(
     return [result.detach(), *torch.autograd.grad(result, inputs, cotangent)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        pytest.param(dtype, backend, id=f"{dtype}-{backend}", marks=pytest.mark.slow if i > 1 and j else ())
+        for i, dtype in enumerate(DTYPES)
+        for j, backend in enumerate(BACKENDS)
+    ],
+)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_torchs_samples(name: str, dtype: torch.dtype, backend: str) -> None:
     """Results and gradients are those of PyTorch in float64, rounded; PyTorch's own round log-softmax in between."""

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from launch_recorder import Recorder
+from slow import rest_slow
 from stub_gpu import stub_gpu
 from torch import Tensor
 from triton import knobs
@@ -336,7 +337,7 @@ def described(made: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*made[:6], *map(kind, made[9:]))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", rest_slow([torch.bfloat16, torch.float32]), ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_all_cases(op: OpSpec, dtype: torch.dtype, gpu: Recorder, runs: list[str], monkeypatch: Any) -> None:
     """Forward with and without gradients, and backward, of aligned and unaligned tensors: once every launch has been

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 
 from foundry_kernels.core import bfloat16, extension
@@ -232,7 +233,7 @@ from foundry_kernels.nn._linear_layers import OWN_PRODUCTS
 print(extension._C.bfloat16_choice(), *extension.build_info()["fast_products"], *OWN_PRODUCTS)
 """
     environment = os.environ | {VARIABLE: asked}
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    return fresh.python("-c", code, env=environment, cwd=ROOT)
 
 
 @needs_extension

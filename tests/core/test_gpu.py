@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 
+import fresh
 import pytest
 import torch
 
@@ -70,6 +69,6 @@ import torch, foundry_kernels as fk
 fk.swiglu(torch.ones(2, 4))
 print(fk.OPS["swiglu"].why_not("triton", "cuda"))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = fresh.python("-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "Triton 3.3.1 is older than 3.6; `pip install -U triton`\n"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import fresh
 import pytest
+from slow import rest_slow
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
@@ -24,7 +24,7 @@ def run(code: str, *, interpret: bool = False, fails: bool = False, cwd: Path | 
         env["TRITON_INTERPRET"] = "1"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(fk.__file__).parents[1]), env.get("PYTHONPATH", "")]))
     code = textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=cwd)
+    done = fresh.python("-c", code, env=env, cwd=cwd)
     assert bool(done.returncode) == fails, done.stderr
     return done.stderr if fails else done.stdout
 
@@ -90,7 +90,7 @@ TRACED = """
 
 
 @needs_triton
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("strict", rest_slow([True, False]))
 def test_tracing_may_be_the_first_call_and_the_graph_loads_elsewhere(tmp_path: Path, strict: bool) -> None:
     run(
         TRACED

@@ -4,10 +4,9 @@ of its own."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 
 from foundry_kernels import _triton
@@ -16,8 +15,9 @@ from foundry_kernels.core.extension import triton_call
 pytestmark = pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
 
 
-def test_launches() -> None:
-    run("launches.py")
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_launches(which: str) -> None:
+    run("launches.py", "-m", which)
 
 
 @pytest.mark.skipif(triton_call("pointers") is None, reason="needs the extension, without which Python calls more")
@@ -25,10 +25,10 @@ def test_host_calls() -> None:
     run("host_calls.py")
 
 
-def run(file: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(Path(__file__).with_name(file))]
+def run(file: str, *options: str) -> None:
+    command = ["-m", "pytest", "-p", "no:cacheprovider", str(Path(__file__).with_name(file)), *options]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = fresh.python(*command, env=env)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import textwrap
 
+import fresh
 import pytest
 import torch
 
@@ -110,7 +110,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     import os
 
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env)
+    return fresh.python("-c", textwrap.dedent(code), env=env)
 
 
 BLOCK = """
@@ -219,7 +219,7 @@ def test_importing_does_not_load_what_only_tests_need() -> None:
 
 
 def test_the_overview_names_every_op_and_backend() -> None:
-    done = subprocess.run([sys.executable, "-m", "foundry_kernels"], capture_output=True, text=True)
+    done = fresh.python("-m", "foundry_kernels")
     assert done.returncode == 0, done.stderr
     for word in (*fk.OPS, "reference", "triton", "native", torch.__version__):
         assert word in done.stdout

@@ -26,6 +26,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="session")
+def slow_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return processes.run(scenarios.SLOW, _folder(tmp_path_factory, "slow-processes"))
+
+
+@pytest.fixture(scope="session")
 def results_of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     pytest.importorskip("tqdm", reason="the example needs tqdm")
     return processes.run(scenarios.OF_FOUR, _folder(tmp_path_factory, "four-processes"), 4)

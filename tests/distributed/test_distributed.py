@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import fresh
 import limits
 import pytest
 import torch
@@ -147,7 +147,7 @@ def test_norm_under_sequence_parallelism_reduces_the_gradient_of_its_weight_and_
 def test_sharded_attention_drops_what_the_whole_does(results):
     """Each device the weights of its own sequences and heads, and a mask that all share is on each."""
     for found in outcome(results, "attention"):
-        assert len(found) == 12
+        assert len(found) == 8
         for name, (collectives, sharded, whole) in found.items():
             assert collectives == {}, name
             for a, e in zip(sharded, whole, strict=True):
@@ -183,9 +183,10 @@ def test_a_loss_over_sharded_classes_gathers_no_logits(results):
                 torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-4, atol=0.0)
 
 
-def test_a_loss_over_sharded_classes_in_one_graph(results):
+@pytest.mark.slow
+def test_a_loss_over_sharded_classes_in_one_graph(slow_results):
     """After losses on another mesh that is equal to theirs, which DTensor's cache answers with."""
-    for found in outcome(results, "compiled vocabulary"):
+    for found in outcome(slow_results, "compiled vocabulary"):
         assert found.keys() == {"all", "tokens", "mean"}
         for name, (plain, compiled) in found.items():
             for a, e in zip(compiled, plain, strict=True):
@@ -260,7 +261,7 @@ def test_every_operator_of_a_kernel_has_a_rule():
 def test_importing_the_package_does_not_import_dtensor():
     """Half a second that only those should pay who use it; the first call with a DTensor registers the rules."""
     code = "import sys, foundry_kernels; print('torch.distributed.tensor' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = fresh.python("-c", code)
     assert done.stdout.strip() == "False"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import rest_slow
 
 pytest.importorskip("tqdm", reason="the example needs tqdm")
 
@@ -132,7 +133,7 @@ def test_killed_run_goes_on_as_if_it_had_not_been(dropout: float, text_file: Pat
 
 
 @pytest.mark.parametrize(
-    "content", ["a diary\n", '{"event": "step"}\n', "\xff\n", "[1]\n", '{"event": "step", "step": "1"}\n']
+    "content", rest_slow(["a diary\n", '{"event": "step"}\n', "\xff\n", "[1]\n", '{"event": "step", "step": "1"}\n'], 2)
 )
 def test_foreign_log_is_refused_and_kept(content: str, text_file: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "out"

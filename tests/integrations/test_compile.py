@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from patching import close
+from slow import rest_slow
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
@@ -25,7 +26,7 @@ def compiled(model: Any, backend: str = "aot_eager", **options: Any) -> Any:
     return torch.compile(model, fullgraph=True, backend=backend, **options)
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["", "training"])
+@pytest.mark.parametrize("training", rest_slow([True, False]), ids=["training", ""])
 def test_one_graph_forward_and_backward_for_every_length(training: bool) -> None:
     model = tiny_model("llama", num_hidden_layers=1).train(training)
     fk.patch(model)

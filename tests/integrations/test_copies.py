@@ -79,8 +79,14 @@ def test_loaded_where_nothing_was_patched_yet(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(logits(pickle.loads(pickled)), expected)
 
 
-@pytest.mark.parametrize("dense_masks", DENSE_MASKS)
-@every_family
+@pytest.mark.parametrize(
+    ("family", "dense_masks"),
+    [  # each family with one of them
+        pytest.param(family, dense_masks, marks=() if i % len(DENSE_MASKS) == j else pytest.mark.slow)
+        for i, family in enumerate(PATCHED)
+        for j, dense_masks in enumerate(DENSE_MASKS)
+    ],
+)
 def test_a_second_model_of_the_config(family: str, dense_masks: str, tmp_path: Path) -> None:
     """It computes what the first does, while that is patched and afterwards."""
     model = tiny_model(family)

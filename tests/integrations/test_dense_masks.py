@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from patching import IDS, close, gradients, logits
+from slow import rest_slow
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import (
@@ -106,7 +107,7 @@ def test_a_mask_of_numbers(family: str) -> None:
 
 
 @WITHOUT_SDPA
-@pytest.mark.parametrize("dense_masks", ["kernels", "sdpa"])
+@pytest.mark.parametrize("dense_masks", rest_slow(["kernels", "sdpa"]))
 def test_compiled(family: str, dense_masks: str) -> None:
     model = tiny_model(family)
     plain = logits(model, attention_mask=HOLE)[REAL]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from patching import IDS, close, gradients, logits
+from slow import rest_slow
 from torch import Tensor, nn
 
 import foundry_kernels as fk
@@ -239,7 +240,7 @@ def test_dense_masks_and_weights(family: str, options: dict[str, Any]) -> None:
         assert all(close(a.sum(-1)[:, 0][real], torch.ones(int(real.sum()))) for a in ours.attentions)
 
 
-@every_family
+@pytest.mark.parametrize("family", rest_slow(list(GPT_LIKE)))
 def test_copies_and_compiles(family: str) -> None:
     model = tiny_model(family)
     expected = logits(model)

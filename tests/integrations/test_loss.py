@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from patching import IDS, close
+from slow import rest_slow
 from table import Allocations
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -118,7 +119,7 @@ def test_a_count_of_nothing(count: Any, return_logits: bool) -> None:
     assert train(model, num_items_in_batch=count)[0].loss == float("inf")
 
 
-@pytest.mark.parametrize("return_logits", [False, True], ids=["", "logits"])
+@pytest.mark.parametrize("return_logits", rest_slow([False, True]), ids=["", "logits"])
 @pytest.mark.parametrize("count", [0, torch.tensor(0)], ids=repr)
 def test_a_count_of_nothing_compiled(count: Any, return_logits: bool) -> None:
     """One graph for a count of nothing and, if it is a tensor, of something."""

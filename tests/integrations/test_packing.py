@@ -17,6 +17,7 @@ from any_family import NAMED, WITHOUT_A_ROW, any_family
 from packaging.version import Version
 from packed import BY_POSITIONS, CAUSAL, CHANGED, DENSE, GIVEN, IDS, LENGTHS, ONES, OTHERS, POSITIONS, SEGMENTS, leaks
 from patching import BUILDABLE, close
+from slow import rest_slow
 from torch import Tensor
 from transformers import AutoModelForCausalLM, __version__
 
@@ -297,7 +298,7 @@ def test_no_warning_without_documents() -> None:
         model(IDS, attention_mask=ONES)
 
 
-@pytest.mark.parametrize("family", ["llama", "falcon", "gpt_oss", "opt"])
+@pytest.mark.parametrize("family", rest_slow(["llama", "falcon", "gpt_oss", "opt"]))
 def test_compiled(family: str) -> None:
     """Lengths are honoured without a value read; what would have to be read fails when the graph runs."""
     model = built(family) if family == "opt" else tiny_model(family)

@@ -6,11 +6,11 @@ import copy
 import gc
 import re
 import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from patching import IDS, close, logits, snapshot
@@ -393,7 +393,7 @@ def test_our_own_model() -> None:
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     blocked = "import sys; sys.modules['transformers'] = None\n" + code
-    return subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True)
+    return fresh.python("-c", blocked)
 
 
 def test_without_transformers() -> None:
@@ -412,7 +412,7 @@ def test_transformers_is_not_imported_unless_it_is_needed() -> None:
     code = (
         "import sys, torch, foundry_kernels as fk; fk.patch(torch.nn.RMSNorm(4)); print('transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = fresh.python("-c", code)
     assert done.stdout == "False\n", done.stderr
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import CONFIGS, DTYPES, counted, draw_tokens, make
+from slow import rest_slow
 from torch import Tensor, nn
 
 import foundry_kernels as fk
@@ -72,7 +73,7 @@ def test_every_instruction_set_has_them(isa: str, monkeypatch: pytest.MonkeyPatc
         _C.force_instruction_set(before)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("threads", rest_slow([2, 7, 1, 3], 2))
 def test_any_number_of_threads_has_them(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of so many keys that they are split over tasks, too."""
     model, before = make(**CONFIGS["threads"]), torch.get_num_threads()
@@ -292,7 +293,7 @@ def test_the_operator_is_for_inference() -> None:
         torch.ops.foundry_kernels.decode_block(*many)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", rest_slow([torch.float32, torch.bfloat16]), ids=str)
 def test_a_compiled_step_has_the_operator(dtype: torch.dtype) -> None:
     model, tokens = make(dtype), draw_tokens(1, 5)
     assert torch.equal(*(generate(model, tokens, 8, compile=compiled)[0] for compiled in (False, True)))

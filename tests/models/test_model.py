@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from slow import rest_slow
 from tiny_model import TINY, draw, make
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -338,7 +339,7 @@ def test_named_backend_that_cannot_serve_raises():
 
 
 @pytest.mark.filterwarnings("ignore:backend .* has no kernel yet")
-@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
+@pytest.mark.parametrize("dynamic", rest_slow([None, True]), ids=["automatic", "dynamic"])
 @pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "native"])
 def test_compiles_whole_for_any_length(backend, dynamic):
     model = make(dataclasses.replace(TINY, n_layers=1), backend)

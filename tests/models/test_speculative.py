@@ -43,8 +43,9 @@ def like(model: Transformer, noise: float) -> Transformer:
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [*(("llama", backend) for backend in BACKENDS)]
-    + [(name, BACKENDS[-1]) for name in ("learned", "alibi-window", "experts")],
+    [("llama", backend) for backend in BACKENDS]
+    + [("alibi-window", BACKENDS[-1])]
+    + [pytest.param(name, BACKENDS[-1], marks=pytest.mark.slow) for name in ("learned", "experts")],
 )
 def test_greedy_tokens_are_those_without_a_draft(name: str, backend: str) -> None:
     changes = {

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import rest_slow
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -199,7 +200,7 @@ def test_checkpointing_drops_the_same_again(backend: str, reentrant: bool) -> No
 # --- compiled, plain, refused -----------------------------------------------------------------------------------------
 
 
-@over_backends
+@pytest.mark.parametrize("backend", rest_slow(BACKENDS[::-1]))
 def test_masks_compile(backend: str) -> None:
     block, x = make(backend), draw(B, T, 16)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")

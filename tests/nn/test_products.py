@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import rest_slow
 from torch import Tensor, nn
 
 import foundry_kernels as fk
@@ -223,7 +224,7 @@ def test_small_products_are_pytorchs(forced: pytest.MonkeyPatch) -> None:
     assert called(lambda: fk.nn.SwiGLU(DIM, 56)(torch.randn(40, DIM))) == {"linear"}
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", rest_slow([True, False]))
 def test_it_compiles_whole(dynamic: bool) -> None:
     torch._dynamo.reset()
     whole = model()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import rest_slow
 from torch import Tensor, nn
 
 import foundry_kernels as fk
@@ -111,7 +112,7 @@ def test_a_module_refuses_to_be_scripted(name: str) -> None:
         torch.jit.script(module)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", rest_slow(list(MODULES), 5))
 def test_what_the_message_says_works(name: str) -> None:
     torch.compiler.reset()
     make, given, call = MODULES[name]
@@ -140,7 +141,7 @@ PATCHED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PATCHED)
+@pytest.mark.parametrize("name", rest_slow(list(PATCHED)[::-1], 2))
 def test_a_patched_module(name: str) -> None:
     """It says so too; undone, it is scripted as before."""
     torch.compiler.reset()
@@ -167,7 +168,7 @@ class Logits(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", rest_slow(["llama", "gpt2", "mixtral"]))
 def test_a_patched_model_of_transformers(family: str) -> None:
     pytest.importorskip("transformers")
     from foundry_kernels.integrations.tiny import tiny_model

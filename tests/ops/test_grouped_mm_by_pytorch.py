@@ -4,8 +4,6 @@ leaves open is done. Its products are those of the CPU here; on a GPU the parity
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +11,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from torch import Tensor
@@ -219,11 +218,9 @@ def test_its_kernels_compile() -> None:
         cost = aot.compile_for(launch, 90)
         print(launch.name, cost.problems(aot.GPUS[90]), cost.access_bytes[0])
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = fresh.python(
+        "-c",
+        textwrap.dedent(code),
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
     )
     assert done.returncode == 0, done.stderr

@@ -57,7 +57,7 @@ def check(op: OpSpec, case: Case, dtype: torch.dtype, instruction_set: str, thre
             assert torch.equal(a, b), f"{name} depends on the number of threads"
 
 
-@pytest.mark.parametrize("most", [40, pytest.param(BOUNDED.max_examples, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [20, pytest.param(BOUNDED.max_examples, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("row", NATIVE)
 @pytest.mark.usefixtures("poisoned")
 def test_random_cases(row: Row, most: int, fuzz_seconds: float | None) -> None:

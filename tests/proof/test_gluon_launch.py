@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from attention_inputs import plain_options
@@ -280,10 +280,10 @@ def test_without_gluon(release: tuple[int, int] | None, launches: Launches, monk
 
 def test_what_is_compiled() -> None:
     """tests/proof/gluon_compiled.py, in a process of its own: this one may interpret Triton's kernels."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    command = ["-m", "pytest", "-p", "no:cacheprovider"]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"TRITON_INTERPRET": "0"}
     file = str(Path(__file__).with_name("gluon_compiled.py"))
-    done = subprocess.run([*command, file], env=env, capture_output=True, text=True)
+    done = fresh.python(*command, file, env=env)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout

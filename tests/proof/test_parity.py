@@ -43,7 +43,8 @@ def test_parity(row: Row, dtype: torch.dtype, case: Case) -> None:
 def test_two_backwards_through_one_graph_are_bit_equal(row: Row, dtype: torch.dtype, part: str) -> None:
     """A few of the small cases, one for each set of options and layouts; the others of these; and all others."""
     small = {case.id for case in row.small_cases}
-    few = {case.id for case in sorted(row.small_cases, key=numel)[:: max(1, len(small) // 4)]}
+    number = 2 if row.backend == "triton" else 4
+    few = {case.id for case in sorted(row.small_cases, key=numel)[:: max(1, len(small) // number)]}
     for case in row.cases:
         if part != ("few" if case.id in few else "small" if case.id in small else "others"):
             continue
@@ -169,7 +170,7 @@ def test_gradcheck(row: Row) -> None:
         pytest.skip(f"{row.backend} has no float64")
     interpreted = row.backend == "triton"
     cases = [c for c in row.cases if any(a is not None and a.grad for a in c.args.values())]
-    small = [c for c in cases if 0 < numel(c) <= (60 if interpreted else 200)][: 4 if interpreted else 8]
+    small = [c for c in cases if 0 < numel(c) <= (60 if interpreted else 200)][: 2 if interpreted else 8]
     assert small
     for case in small:
         args = {
@@ -200,7 +201,7 @@ def _compile_groups(row: Row) -> list[list[Case]]:
     return sorted(groups.values(), key=len, reverse=True)
 
 
-@over_rows("reference", "triton", "native", slow=("reference",), twins=False)
+@over_rows("reference", "triton", "native", slow=("reference",), sampled=("triton",), twins=False)
 def test_compile_fullgraph_with_dynamic_shapes(row: Row) -> None:
     """No graph break, forward and backward; one graph covers other sizes; the values are those of eager."""
     group = _compile_groups(row)[0][:3]
@@ -217,7 +218,7 @@ def test_compile_fullgraph_with_dynamic_shapes(row: Row) -> None:
             torch.testing.assert_close(a, e)
 
 
-@over_rows("reference", "native", slow=("reference",), twins=False)
+@over_rows("reference", "native", slow=("reference",), sampled=("native",), twins=False)
 def test_compile_with_inductor(row: Row) -> None:
     """The default compiler, which generates and builds code around the operator."""
     case = row.small_cases[0]

@@ -8,12 +8,11 @@ import inspect
 import json
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch.distributed as dist
 
@@ -118,8 +117,8 @@ def test_the_benchmark_commands_choose_benchmarks() -> None:
     # In one process, which imports torch once: pytest's exit code for each choice, 0 where it chose something.
     one = "int(pytest.main(['benchmarks', '--collect-only', '-k', choice]))"
     code = f"import pytest, sys; print(*({one} for choice in sys.argv[1:]))"
-    call = [sys.executable, "-c", code, *(shlex.split(choice)[0] for choice in choices)]
-    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT)
+    call = ["-c", code, *(shlex.split(choice)[0] for choice in choices)]
+    done = fresh.python(*call, cwd=ROOT)
     found = dict(zip(choices, done.stdout.splitlines()[-1].split(), strict=True))
     assert set(found.values()) == {"0"}, f"{found}: {done.stdout[-500:]}"
 

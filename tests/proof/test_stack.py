@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import cuda_build
+import fresh
 import pytest
 import stack
 
@@ -190,6 +191,6 @@ def test_an_old_setuptools_is_told_apart() -> None:
         "import setuptools, sys; setuptools.__version__ = '65.5.0'; sys.argv = ['setup.py', '--version'];"
         "exec(compile(open('setup.py').read(), 'setup.py', 'exec'), {'__name__': '__main__', '__file__': 'setup.py'})"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = fresh.python("-c", code, cwd=ROOT)
     assert done.returncode == 1
     assert re.search(r"needs setuptools 77 or newer, not 65\.5\.0: pip install 'setuptools>=77'", done.stderr)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from functools import cache
 
+import fresh
 import pytest
 
 import foundry_kernels as fk
@@ -21,8 +21,7 @@ needs_triton = pytest.mark.skipif(_triton.MISSING is not None, reason=str(_trito
 def inspect(*args: str) -> subprocess.CompletedProcess[str]:
     """Runs in a process of its own: kernels that this one may interpret cannot be compiled here."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "foundry_kernels", "inspect", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=env)
+    return fresh.python("-m", "foundry_kernels", "inspect", *args, env=env)
 
 
 def cost(**changes: object) -> aot.Cost:

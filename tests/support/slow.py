@@ -1,8 +1,9 @@
 """Marks the tests that `make test` leaves to `make test-slow`: additional points of long sweeps.
 
 `make test` keeps every operation, backend, dtype and kind of test. From the parity table, it runs the selected cases
-(`telling`). Other long tests are marked with `@pytest.mark.slow`. Each commit's CI runs a third of the slow tests, so
-three consecutive commits run all of them; `make test-all` runs all at once.
+(`telling`). Other long tests are marked with `@pytest.mark.slow`, and those that need few values of a parameter with
+`rest_slow`. Each commit's CI runs a third of the slow tests, so three consecutive commits run all of them; `make
+test-all` runs all at once.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ NVCC_SOURCES = ("rope", "attention_forward")
 MOST_ELEMENTS = 100_000
 #: The same limit in the interpreter.
 MOST_INTERPRETED = 20_000
-#: In the interpreter, pairs of choices are only covered by cases of at most this many elements.
-MOST_PAIRED = 10_000
+#: In the interpreter, pairs of choices are only covered by cases of at most this many elements, and not for twins.
+MOST_PAIRED = 2_000
 #: In emulation (Triton's interpreter, CUDA on the CPU), every element takes a thousand times as long.
 FEW_ELEMENTS = 2_000
 #: Tests of several cases at once, or of an instruction set, use these dtypes; in emulation only the first one.
@@ -89,9 +90,9 @@ def telling(row: Any) -> dict[torch.dtype, frozenset[str]]:
     """The names of a row's cases in `make test`, by dtype.
 
     In the first dtype, they cover every pair of choices (an option's value, the layout or the values of an argument,
-    its absence) that some case combines, and every size. If cases take long in the interpreter, they cover every single
-    choice. In bfloat16 they cover every choice; the other dtypes have a third of these cases. Emulated code is the same
-    for all dtypes, so its cases are small.
+    its absence) that some case combines, and every size. If cases take long in the interpreter, or it interprets the
+    kernels of another operation, they cover every single choice. In bfloat16 they cover every choice; the other dtypes
+    have a third of these cases. Emulated code is the same for all dtypes, so its cases are small.
     """
     from foundry_kernels.tools.check import numel
 
@@ -99,7 +100,7 @@ def telling(row: Any) -> dict[torch.dtype, frozenset[str]]:
     cases = [case for case in row.cases if numel(case) <= most]
 
     def all_of(case: Case) -> set[Any]:
-        if _is_interpreted(row) and numel(case) > MOST_PAIRED:
+        if _is_interpreted(row) and not pairs_are_tried(row, case):
             return _choices(case)
         return {*_choices(case), *_sizes(case), *combinations(sorted(_choices(case)), 2)}
 
@@ -108,6 +109,15 @@ def telling(row: Any) -> dict[torch.dtype, frozenset[str]]:
     first, pairs = first_dtype(row), _cover(cases, all_of)
     chosen = dict.fromkeys(row.dtypes, singles[::3]) | {torch.bfloat16: singles, first: pairs}
     return {dtype: frozenset(chosen[dtype]) for dtype in row.dtypes}
+
+
+def pairs_are_tried(row: Any, case: Case) -> bool:
+    """Whether an interpreted case counts towards pairs of choices."""
+    from table import is_twin
+
+    from foundry_kernels.tools.check import numel
+
+    return numel(case) <= MOST_PAIRED and not is_twin(row.op)
 
 
 def _cover(cases: Sequence[Case], points_of: Callable[[Case], set[Any]]) -> list[str]:
@@ -173,6 +183,11 @@ def third_of(nodeid: str) -> int:
 
 def is_slow(item: pytest.Item) -> bool:
     return item.get_closest_marker("slow") is not None
+
+
+def rest_slow(values: Sequence[Any], quick: int = 1) -> list[Any]:
+    """Values of a parameter. `make test` uses only the first `quick` of them."""
+    return [*values[:quick], *(pytest.param(value, marks=pytest.mark.slow) for value in values[quick:])]
 
 
 def mark(items: list[pytest.Item], every_case: bool = False) -> None:

@@ -30,6 +30,8 @@ from foundry_kernels.tools.check import small_cases
 
 #: The operations with kernels only for compute capability 9.0.
 HOPPER = (FLASH_ATTENTION, FLASH_ATTENTION_VARLEN)
+#: One operation of each kind: with row statistics, a rotation, a loss, and with tiles.
+SAMPLE = ("rms_norm", "rope", "cross_entropy", "flash_attention")
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
@@ -188,12 +190,21 @@ def is_twin(op: OpSpec) -> bool:
 
 
 def over_rows(
-    *backends: str, slow: tuple[str, ...] = (), twins: bool = True, gradients: bool = False
+    *backends: str,
+    slow: tuple[str, ...] = (),
+    sampled: tuple[str, ...] = (),
+    twins: bool = True,
+    gradients: bool = False,
 ) -> pytest.MarkDecorator:
-    """Parametrizes a test with the rows. Rows of the backends in `slow` are slow tests, and without `twins` also rows
-    of such operations. `gradients`: only operations with gradients."""
+    """Parametrizes a test with the rows. Rows of the backends in `slow` are slow tests; those of the backends in
+    `sampled` too, except the operations in SAMPLE; and without `twins` those of such operations. `gradients`: only
+    operations with gradients."""
     chosen = [r for r in rows(*backends) if r.has_gradients or not gradients]
-    left = {r.id for r in chosen if r.backend in slow or (is_twin(r.op) and not twins)}
+    left = {
+        r.id
+        for r in chosen
+        if r.backend in slow or (r.backend in sampled and r.op.name not in SAMPLE) or (is_twin(r.op) and not twins)
+    }
     params = [pytest.param(r, id=r.id, marks=pytest.mark.slow if r.id in left else ()) for r in chosen]
     return pytest.mark.parametrize("row", params)
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fresh
 import gpu_check
 import pytest
 import torch
@@ -21,11 +22,10 @@ from benchmarks import kept as kept_format
 ROOT = Path(__file__).parents[2]
 
 
-def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs the command in a process of its own, as tests here set Triton to be interpreted."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET" and not k.startswith("PYTEST")}
-    call = [sys.executable, "-m", *arguments]
-    return subprocess.run(call, cwd=ROOT, env=env, capture_output=True, text=True, **options)
+    return fresh.python("-m", *arguments, env=env, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -364,13 +364,14 @@ def test_a_step_shows_logs_and_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(gpu_check, "OUT", tmp_path)
-    good = gpu_check.run("good", [sys.executable, "-c", "print('one'); print('two')"], 60)
+    good = gpu_check.run("good", [sys.executable, "-c", "print('one'); print('two')"], 3600)
     assert good["ok"]
     assert good["summary"] == "two"
     assert (tmp_path / "good.log").read_text() == "one\ntwo\n"
     assert "one\ntwo" in capfd.readouterr().out
-    assert not gpu_check.run("bad", [sys.executable, "-c", "raise SystemExit(4)"], 60)["ok"]
-    slow = gpu_check.run("slow", [sys.executable, "-c", "print('began'); import time; time.sleep(60)"], 2)
+    assert not gpu_check.run("bad", [sys.executable, "-c", "raise SystemExit(4)"], 3600)["ok"]
+    # A shell begins at once, on a busy machine too.
+    slow = gpu_check.run("slow", ["sh", "-c", "echo began; exec sleep 3600"], 2)
     assert not slow["ok"]
     assert slow["summary"] == "stopped after 2 s; last line: began"
 
@@ -378,7 +379,7 @@ def test_a_step_shows_logs_and_ends(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_gpu_check_without_a_gpu_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
-    done = subprocess.run([sys.executable, "tests/support/gpu_check.py"], cwd=ROOT, capture_output=True, text=True)
+    done = fresh.python("tests/support/gpu_check.py", cwd=ROOT)
     assert done.returncode == 3
     assert "gpu-check stops here" in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -386,7 +387,7 @@ def test_gpu_check_without_a_gpu_says_so_and_writes_nothing(tmp_path: Path, monk
 
 def test_gpu_check_refuses_an_unknown_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU_CHECK", "everything")
-    done = subprocess.run([sys.executable, "tests/support/gpu_check.py"], cwd=ROOT, capture_output=True, text=True)
+    done = fresh.python("tests/support/gpu_check.py", cwd=ROOT)
     assert done.returncode == 2
     parts = "build, units, parity, sanitize, bench, model, tune, all, suite"
     assert f"GPU_CHECK must be rest or any of {parts}; got 'everything'" in done.stderr

@@ -9,11 +9,11 @@ import os
 import shutil
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fresh
 import gpu_check
 import pytest
 
@@ -26,8 +26,8 @@ GPU = "NVIDIA Made-Up 1"
 @pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
 def test_kernels_compiled_here_are_found_by_a_launch_elsewhere(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TRITON_CACHE_DIR")}
-    command = [sys.executable, "tests/tools/kernel_cache.py", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    command = ["tests/tools/kernel_cache.py", str(tmp_path)]
+    done = fresh.python(*command, env=env | {"PYTHONPATH": str(ROOT)}, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "found 2 kernels" in done.stdout
 

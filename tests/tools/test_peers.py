@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
+import fresh
 import pytest
 import torch
 from compiled import cost
@@ -21,8 +20,8 @@ needs_triton = pytest.mark.skipif(_triton.MISSING is not None, reason=str(_trito
 
 def inspect(*args: str) -> str:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "foundry_kernels", "inspect", "flash_attention", "--arch", "90", "--peers", *args]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    command = ["-m", "foundry_kernels", "inspect", "flash_attention", "--arch", "90", "--peers", *args]
+    done = fresh.python(*command, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     if "  missing: " in done.stdout and not torch.__version__.startswith("2.13."):
         pytest.skip(f"templates of torch {torch.__version__}: {done.stdout}")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_inputs import inputs
+from slow import rest_slow
 from table import DEVICES
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -35,7 +36,9 @@ def weights(shape: tuple[int, int, int, int], backend: str, **options: Any) -> T
 
 
 @over_backends
-@pytest.mark.parametrize("shape", [(2, 3, 70, 150), (1, 2, 33, 65), (2, 2, 1, 300), (1, 1, 5, 40)], ids=str)
+@pytest.mark.parametrize(
+    "shape", rest_slow([(1, 2, 33, 65), (2, 2, 1, 300), (2, 3, 70, 150), (1, 1, 5, 40)], 2), ids=str
+)
 def test_every_backend_drops_what_the_mask_says(backend: str, shape: tuple[int, int, int, int]) -> None:
     seed = torch.tensor(2**41 + 5)
     kept = keep_mask(shape, 0.3, seed).to(DEVICE)

@@ -57,7 +57,7 @@ def test_the_same_bits_as_packed_keys(backend: str, kind: str) -> None:
     """For every size of pages: the sums have the same order. Nothing that no sequence has is read into them."""
     few = backend == "triton" and _triton.INTERPRET
     lengths_q, lengths_k = ([1, 1, 1, 1], [70, 0, 1, 130]) if kind == "decode" else ([20, 3, 0], [33, 40, 7])
-    for page_size in PAGE_SIZES[1:3] if few else PAGE_SIZES:
+    for page_size in PAGE_SIZES[1:2] if few else PAGE_SIZES:
         for dtype in (torch.float32,) if few else (torch.float32, torch.bfloat16):
             paged, packed = paged_and_packed(lengths_q, lengths_k, page_size, dtype)
             options: dict[str, Any] = {"causal": True, "return_lse": True, "backend": backend}

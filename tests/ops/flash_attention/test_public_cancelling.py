@@ -9,6 +9,7 @@ import pytest
 import torch
 from attention_errors import ALIKE, LEADING, ORDINARY, SHARP, by_backend, ratios
 from hypothesis import HealthCheck, given, settings
+from slow import rest_slow
 from table import cpu_setting
 from torch import Tensor
 
@@ -79,7 +80,7 @@ def test_gradients_are_those_of_the_rounded_output(case: Case, name: str, dtype:
 
 
 @needs_triton
-@pytest.mark.parametrize("deterministic", [True, False], ids=["", "any-order"])
+@pytest.mark.parametrize("deterministic", rest_slow([True, False]), ids=["", "any-order"])
 @pytest.mark.parametrize(
     ("case", "dtype"), [(ALIKE, LOW[0]), (LEADING, LOW[1]), (MORE[-1], LOW[0])], ids=["alike", "leading", "packed"]
 )

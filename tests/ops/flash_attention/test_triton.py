@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from attention_errors import assert_errors_of_the_reference
 from attention_inputs import plain_options
+from slow import rest_slow
 from torch import Tensor
 
 from benchmarks.measure import peak_bytes
@@ -189,19 +189,19 @@ def test_gradients_lie_as_their_tensors_do() -> None:
         assert g.stride() == x.stride()
 
 
-#: Few queries with keys for several splits: of 64 keys in the interpreter, of 128 on a GPU. The last has too many rows
+#: Few queries with keys for several splits: of 64 keys in the interpreter, of 128 on a GPU. "many-rows" has too many
 #: for one program to add the splits.
 DECODE = (
     dense_case(1, (4, 2), (1, 300), 64, "decode", causal=True, return_lse=True),
     dense_case(2, (4, 1), (1, 290), 40, "sinks", sinks=normal(), return_stats=True, window=(270, None), frozen="kv"),
     dense_case(1, (3, 1), (2, 290), 59, "uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True),
     dense_case(1, (4, 2), (5, 270), 32, "top-left", causal=True, align="top_left", sinks=normal(), return_lse=True),
+    dense_case(1, (4, 2), (5, 270), 128, "many-rows", causal=True, sinks=normal(), return_stats=True, frozen="kv"),
     dense_case(
         1, (2, 1), (5, 270), 32, "top-left-left", align="top_left", window=(3, None), return_lse=True, frozen="kv"
     ),
     dense_case(1, (2, 2), (9, 300), 32, "window", window=(280, 20), softcap=5.0, return_lse=True, frozen="kv"),
     dense_case(1, (2, 1), (2, 290), 128, "logits-60", q_values=normal(60.0), v_layout="swapped", return_stats=True),
-    dense_case(1, (4, 2), (5, 270), 128, "many-rows", causal=True, sinks=normal(), return_stats=True, frozen="kv"),
 )
 DECODE_PACKED = (
     packed_case((1, 3, 0, 1), (260, 5, 9, 0), (4, 2), 40, "all", alibi_slopes=(4, 4), sinks=normal(), causal=True,
@@ -210,7 +210,7 @@ DECODE_PACKED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*DECODE, *DECODE_PACKED], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*rest_slow(DECODE, 5), *DECODE_PACKED], ids=lambda case: case.id)
 @pytest.mark.usefixtures("poisoned")
 def test_keys_split_over_programs(case: Case) -> None:
     op = FLASH_ATTENTION_VARLEN if case in DECODE_PACKED else FLASH_ATTENTION
@@ -283,7 +283,7 @@ def test_products_are_under_way_during_the_softmax() -> None:
     code = "import sys; from foundry_kernels.ops.flash_attention.triton import gluon_launch; "
     code += "gluon_launch.MISSING = 'left out'; "  # which takes these calls
     code += f"from foundry_kernels.__main__ import main; sys.exit(main({chosen}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    done = fresh.python("-c", code, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     # For 64 keys, instructions at most without a mask and with one; of a tile products that overlap, and the share of
     # the exponentials that are hidden, at least. 64 wide the tile is the one that an H100 ran fastest of those that do

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
+import fresh
 import pytest
 import torch
 from torch import Tensor
@@ -91,9 +90,9 @@ def test_sums_are_written_before_a_program_counts_itself() -> None:
     """In the code for a GPU, which the interpreter says nothing about: after the last store of sums a barrier of the
     program, then an atomic addition that releases what all its threads wrote and acquires what others did."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "foundry_kernels", "inspect", "flash_attention", "--arch", "90", "--timed"]
+    command = ["-m", "foundry_kernels", "inspect", "flash_attention", "--arch", "90", "--timed"]
     chosen = ["--kernel", "decode", "--case", "x1.2048x128-few-queries bf", "--brief", "--ptx"]
-    done = subprocess.run([*command, *chosen], capture_output=True, text=True, env=env, check=False)
+    done = fresh.python(*command, *chosen, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     kernels = done.stdout.split("flash_attention_decode_kernel 1x8.2x1")[1:]
     assert kernels

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from attention_inputs import plain_options
+from slow import rest_slow
 
 from foundry_kernels import _triton
 from foundry_kernels._triton.plans import forget_plans
@@ -49,7 +50,7 @@ def test_a_section_after_the_other(section: int) -> None:
     assert all(before < after for before, after in pairwise(places))
 
 
-@pytest.mark.parametrize("section_bytes", [1, 64 * 32 * 8 * 3])
+@pytest.mark.parametrize("section_bytes", rest_slow([1, 64 * 32 * 8 * 3]))
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.usefixtures("poisoned")
 def test_no_order_changes_a_bit(section_bytes: int, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,18 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+#: Two of the cases in each dtype; the others are left to `make test-slow`.
+QUICK = {HALF: ("all", "few-queries"), SINGLE: ("gradients-of-keys", "mask")}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "case"),
+    [
+        pytest.param(dtype, c, id=f"{dtype}-{c.id}", marks=() if c.id.endswith(quick) else pytest.mark.slow)
+        for dtype, quick in QUICK.items()
+        for c in CASES
+    ],
+)
 @pytest.mark.usefixtures("poisoned")
 def test_parity(case: Case, dtype: torch.dtype) -> None:
     assert_parity(FLASH_ATTENTION, case, backend="triton", dtype=dtype, device=DEVICE)

@@ -33,7 +33,6 @@ OTHERS = {
     "attention": operators.attention,
     "loss": operators.losses,
     "vocabulary": operators.vocabulary,
-    "compiled vocabulary": operators.compiled_vocabulary,
     "step": training.step_collectives,
     "low precision": training.low_precision,
     "choices": training.choices,
@@ -42,6 +41,8 @@ OTHERS = {
     "mixtures of experts": experts.mixtures,
     "experts": experts.trained,
 }
+#: These compile for long. The second follows losses on a mesh that is equal to its own.
+SLOW = {"vocabulary": operators.vocabulary, "compiled vocabulary": operators.compiled_vocabulary}
 CONTEXT: dict[str, Callable[..., Any]] = {
     "ring": context.ring,
     "traffic": context.traffic,
