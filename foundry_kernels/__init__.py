@@ -13,6 +13,8 @@ from foundry_kernels.ops.flash_attention import flash_attention, flash_attention
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.grouped_mm import grouped_mm
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
+from foundry_kernels.ops.linear_log_probs import linear_log_probs
+from foundry_kernels.ops.log_probs import log_probs
 from foundry_kernels.ops.rms_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from foundry_kernels.ops.rope import RopeScaling, qk_norm_rope, rope, rope_table
 from foundry_kernels.ops.swiglu import geglu, glu, reglu, swiglu
@@ -40,6 +42,9 @@ __all__ = [
     "grouped_mm",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_log_probs",
+    "log_probs",
+    "losses",
     "models",
     "nn",
     "patch",
@@ -57,6 +62,7 @@ if TYPE_CHECKING:
     from foundry_kernels import diagnostics as diagnostics
     from foundry_kernels import distributed as distributed
     from foundry_kernels import integrations as integrations
+    from foundry_kernels import losses as losses
     from foundry_kernels import models as models
     from foundry_kernels.compat.batch_invariant import batch_invariant as batch_invariant
     from foundry_kernels.integrations.handle import unpatch as unpatch
@@ -64,7 +70,7 @@ if TYPE_CHECKING:
 del TYPE_CHECKING
 
 #: What takes time to import and many programs do without (DTensor alone takes half a second).
-_FOLDERS = ("compat", "diagnostics", "distributed", "integrations", "models", "nn")
+_FOLDERS = ("compat", "diagnostics", "distributed", "integrations", "losses", "models", "nn")
 __getattr__, __dir__ = _late.names(
     __name__,
     {folder: f"{__name__}.{folder}" for folder in _FOLDERS}

@@ -2,7 +2,8 @@
 
 The functions `flash_attn_*`, `apply_rotary_emb*` and those of `bert_padding` have flash-attn 2's signatures, with
 tokens before heads; those of `flash_attn_3` have FlashAttention 3's; `scaled_dot_product_attention`, `varlen_attn`,
-`cross_entropy`, `linear_cross_entropy` and `layer_norm` have PyTorch's. `use_sdpa` replaces PyTorch's
+`cross_entropy`, `linear_cross_entropy` and `layer_norm` have PyTorch's; `selective_log_softmax` and
+`entropy_from_logits` have TRL's. `use_sdpa` replaces PyTorch's
 `scaled_dot_product_attention` in the whole process. Functions that compute take one more argument, `backend`, and are a
 thin layer over :func:`foundry_kernels.flash_attention` and similar functions. They refuse unsupported arguments, and
 the error names an alternative.
@@ -12,6 +13,7 @@ from foundry_kernels.compat import bert_padding, flash_attn_3, torch_flash
 from foundry_kernels.compat.activation import gelu, silu
 from foundry_kernels.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
 from foundry_kernels.compat.kvcache import flash_attn_with_kvcache
+from foundry_kernels.compat.log_probs import entropy_from_logits, selective_log_softmax
 from foundry_kernels.compat.loss import cross_entropy, linear_cross_entropy
 from foundry_kernels.compat.norm import layer_norm, rms_norm
 from foundry_kernels.compat.packed import (
@@ -33,6 +35,7 @@ __all__ = [
     "apply_rotary_emb_qkv_",
     "bert_padding",
     "cross_entropy",
+    "entropy_from_logits",
     "flash_attn_3",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -46,6 +49,7 @@ __all__ = [
     "linear_cross_entropy",
     "rms_norm",
     "scaled_dot_product_attention",
+    "selective_log_softmax",
     "silu",
     "use_sdpa",
     "varlen_attn",

@@ -13,7 +13,7 @@ from slow import rest_slow
 import foundry_kernels as fk
 from foundry_kernels import _triton
 
-LAZY = ("compat", "diagnostics", "distributed", "integrations", "models", "nn")
+LAZY = ("compat", "diagnostics", "distributed", "integrations", "losses", "models", "nn")
 needs_triton = pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
 
 

@@ -17,7 +17,7 @@ FLOORS = (
     ("core",),
     ("_triton", "testing"),
     ("ops", "tools"),
-    ("nn", "compat"),
+    ("nn", "compat", "losses"),
     ("models",),
     ("diagnostics", "distributed", "integrations"),
 )

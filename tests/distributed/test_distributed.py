@@ -168,7 +168,7 @@ def test_a_loss_over_sharded_classes_gathers_no_logits(results):
     sharded too, hidden is gathered and its gradient scattered."""
     for found in outcome(results, "vocabulary"):
         assert found.pop("refused") == "hidden must be a DTensor if weight is vocab-sharded; got a plain tensor"
-        assert len(found) == 16
+        assert len(found) == 22
         for id, ((forward, backward), placed, actual, expected) in found.items():
             sharded = "S(1)" in id
             numbers = 3 if " tokens " in id else 2  # the third for predictions

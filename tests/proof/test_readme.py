@@ -77,7 +77,7 @@ def test_the_pages_show_what_is_used_most() -> None:
         assert f" = {used}(" in code, f"no page shows {used}"
 
 
-@pytest.mark.parametrize("name", ["", "nn", "models", "compat", "distributed", "diagnostics"])
+@pytest.mark.parametrize("name", ["", "nn", "losses", "models", "compat", "distributed", "diagnostics"])
 def test_every_public_name_is_in_the_reference(name: str) -> None:
     """`make docs` makes it of the docstrings."""
     module = importlib.import_module(f"foundry_kernels.{name}".rstrip("."))

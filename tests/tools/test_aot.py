@@ -39,7 +39,7 @@ TWINS = (
     *("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "bias_silu", "bias_relu"),
     *("swiglu", "geglu", "glu", "reglu", "flash_attention_varlen"),
 )
-LARGE = ("flash_attention", "cross_entropy", "linear_cross_entropy", "grouped_mm", "qk_norm_rope")
+LARGE = ("flash_attention", "cross_entropy", "linear_cross_entropy", "linear_log_probs", "grouped_mm", "qk_norm_rope")
 
 
 @needs_triton
@@ -75,6 +75,7 @@ LESS_IN_FLIGHT = {
     ("cross_entropy_bwd_kernel", "8192x40-none"): 15,
     ("linear_cross_entropy_fwd_kernel", "64x16-32000"): 16,
     ("linear_cross_entropy_fwd_kernel", "64x16-70000"): 16,
+    ("log_probs_fwd_kernel", "64x16-32000"): 24,
     ("combine_experts_rest_kernel", "T=16384 k=2 D=4096-mixtral-8x7b"): 10,  # a byte for each row that it may write
 }
 

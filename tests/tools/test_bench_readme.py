@@ -201,7 +201,12 @@ def test_digests_are_of_the_code_that_makes_an_operation(tree: Path) -> None:
         assert edited(f"foundry_kernels/{path}", "\nmore = 1\n") == set()
     assert edited("csrc/torch/swiglu_cuda.cpp", "int more;") == set()
     assert edited("csrc/torch/accumulate_product_cpu.cpp", "int more;") == {"linear_cross_entropy"}
-    assert edited("csrc/cpu/cross_entropy.cpp", "int more;") == {"cross_entropy", "linear_cross_entropy"}
+    assert edited("csrc/cpu/cross_entropy.cpp", "int more;") == {
+        "cross_entropy",
+        "linear_cross_entropy",
+        "linear_log_probs",
+        "log_probs",
+    }
     kernels = {op.name for op in fk.OPS.values() if (impl := op.impl("native")) and "cpu" in impl.sources}
     assert edited("csrc/cpu/vec.h", "int more;") == kernels  # by what is included
     assert edited("csrc/cpu/matmul.cpp", "int more;") == {"grouped_mm", "linear_cross_entropy"}

@@ -51,7 +51,11 @@ class _Shifted:
         return x.scatter_add(-1, at, x.new_full(at.shape, self.peak))
 
 
-def _masked(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+def shifted(mean: float, peak: float) -> Values:
+    return _Shifted(mean, peak)
+
+
+def masked(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
     """Normal values; classes that are ruled out have minus infinity."""
     x = torch.randn(shape, generator=g, dtype=torch.float64)
     return x.masked_fill(torch.rand(shape, generator=g) < 0.3, -math.inf)
@@ -130,16 +134,16 @@ CASES: dict[str, tuple[Case, ...]] = {
         _case((12, 50), "predictions", ignored=0.2, **_PREDICTIONS),
         _case((2, 3, 50), "predictions-none", ignored=0.2, return_lse=True, **_PREDICTIONS, **_NONE),
         _values((8, 300), "predictions-softcap", normal(60.0), softcap=15.0, **_PREDICTIONS),
-        _values((8, 300), "confident", _Shifted(0.0, 30.0)),
-        _values((8, 300), "confident-none", _Shifted(0.0, 30.0), **_NONE),
+        _values((8, 300), "confident", shifted(0.0, 30.0)),
+        _values((8, 300), "confident-none", shifted(0.0, 30.0), **_NONE),
         _values((8, 300), "large", normal(60.0)),
         _values((8, 300), "huge", normal(1e4), **_NONE),
-        _values((8, 300), "far-up", _Shifted(1e4, 0.0), **_NONE),
-        _values((8, 300), "far-down", _Shifted(-1e4, 0.0), **_NONE),
-        _values((8, 300), "far-up-smoothing", _Shifted(1e4, 0.0), label_smoothing=0.1),
+        _values((8, 300), "far-up", shifted(1e4, 0.0), **_NONE),
+        _values((8, 300), "far-down", shifted(-1e4, 0.0), **_NONE),
+        _values((8, 300), "far-up-smoothing", shifted(1e4, 0.0), label_smoothing=0.1),
         _values((8, 300), "small", normal(1e-4)),
         _values((8, 300), "equal", normal(0.0)),
-        _values((8, 300), "ruled-out", _masked),
+        _values((8, 300), "ruled-out", masked),
     ),
 }
 

@@ -15,11 +15,19 @@ def cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`args` are the `LossOptions`, one by one as the operators of the kernels take them."""
+    loss, lse, z = with_lse(logits, target, weight, *args)
+    return loss, None if lse is None else lse.detach(), z
+
+
+def with_lse(
+    logits: Tensor, target: Tensor, weight: Tensor | None, *args: Any
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The same with an lse that is differentiable."""
     ignore_index, reduction, label_smoothing, z_loss, softcap, return_lse, return_z_loss = LossOptions(*args)
     compute = wide_dtype(logits.dtype)
     n_classes = logits.shape[-1]
     counts, known = target != ignore_index, (target >= 0) & (target < n_classes)
-    _check_targets(target, known | ~counts, n_classes, ignore_index)
+    check_targets(target, known | ~counts, n_classes, ignore_index)
     # What is ignored must not reach the result, whatever it is: 0 * NaN would.
     y = torch.where(counts.unsqueeze(-1), logits.to(compute), 0.0)
     if softcap is not None:
@@ -44,7 +52,7 @@ def cross_entropy(
         loss, z = (mean(x, total) for x in (loss, z))
     if not (return_lse or return_z_loss):
         return loss, None, None
-    return loss, torch.where(counts, lse, 0.0).detach() if return_lse else None, z.detach() if return_z_loss else None
+    return loss, torch.where(counts, lse, 0.0) if return_lse else None, z.detach() if return_z_loss else None
 
 
 def mean(x: Tensor, total: Tensor) -> Tensor:
@@ -52,7 +60,7 @@ def mean(x: Tensor, total: Tensor) -> Tensor:
     return torch.where((total == 0) & ~x.isnan(), 0.0, x / torch.where(total == 0, 1.0, total))
 
 
-def _check_targets(target: Tensor, valid: Tensor, n_classes: int, ignore_index: int) -> None:
+def check_targets(target: Tensor, valid: Tensor, n_classes: int, ignore_index: int) -> None:
     """Checks on the CPU alone, and where the values can be read: not in a graph that is traced or under a transform."""
     if target.device.type != "cpu" or torch.compiler.is_compiling() or type(target) is not Tensor:
         return

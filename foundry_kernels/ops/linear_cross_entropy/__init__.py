@@ -126,8 +126,9 @@ def linear_cross_entropy(
             before the matmul. On a GPU reading their number would wait, so they are computed and ignored.
         token_scaling: as there, in each chunk. With tiles the targets' logits are computed once more, 2048 tokens at a
             time.
-        return_lse, return_z_loss, return_token_accuracy, return_predicted_tokens: as there. Predictions are taken from
-            the logits while they exist.
+        return_lse, return_z_loss, return_token_accuracy, return_predicted_tokens: as there, but the lse is
+            differentiable too, except with sharded classes under torch.compile. Its gradient computes the logits once
+            more. Predictions are taken from the logits while they exist.
         logit_scale: the logits are multiplied by this, before the soft cap.
         chunk_size: the number of tokens whose logits exist at a time. "tiles" uses blocks of classes: less memory, but
             a fourth matmul (the reference treats it as None). None chooses (see `Memory`).
@@ -212,7 +213,7 @@ def linear_cross_entropy(
     if (low := autocast_dtype(hidden)) is not None:
         hidden, weight = hidden.to(low), weight.to(low) if isinstance(weight, Tensor) else weight
         bias = bias.to(low) if isinstance(bias, Tensor) else bias
-    _check(hidden, weight, bias, logit_scale, chunk_size)
+    check_linear(hidden, weight, bias, logit_scale, chunk_size)
     options = LinearLossOptions(
         ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
         TILES if chunk_size == "tiles" else chunk_size, token_scaling, batch_invariant or invariance.on,
@@ -225,8 +226,11 @@ def linear_cross_entropy(
     losses.check("hidden", hidden, weight.shape[0], target, "class_weight", class_weight, options)
     function = resolve(LINEAR_CROSS_ENTROPY, backend, hidden)
     reduces = reduction != "none" and is_dtensor(hidden)  # torch reduces over devices
-    vocab_parallel = _vocab_parallel(weight) if is_dtensor(weight) else None
-    if vocab_parallel is not None:
+    vocab_sharded = is_vocab_sharded(weight)
+    predicted: Any
+    if vocab_sharded:
+        from foundry_kernels.ops.linear_cross_entropy import vocab_parallel
+
         for name, x in (("hidden", hidden), ("bias", bias), ("class_weight", class_weight)):
             if x is not None and not is_dtensor(x):
                 raise ValueError(f"{name} must be a DTensor if weight is vocab-sharded; got a plain tensor")
@@ -234,6 +238,8 @@ def linear_cross_entropy(
             raise ValueError("chunk_size must be a number of tokens or None if weight is vocab-sharded; got 'tiles'")
         args = (hidden, weight, target, bias, class_weight, options)
         each, lse, zs, predicted, target = vocab_parallel.linear_cross_entropy(*args)
+        if torch.compiler.is_compiling():  # AOTAutograd wants gradients of all DTensors, or fails (pytorch#172556)
+            lse = lse.detach()
     else:
         of_call = options._replace(reduction="none") if reduces else options
         each, lse, zs, predicted = function(hidden, weight, target, bias, class_weight, of_call)
@@ -243,19 +249,21 @@ def linear_cross_entropy(
     if options.return_predictions:
         more = (return_token_accuracy, return_predicted_tokens)
         results = with_predictions(results, predicted, target, ignore_index, reduction, *more)
-    if vocab_parallel is not None and torch.compiler.is_compiling():
+    if vocab_sharded and torch.compiler.is_compiling():
         return vocab_parallel.on_mesh_of(hidden, results)
     return results
 
 
-def _vocab_parallel(weight: Any) -> Any:
-    """The module for a vocab-sharded weight; None if the weight is not sharded."""
-    from foundry_kernels.ops.linear_cross_entropy import vocab_parallel
+def is_vocab_sharded(weight: Any) -> bool:
+    """Whether the weight is a DTensor that is sharded by its classes along one dimension of the mesh."""
+    if not is_dtensor(weight):
+        return False
+    from foundry_kernels.ops.linear_cross_entropy.vocab_parallel import vocabulary_dim
 
-    return vocab_parallel if vocab_parallel.vocabulary_dim(weight) is not None else None
+    return vocabulary_dim(weight) is not None
 
 
-def _check(
+def check_linear(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, chunk_size: int | str | None
 ) -> None:
     check_float("weight", weight)

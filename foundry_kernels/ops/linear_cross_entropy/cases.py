@@ -142,6 +142,8 @@ def scales(
     if options.get("reduction", "mean") == "mean":
         largest /= max(float((of_target * counts).sum()), 1e-30)
     dlogits = largest * float(cotangents[0].abs().max())
+    if options.get("return_lse"):
+        dlogits += abs(options.get("logit_scale", 1.0)) * float(cotangents[1].abs().max())
     return found | {"hidden": 2 * dlogits * float(w.max()), "weight": dlogits * float(x.max())}
 
 

@@ -84,7 +84,7 @@ class Tokens:
 
     def __init__(self, inputs: Inputs, options: LinearLossOptions, cpu: bool) -> None:
         hidden, weight, target, bias, _ = inputs
-        self.dtype, self.n_rows = wide_dtype(hidden.dtype), target.numel()
+        self.dtype, self.n_rows, self.rank = wide_dtype(hidden.dtype), target.numel(), target.dim()
         self.target = target.reshape(-1)
         x = hidden.reshape(-1, hidden.shape[-1])
         counts = self.target != options.ignore_index
@@ -151,8 +151,8 @@ class Tokens:
             dlogits.mul_(self.logit_scale)
 
     def of_kept(self, of_all: Tensor) -> Tensor:
-        """Values of the kept tokens, as a vector, from those of all."""
-        rows = of_all.reshape(-1)
+        """Values of the kept tokens, as a vector or as rows, from those of all."""
+        rows = of_all.reshape(self.n_rows, *of_all.shape[self.rank :])
         return rows if self.kept is None else rows[self.kept]
 
     def whole(self, of_kept: Tensor, others: float = 0.0) -> Tensor:

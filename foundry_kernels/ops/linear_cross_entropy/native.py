@@ -18,7 +18,7 @@ _LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")
 _OPS = torch.ops.foundry_kernels
 
 
-def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     name = schema.split("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, function, "CPU")
@@ -52,4 +52,4 @@ def _gradients_(
 
 KERNELS = Kernels(_forward, _gradients_, cpu=True, classes=sizes.classes_on_cpu)
 
-linear_cross_entropy = make_backend("", _define, Strategy(KERNELS, sizes.on_cpu))
+linear_cross_entropy = make_backend("", define, Strategy(KERNELS, sizes.on_cpu))

@@ -35,6 +35,10 @@ BWD = (
 )
 _NOTHING = Needs(False, False, False)
 
+#: By the prefix of its name the operator that computes the gradients of an lse: the backward operator of
+#: linear_log_probs, which is built on this module and sets it.
+LSE_BACKWARD: dict[str, Any] = {}
+
 #: Rows of a gradient that are widened at a time: the copy stays in the cache.
 _ROWS = 4096
 
@@ -114,7 +118,10 @@ def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) ->
             loss, z = scaled(each, z, p, target, class_weight, options)
             return loss, lse, z, predicted
         if any(needs):
-            return _LinearCrossEntropy.apply(prefix, *inputs, options)
+            loss, lse, low, z, predicted = _LinearCrossEntropy.apply(prefix, *inputs, options)
+            if options.return_lse:
+                lse = _Lse.apply(prefix, lse, low, hidden, weight, target, bias, options)
+            return loss, lse, z, predicted
         saves = Saves(options.return_lse, options.return_z_loss, False, options.return_predictions)
         loss, lse, _, z, *_, predicted = forward(*inputs, *options.operator_args(), *saves, *_NOTHING)
         return loss, lse, z, predicted
@@ -132,17 +139,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.needs = (need_dhidden, need_dweight, need_dbias)
         ctx.options, ctx.recomputes = options.operator_args(), options.reduction == "none" or options.tiles
         ctx.prefix, ctx.dtype = prefix, hidden.dtype
+        save_lse = options.return_lse or ctx.recomputes
         loss, lse, low, z, dscale, *gradients, predicted = _OPERATORS[prefix][0](
             hidden, weight, target, bias, class_weight, *ctx.options,
-            options.return_lse or ctx.recomputes, options.return_z_loss, ctx.recomputes, options.return_predictions,
+            save_lse, options.return_z_loss, save_lse, options.return_predictions,
             *(_NOTHING if ctx.recomputes else ctx.needs),
         )  # fmt: skip
         if ctx.recomputes:
             ctx.save_for_backward(hidden, weight, target, bias, class_weight, lse, low)
         else:
             ctx.save_for_backward(dscale, *gradients)
-        ctx.mark_non_differentiable(lse, z, predicted)
-        return loss, lse, z, predicted
+        ctx.mark_non_differentiable(lse, low, z, predicted)
+        return loss, lse, low, z, predicted
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
@@ -155,6 +163,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
             found = [_scaled(g, factor, ctx.dtype, _SCALE[ctx.prefix]) for g in gradients]
         dhidden, dweight, dbias = (g if n else None for g, n in zip(found, ctx.needs, strict=True))
         return None, dhidden, dweight, None, dbias, None, None
+
+
+class _Lse(torch.autograd.Function):
+    """The lse of a call with its own gradient, which computes the logits once more. A function of its own, so that an
+    lse without a gradient costs nothing, under torch.compile too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, prefix: str, lse: Tensor, lse_low: Tensor, hidden: Tensor, weight: Tensor, target: Tensor,
+        bias: Tensor | None, options: LinearLossOptions,
+    ) -> Tensor:  # fmt: skip
+        *_, need_dhidden, need_dweight, _, need_dbias, _ = ctx.needs_input_grad
+        ctx.prefix, ctx.needs = prefix, (need_dhidden, need_dweight, need_dbias)
+        ctx.options = (
+            options.ignore_index, options.logit_scale, options.softcap, options.chunk_size, options.batch_invariant
+        )  # fmt: skip
+        ctx.save_for_backward(hidden, weight, target, bias, lse, lse_low)
+        return lse.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dlse: Tensor) -> Any:
+        refuse_second_derivative("linear_cross_entropy")
+        drows = torch.stack([torch.zeros_like(dlse), dlse], -1)
+        found = LSE_BACKWARD[ctx.prefix](drows, *ctx.saved_tensors, *ctx.options, *ctx.needs)
+        dhidden, dweight, dbias = (x if n else None for x, n in zip(found, ctx.needs, strict=True))
+        return None, None, None, dhidden, dweight, None, dbias, None
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, scale_: Any) -> Tensor:

@@ -28,10 +28,10 @@ def linear_cross_entropy(
         logits = logits * options.logit_scale
     predicted = tokens.predictions(logits, target, options.ignore_index) if options.return_predictions else None
     if not options.token_scaling:
-        found = reference.cross_entropy(logits, target, class_weight, *options.of_logits(options.reduction))
+        found = reference.with_lse(logits, target, class_weight, *options.of_logits(options.reduction))
         return *found, predicted
     per_token = options.of_logits("none")._replace(return_lse=True)
-    losses, lse, zs = reference.cross_entropy(logits, target, class_weight, *per_token)
+    losses, lse, zs = reference.with_lse(logits, target, class_weight, *per_token)
     assert lse is not None  # which was asked for
     p = tokens.probabilities(logits, target, lse, options.ignore_index, options.softcap)
     loss, z = scaled(losses, zs, p, target, class_weight, options)

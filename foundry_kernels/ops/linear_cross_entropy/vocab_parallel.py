@@ -61,40 +61,62 @@ def linear_cross_entropy(
         target: a DTensor, or a tensor that is the same on all devices.
     """
     options.refuse_others(SUPPORTED, "linear_cross_entropy", "vocab-parallel")
-    mesh, dim = weight.device_mesh, vocabulary_dim(weight)
-    assert dim is not None  # or the caller takes another path
-    everywhere: list[Placement] = [Replicate()] * mesh.ndim
-    if not isinstance(target, DTensor):
-        target = DTensor.from_local(target, mesh, everywhere, run_check=False)
-    tokens: list[Placement] = [
-        p if i != dim and type(p) is Shard and p.dim < target.ndim else Replicate()
-        for i, p in enumerate(hidden.placements)
-    ]
-    rows: list[Placement] = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
-    summed: list[Placement] = [Shard(0) if i == dim else Partial() if p.is_shard() else p for i, p in enumerate(tokens)]
-
-    def local(x: Any, placements: list[Placement], gradient: list[Placement]) -> Tensor:
-        return x.redistribute(mesh, placements).to_local(grad_placements=gradient)
-
-    target = target.redistribute(mesh, tokens)
-    partial: list[Placement] = [Partial() if i == dim else p for i, p in enumerate(tokens)]
-    per_device = -(-weight.shape[0] // mesh.size(dim))
-    shards = Shards(min(mesh.get_local_rank(dim) * per_device, weight.shape[0]), weight.shape[0], (mesh, dim))
+    local = Local.of(hidden, weight, target, bias)
+    everywhere: list[Placement] = [Replicate()] * weight.device_mesh.ndim
     each, lse, zs, predicted = _VocabParallel.apply(
-        local(hidden, tokens, partial),
-        local(weight, rows, summed),
-        target.to_local(),
-        None if bias is None else local(bias, rows, summed),
-        None if class_weight is None else class_weight.redistribute(mesh, everywhere).to_local(),
+        *local.inputs,
+        None if class_weight is None else class_weight.redistribute(weight.device_mesh, everywhere).to_local(),
         options,
-        shards,
+        local.shards,
     )
+    whole = local.whole
+    predicted = whole(predicted) if options.return_predictions else None
+    return whole(each), whole(lse), whole(zs), predicted, local.target
 
-    def whole(x: Tensor) -> DTensor:
-        strides = torch.empty(target.shape, device="meta").stride()
-        return DTensor.from_local(x, mesh, tokens, run_check=False, shape=target.shape, stride=strides)
 
-    return whole(each), whole(lse), whole(zs), whole(predicted) if options.return_predictions else None, target
+class Local(NamedTuple):
+    """The inputs of a call on this device: hidden, weight, target and bias; and the tokens' target as a DTensor."""
+
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None]
+    target: Any
+    shards: Shards
+
+    @classmethod
+    def of(cls, hidden: Any, weight: Any, target: Any, bias: Any) -> Local:
+        """See the arguments of `linear_cross_entropy`."""
+        mesh, dim = weight.device_mesh, vocabulary_dim(weight)
+        assert dim is not None  # or the caller takes another path
+        if not isinstance(target, DTensor):
+            target = DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        tokens: list[Placement] = [
+            p if i != dim and type(p) is Shard and p.dim < target.ndim else Replicate()
+            for i, p in enumerate(hidden.placements)
+        ]
+        rows: list[Placement] = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
+        summed: list[Placement] = [
+            Shard(0) if i == dim else Partial() if p.is_shard() else p for i, p in enumerate(tokens)
+        ]
+
+        def local(x: Any, placements: list[Placement], gradient: list[Placement]) -> Tensor:
+            return x.redistribute(mesh, placements).to_local(grad_placements=gradient)
+
+        target = target.redistribute(mesh, tokens)
+        partial: list[Placement] = [Partial() if i == dim else p for i, p in enumerate(tokens)]
+        per_device = -(-weight.shape[0] // mesh.size(dim))
+        first = min(mesh.get_local_rank(dim) * per_device, weight.shape[0])
+        inputs = (
+            local(hidden, tokens, partial),
+            local(weight, rows, summed),
+            target.to_local(),
+            None if bias is None else local(bias, rows, summed),
+        )
+        return cls(inputs, target, Shards(first, weight.shape[0], (mesh, dim)))
+
+    def whole(self, x: Tensor) -> DTensor:
+        """A result of this device's tokens as a DTensor."""
+        mesh, strides = self.target.device_mesh, torch.empty(self.target.shape, device="meta").stride()
+        where = self.target.placements
+        return DTensor.from_local(x, mesh, where, run_check=False, shape=self.target.shape, stride=strides)
 
 
 def on_mesh_of(hidden: Any, results: Any) -> Any:
@@ -118,7 +140,7 @@ class _VocabParallel(torch.autograd.Function):
         options: LinearLossOptions, shards: Shards,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         with no_autocast(hidden):
-            own = _Own(hidden, weight, target, bias, class_weight, options, shards)
+            own = Own(hidden, weight, target, bias, class_weight, options, shards)
             y, nll, smooth = own.statistics()
             of_target, lse = own.of_target, y + nll
             z = of_target * options.z_loss * lse.square()
@@ -137,21 +159,24 @@ class _VocabParallel(torch.autograd.Function):
             outputs += (own.tokens.whole(own.predicted, NO_CLASS).view(target.shape),)
         else:
             outputs += (own.predicted,)
-        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*outputs[2:])
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, dloss: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
         refuse_second_derivative("linear_cross_entropy")
         hidden, weight, target, bias, class_weight, y, nll = ctx.saved_tensors
+        if dloss is None:
+            dloss = torch.zeros(target.shape, dtype=y.dtype, device=y.device)
         with no_autocast(hidden):
-            own = _Own(hidden, weight, target, bias, class_weight, ctx.options, ctx.shards)
-            found = own.gradients(dloss, y, nll, ctx.needs).of(hidden)
+            own = Own(hidden, weight, target, bias, class_weight, ctx.options, ctx.shards)
+            found = own.gradients(dloss, dlse, y, nll, ctx.needs).of(hidden)
         dhidden, dweight, dbias = (g.to(hidden.dtype) if n else None for g, n in zip(found, ctx.needs, strict=True))
         return dhidden, dweight, None, dbias, None, None, None
 
 
-class _Own:
+class Own:
     """The tokens of a call and what a device knows of its own classes."""
 
     def __init__(
@@ -193,9 +218,9 @@ class _Own:
         cap = self.options.softcap
         return y if cap is None else y.div_(cap).tanh_().mul_(cap)
 
-    def statistics(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def statistics(self, entropy: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """The target's logit and its negative log-likelihood of each token; and with label smoothing the sum over the
-        classes of their weight times theirs."""
+        classes of their weight times theirs, or with `entropy` that of their probability times theirs."""
         n, dtype = self.tokens.target.numel(), self.tokens.dtype
         empty = self.tokens.x.new_empty(n, dtype=dtype)
         largest = torch.full_like(empty, -torch.inf)
@@ -216,7 +241,10 @@ class _Own:
             if best is not None:
                 rows_of(best, part).copy_(y.argmax(1))
             finite = torch.where(m == -torch.inf, 0.0, m)
-            s.copy_(y.sub_(finite.unsqueeze(1)).exp_().sum(1))
+            y.sub_(finite.unsqueeze(1))
+            if entropy:
+                b.copy_((y.exp() * y.masked_fill(y == -torch.inf, 0.0)).sum(1))
+            s.copy_(y.exp_().sum(1))
             if smooth:  # below the same maximum as the sum, which leaves the target out
                 b.add_((finite - below_all) * self._sum(weights))
         maximum = self.shards.reduce(largest, "max")
@@ -225,7 +253,10 @@ class _Own:
             best = self.shards.reduce(best, "min")
         finite = torch.where(maximum == -torch.inf, 0.0, maximum)
         shift = torch.where(largest == -torch.inf, 0.0, largest)
-        numbers = [total * (largest - finite).exp(), at_target]
+        scale = (largest - finite).exp()
+        numbers = [total * scale, at_target]
+        if entropy:
+            numbers.append((below + (shift - finite) * total) * scale)
         if smooth:
             numbers.append(below + (finite - shift) * self._sum(weights))
         total, y, *rest = self.shards.reduce(torch.stack(numbers), "sum").unbind(0)
@@ -235,13 +266,18 @@ class _Own:
             best = torch.where(is_target, target, best)
             self.predicted = best.masked_fill(self.unknown | ~self.counts, NO_CLASS)
         nll = torch.nn.functional.softplus(total.log() + (finite - y), threshold=50.0)
+        if entropy:  # of the other classes, from the distances to their largest logit, and of the target
+            above = y + nll - finite
+            others = torch.where(total == 0.0, 0.0, (-above).exp() * (above * total - rest[0]))
+            return y, nll, others + (-nll).exp() * nll.masked_fill(nll == torch.inf, 0.0)
         return y, nll, rest[0] + (y - finite + nll) * self.sum_of_weights if smooth else None
 
     def _sum(self, weights: Tensor | float) -> Tensor | float:
         return self.tokens.weight.shape[0] * weights if isinstance(weights, float) else weights.sum()
 
-    def gradients(self, dloss: Tensor, y: Tensor, nll: Tensor, needs: Needs) -> Gradients:
-        """Returns the gradients of this device's logits and inputs; see the mathematics in `cross_entropy/__init__`."""
+    def gradients(self, dloss: Tensor, dlse: Tensor | None, y: Tensor, nll: Tensor, needs: Needs) -> Gradients:
+        """Returns the gradients of this device's logits and inputs; see the mathematics in `cross_entropy/__init__`.
+        An lse with a gradient adds it times the probability of each class."""
         tokens, options = self.tokens, self.options
         found = Gradients(tokens, needs)
         d = torch.where(self.counts, tokens.of_kept(dloss), 0.0).masked_fill(self.unknown, torch.nan)
@@ -251,16 +287,20 @@ class _Own:
         certain = (1.0 - epsilon) * self.of_target
         beside = share * self.sum_of_weights + 2.0 * options.z_loss * self.of_target * (y + nll)
         of_weights = share * self.own_weights()
+        from_lse = None if dlse is None else torch.where(self.counts, tokens.of_kept(dlse), 0.0)
         for part in tokens.chunks() if tokens.weight.shape[0] else ():
             dlogits, mine, column = self.logits(part), rows_of(self.mine, part), rows_of(self.column, part)
             slope = None if options.softcap is None else 1.0 - (dlogits / options.softcap).square()
             c, e, f, at, each = (rows_of(x, part).unsqueeze(1) for x in (certain, beside, nll, y, d))
             p = dlogits.sub_(at).sub_(f).exp_()
+            more = None if from_lse is None else p * rows_of(from_lse, part).unsqueeze(1)
             own = c * torch.expm1(-f) + e * p.gather(1, column)
             p.mul_(c + e).scatter_(1, column, torch.where(mine.unsqueeze(1), own, p.gather(1, column)))
             if epsilon > 0.0:
                 p.sub_(of_weights)
             p.mul_(each)
+            if more is not None:
+                p.add_(more)
             found.add(part, (p if slope is None else p.mul_(slope)).to(tokens.x.dtype))
         if needs.hidden and not tokens.weight.shape[0]:
             found.dx.zero_()

@@ -74,7 +74,9 @@ def backward(
         dloss = (dloss / total).masked_fill(total == 0, 0.0)
     if x.dtype == torch.float16 and options.reduction != "none":  # which would lose what is below its range
         factor, dloss = dloss, torch.ones_like(dloss)
-    d, lse, lse_low = (tokens.of_kept(each.expand(inputs.target.shape)) for each in (dloss, lse, lse_low))
+    if options.reduction != "none":
+        dloss = dloss.expand(inputs.target.shape)
+    d, lse, lse_low = (tokens.of_kept(each) for each in (dloss, lse, lse_low))
     dx = hidden.new_zeros(x.shape if needs.hidden else (0,), dtype=wide)
     made = hidden.new_empty if x.shape[0] else hidden.new_zeros  # if there is a token, every block is written
     dweight, dbias = made(weight.shape if needs.weight else (0,)), made(weight.shape[:1] if needs.bias else (0,))

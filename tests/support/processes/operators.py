@@ -246,7 +246,7 @@ def losses(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     return found
 
 
-#: Calls with a sharded vocabulary: every option of a loss, and each reduction.
+#: Calls with a sharded vocabulary: every option of a loss, each reduction, and log-probabilities.
 VOCABULARY: dict[str, dict[str, Any]] = {
     "mean": {},
     "sum": {"reduction": "sum", "chunk_size": 5},
@@ -254,6 +254,10 @@ VOCABULARY: dict[str, dict[str, Any]] = {
     "all": {
         "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "logit_scale": 0.7,
         "return_lse": True, "return_z_loss": True,
+    },
+    "log-probs": {
+        "function": "linear_log_probs", "softcap": 3.0, "logit_scale": 0.7, "return_entropy": True, "return_lse": True,
+        "chunk_size": 5,
     },
     "tokens": {"token_scaling": True, "return_token_accuracy": True, "return_predicted_tokens": True},
 }  # fmt: skip
@@ -279,18 +283,21 @@ def vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
         leaves: dict[str, Tensor], target: Tensor, backend: str, options: dict[str, Any]
     ) -> tuple[Any, list[Tensor]]:
         leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+        function, options = getattr(fk, options.get("function", "linear_cross_entropy")), dict(options)
+        options.pop("function", None)
         with Collectives() as forward:
-            outputs = fk.linear_cross_entropy(**leaves, target=target, backend=backend, **options)
+            outputs = function(**leaves, target=target, backend=backend, **options)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         with Collectives() as backward:
-            (outputs[0].sum() * 3.0).backward()
+            sum(o.sum() * (3.0 + i) for i, o in enumerate(outputs) if o.requires_grad).backward()
         return (dict(forward.counts), dict(backward.counts)), [*outputs, *(x.grad for x in leaves.values())]
 
     for n_classes, dtype, (name, options) in (
         *((11, torch.float32, each) for each in VOCABULARY.items()),
         (11, torch.float64, ("all", VOCABULARY["all"])),
         (11, torch.bfloat16, ("mean", {})),
-        (1, torch.float32, ("all", VOCABULARY["all"])),
+        (11, torch.float64, ("log-probs", VOCABULARY["log-probs"])),
+        *((1, torch.float32, (name, VOCABULARY[name])) for name in ("all", "log-probs")),
     ):
         hidden, weight = torch.randn(2, 6, 8, generator=generator), torch.randn(n_classes, 8, generator=generator)
         hidden[0, 0], target = 3.0 * weight[-1], torch.randint(n_classes, (2, 6), generator=generator)

@@ -1,0 +1,162 @@
+// Compiled once per instruction set (see isa.h).
+#include "log_probs.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "dispatch.h"
+#include "logits.h"
+
+namespace foundry {
+namespace FK_ISA {
+
+namespace {
+
+// Below this distance from the largest logit an exponential is 0. It replaces minus infinity in products with it.
+constexpr float kFar = -1000.0f;
+
+inline FK_INLINE Vec not_farther(Vec below) {
+  return below < kFar ? splat(kFar) : below;
+}  // NaN stays
+
+// The maximum m of a row's logits y and, over all classes but the target, the sum of exp(y - m). With the entropy also
+// the sum of exp(y - m) (y - m). The caller starts with the target's logit as the maximum.
+template <class X, bool kCap, bool kEntropy>
+struct ExpSums {
+  const X* x;
+  Vec logit_scale;
+  Cap<kCap> cap;
+  float max;
+  Vec exps[4] = {}, products[4] = {};
+
+  void add(int64_t begin, int64_t end) {
+    for (int64_t col = begin; col < end; col += kBlock) add_block(x + col, std::min(kBlock, end - col));
+  }
+
+  void add_block(const X* in, int64_t count) {
+    Vec top[4] = {splat(-kInfinity), splat(-kInfinity), splat(-kInfinity), splat(-kInfinity)};
+    for_each_vec(count, [&](int64_t i, auto at, int k) FK_INLINE {
+      const Vec v = masked(at, at.load(in + i) * logit_scale, -kInfinity);
+      top[k] = larger(v, top[k]);  // never NaN: that would hide larger values
+    });
+    const float found = cap(largest(top));
+    if (found > max) {
+      const float step = max == -kInfinity ? 0.0f : max - found;  // without a finite logit so far, the sums are 0
+      const Vec scale = splat(std::exp(max - found));
+      for (int k = 0; k < 4; ++k) {
+        if constexpr (kEntropy) products[k] = scale * (products[k] + step * exps[k]);
+        exps[k] *= scale;
+      }
+      max = found;
+    }
+    const Vec shift = splat(max == -kInfinity ? 0.0f : max);
+    for_each_vec(count, [&](int64_t i, auto at, int k) FK_INLINE {
+      __builtin_prefetch(in + i + kBlock);
+      const Vec below = masked(at, cap(at.load(in + i) * logit_scale) - shift, -kInfinity), e = exp(below);
+      exps[k] += e;
+      if constexpr (kEntropy) products[k] += e * not_farther(below);
+    });
+  }
+};
+
+template <class X, bool kCap, bool kEntropy>
+void forward_rows(const LogProbsForward& a, int64_t begin, int64_t end) {
+  const LogProbsOptions& o = a.options;
+  const Cap<kCap> cap(o.softcap);
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t target = a.target[row];
+    float log_prob = 0.0f, entropy = 0.0f, lse = 0.0f, low = 0.0f;
+    if (target != o.ignore_index) {
+      const X* x = static_cast<const X*>(a.logits) + a.logits_strides.offset(a.rows, row);
+      const float picked = cap(load_one(x + target) * o.logit_scale);
+      ExpSums<X, kCap, kEntropy> sums{x, splat(o.logit_scale), cap, picked};
+      sums.add(0, target);
+      sums.add(target + 1, a.n_cols);
+      const float rest = sum(sums.exps), max = sums.max;
+      const bool first = max == picked;
+      const float own = first ? 1.0f : std::exp(picked - max);
+      const float log_sum = first ? std::log1p(rest) : std::log(rest + own);
+      const float whole = max + log_sum, part = whole - max;
+      low = (max - (whole - part)) + (log_sum - part);  // the rounding error of the sum
+      lse = max == kInfinity ? max : whole;             // if the maximum is infinite, the sum is NaN
+      log_prob = (picked - max) - log_sum;
+      if constexpr (kEntropy) {
+        const float products = sum(sums.products) + (first || own == 0.0f ? 0.0f : own * (picked - max));
+        entropy = log_sum - products / (rest + own);  // neither term is negative
+      }
+    }
+    a.log_probs[row] = log_prob;
+    if (a.entropy) a.entropy[row] = entropy;
+    if (a.lse) a.lse[row] = lse;
+    if (a.lse_low) a.lse_low[row] = low;
+  }
+}
+
+template <class X, bool kCap, bool kEntropy, bool kStream>
+void backward_rows(const LogProbsBackward& a, int64_t begin, int64_t end) {
+  const LogProbsOptions& o = a.options;
+  const Cap<kCap> cap(o.softcap);
+  const int64_t n = a.n_cols;
+  const Vec logit_scale = splat(o.logit_scale);
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t target = a.target[row];
+    X* dx = static_cast<X*>(a.dlogits) + row * n;
+    const bool counts = target != o.ignore_index;
+    const float g = counts ? a.g[row] : 0.0f, c = counts && a.c ? a.c[row] : 0.0f;
+    const float b = counts && kEntropy ? a.b[row] : 0.0f;
+    if (g == 0.0f && c == 0.0f && b == 0.0f) {
+      write_row<kStream>(dx, n, [](int64_t, auto) FK_INLINE { return Vec{}; });
+      continue;
+    }
+    const X* x = static_cast<const X*>(a.logits) + a.logits_strides.offset(a.rows, row);
+    const float lse = a.lse[row], low = a.lse_low[row];
+    const int64_t column = target - a.first;
+    const bool here = column >= 0 && column < n;
+    const float picked = here ? cap(load_one(x + column) * o.logit_scale) : 0.0f;  // before the write: dx may be x
+    const Vec share = splat(o.logit_scale * (c - g)), by_distance = splat(o.logit_scale * b);
+    const Vec shift = splat(lse), shift_low = splat(low);
+    write_row<kStream>(dx, n, [&](int64_t i, auto at) FK_INLINE {
+      __builtin_prefetch(x + i + kBlock);
+      const Vec y = cap(at.load(x + i) * logit_scale), below = (y - shift) - shift_low;
+      Vec p;
+      if constexpr (sizeof(X) == 2) p = exp2<true>(below * kLog2E);
+      else p = exp(below);
+      Vec v;
+      if constexpr (kEntropy) v = p * (share + by_distance * not_farther(below));
+      else v = p * share;
+      if constexpr (kCap) v *= cap.slope(y);
+      return v;
+    });
+    if (!here) continue;
+    const float nll = (lse - picked) + low, p = std::exp(-nll);
+    float at_target = p * c - g * std::expm1(-nll);
+    if constexpr (kEntropy) at_target -= b * (p == 0.0f ? 0.0f : p * nll);
+    at_target *= o.logit_scale;
+    if constexpr (kCap) at_target *= cap.slope(picked);
+    Part{1}.store(dx + column, splat(at_target));
+  }
+  if constexpr (kStream) stream_fence();
+}
+
+}  // namespace
+
+void log_probs_forward(const LogProbsForward& a, int64_t begin, int64_t end) {
+  with_type(a.type, [&](auto* x) {
+    using X = std::remove_pointer_t<decltype(x)>;
+    with_bools([&](auto cap, auto entropy) { forward_rows<X, cap.value, entropy.value>(a, begin, end); },
+               a.options.softcap > 0.0f, a.entropy != nullptr);
+  });
+}
+
+void log_probs_backward(const LogProbsBackward& a, int64_t begin, int64_t end) {
+  with_type(a.type, [&](auto* x) {
+    using X = std::remove_pointer_t<decltype(x)>;
+    const bool large = a.rows.count() * a.n_cols * int64_t(sizeof(X)) > kStreamBytes;
+    with_bools([&](auto cap, auto entropy,
+                   auto streamed) { backward_rows<X, cap.value, entropy.value, streamed.value>(a, begin, end); },
+               a.options.softcap > 0.0f, a.b != nullptr, large);
+  });
+}
+
+}  // namespace FK_ISA
+}  // namespace foundry

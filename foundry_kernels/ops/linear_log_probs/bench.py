@@ -1,0 +1,60 @@
+"""What is timed, against what, and what it moves and computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from foundry_kernels.core.contract import Sample, sample_rows
+from foundry_kernels.ops.cross_entropy.cases import targets
+from foundry_kernels.ops.linear_cross_entropy.bench import bytes_moved, flops, parity_case
+from foundry_kernels.testing import Arg, Case, normal
+
+__all__ = ["BENCH_QUICK", "bench_cases", "bytes_moved", "flops", "parity_case", "peers", "sample"]
+
+#: Shapes to time, by device: tokens, width, vocabulary, name.
+_BENCH_SHAPES = {
+    "cpu": ((2048, 512, 32768, "small-llama"), (512, 512, 32768, "few-tokens"), (256, 256, 8192, "tiny")),
+    "cuda": ((8192, 4096, 128256, "llama-3-8b"), (8192, 2048, 128256, "llama-3-1b")),
+}
+
+BENCH_QUICK = ("tiny", "few-tokens", "few-tokens-entropy", "llama-3-8b")
+
+
+def _bench_case(tokens: int, width: int, n_classes: int, name: str, **options: Any) -> Case:
+    args = {
+        "hidden": Arg((tokens, width)),
+        "weight": Arg((n_classes, width), values=normal(width**-0.5)),
+        "target": Arg((tokens,), values=targets(n_classes), dtype=torch.int64, grad=False),
+    }
+    return Case(f"{tokens}x{width}-{n_classes}-{name}", args, options)
+
+
+def bench_cases(op: str, device: str) -> tuple[Case, ...]:
+    return tuple(
+        _bench_case(tokens, width, n_classes, name + "-entropy" * entropy, return_entropy=entropy)
+        for tokens, width, n_classes, name in _BENCH_SHAPES[device]
+        for entropy in (False, True)
+    )
+
+
+def sample(case: Case) -> Sample | None:
+    """Targets outside of it are ignored ones."""
+    return sample_rows(case, {"target": 0, "hidden": 0}, {"target": -100})
+
+
+def _eager(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, return_entropy: bool = False
+) -> Any:
+    log_p = torch.log_softmax(linear(hidden, weight, bias).float(), -1)
+    picked = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return (picked, -(log_p.exp() * log_p).sum(-1)) if return_entropy else picked
+
+
+def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any]]:
+    """What else computes this, by name; "eager" is also what torch.compile is given."""
+    return {"eager": _eager}

@@ -1,0 +1,156 @@
+"""Log-probabilities in Triton.
+
+Forward: a program takes a row, or several of a small vocabulary, and walks over blocks of the classes with a running
+maximum, the sum of the exponentials below it without the target's own, and if the entropy is requested the sum of these
+times their distances to the maximum. Backward: element by element; each block reads its row's few numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.operators import define
+from foundry_kernels._triton.plans import planned
+from foundry_kernels._triton.rows import compute_dtype, contiguous, row_strides
+from foundry_kernels._triton.tuning import choose
+from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops.cross_entropy.triton import configs
+from foundry_kernels.ops.log_probs.operators import BWD, FWD, make_backend
+from foundry_kernels.ops.log_probs.options import LogProbsOptions
+from foundry_kernels.ops.log_probs.triton.kernels import log_probs_bwd_kernel, log_probs_fwd_kernel
+
+_FORWARD, _BACKWARD = 4096, 2048  # elements of a program's tile
+
+
+def _layout(
+    shape: tuple[int, ...], strides: tuple[int, ...], options: LogProbsOptions, dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The numbers from n1 on and the constants that the forward and the backward kernel share; None if the kernels do
+    not support this layout."""
+    layout = row_strides(shape, strides)
+    if layout is None:
+        return None
+    rank, n1, n2, (of_rows,) = layout
+    numbers = (n1, n2, *of_rows, options.ignore_index, options.logit_scale, options.softcap or 0.0)
+    return numbers, {"RANK": rank, "CAP": options.softcap is not None, "COMPUTE": compute_dtype(dtype)}
+
+
+@planned
+def _plan_fwd(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+    options: LogProbsOptions, n_cols: int, first: int,
+) -> Plan | None:  # fmt: skip
+    found = _layout(shape, strides, options, dtype)
+    if found is None:
+        return None
+    numbers, constants = found
+    n_rows, n_out = math.prod(shape[:-1]), shape[-1]
+    block = choose("log_probs_fwd_kernel", f"{8 * dtype.itemsize}-bit", configs(n_out, _FORWARD), device)
+    grid = (triton.cdiv(n_rows, block["BLOCK_ROWS"]),)
+    constants |= {"ENTROPY": options.return_entropy}
+    return Plan(grid, (n_rows, n_cols, n_out, first, *numbers), constants | block)
+
+
+@planned
+def _plan_bwd(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+    options: LogProbsOptions, n_cols: int, first: int,
+) -> Plan | None:  # fmt: skip
+    found = _layout(shape, strides, options, dtype)
+    if found is None:
+        return None
+    numbers, constants = found
+    n_rows, n_out = math.prod(shape[:-1]), shape[-1]
+    block = choose("log_probs_bwd_kernel", f"{8 * dtype.itemsize}-bit", configs(n_out, _BACKWARD), device)
+    n_tiles = triton.cdiv(n_out, block["BLOCK_COLS"])
+    grid = (triton.cdiv(n_rows, block["BLOCK_ROWS"]) * n_tiles,)
+    return Plan(grid, (n_rows, n_cols, n_out, n_tiles, first, *numbers), constants | block)
+
+
+class Rows:
+    """The results of tokens, from the logits of all classes or of one block of classes after another."""
+
+    def __init__(
+        self, target: Tensor, n_classes: int, options: LogProbsOptions, dtype: torch.dtype, save_lse: bool,
+        save_low: bool,
+    ) -> None:  # fmt: skip
+        self.target, self.n_classes, self.options = target.contiguous(), n_classes, options
+        wanted = (True, options.return_entropy, save_lse, save_low)
+        #: log_probs, entropy, lse and lse_low; one that is not requested is empty.
+        self.outputs = tuple(
+            torch.empty(target.shape if w else (0,), dtype=dtype, device=target.device) for w in wanted
+        )
+        self.state: Tensor | None = None
+
+    def add(self, logits: Tensor, first: int) -> None:
+        """Takes in the logits ``[..., classes]`` of these classes. After the last ones `outputs` are there."""
+        n_rows, n_out = self.target.numel(), logits.shape[-1]
+        if n_rows == 0:
+            return
+        if n_out < self.n_classes and self.state is None:
+            self.state = self.outputs[0].new_empty((4 if self.options.return_entropy else 3, n_rows))
+        wanted = [x if x.numel() else None for x in self.outputs] if first + n_out == self.n_classes else [None] * 4
+        plan = _plan_fwd(
+            logits.shape, logits.stride(), logits.dtype, logits.device, self.options, self.n_classes, first
+        )
+        if plan is None:
+            return self.add(logits.contiguous(), first)
+        launch(log_probs_fwd_kernel, plan, logits, self.target, self.state, *wanted)
+
+
+def gradients(
+    g: Tensor, c: Tensor | None, b: Tensor | None, logits: Tensor, target: Tensor, lse: Tensor, lse_low: Tensor,
+    options: LogProbsOptions, out: Tensor, first: int = 0, n_classes: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Writes the gradient of logits, of the classes from `first` on, to `out`, which may be the logits."""
+    if out.numel() == 0:
+        return out
+    of_all = logits.shape[-1] if n_classes is None else n_classes
+    plan = _plan_bwd(logits.shape, logits.stride(), logits.dtype, logits.device, options, of_all, first)
+    if plan is None:
+        return gradients(g, c, b, logits.contiguous(), target, lse, lse_low, options, out, first, n_classes)
+    launch(
+        log_probs_bwd_kernel, plan,
+        g.contiguous(), contiguous(c), contiguous(b), logits, target.contiguous(), lse.contiguous(),
+        lse_low.contiguous(), out,
+    )  # fmt: skip
+    return out
+
+
+def _fwd(logits: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    options, (save_entropy, save_lse, save_low) = LogProbsOptions.from_operator_args(args)
+    options = options._replace(return_entropy=save_entropy)
+    rows = Rows(target, logits.shape[-1], options, wide_dtype(logits.dtype), save_lse, save_low)
+    rows.add(logits, 0)
+    return rows.outputs
+
+
+def _fake_fwd(logits: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    _, (save_entropy, save_lse, save_low) = LogProbsOptions.from_operator_args(args)
+    wanted, dtype = (True, save_entropy, save_lse, save_low), wide_dtype(logits.dtype)
+    return tuple(torch.empty(target.shape if w else (0,), dtype=dtype, device=logits.device) for w in wanted)
+
+
+def _empty_bwd(logits: Tensor) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def _bwd(
+    dlog_probs: Tensor, dlse: Tensor | None, dentropy: Tensor | None, logits: Tensor, target: Tensor, lse: Tensor,
+    lse_low: Tensor, *args: Any,
+) -> Tensor:  # fmt: skip
+    options = LogProbsOptions(*args)
+    return gradients(dlog_probs, dlse, dentropy, logits, target, lse, lse_low, options, _empty_bwd(logits))
+
+
+log_probs = make_backend(
+    "triton_",
+    define(f"triton_{FWD}", _fwd, _fake_fwd),
+    define(f"triton_{BWD}", _bwd, lambda g, c, b, logits, *_: _empty_bwd(logits)),
+)

@@ -1,0 +1,51 @@
+"""TRL's functions of logits, against plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foundry_kernels.compat import entropy_from_logits, selective_log_softmax
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("more", [(), (1,), (3,)])
+def test_selective_log_softmax(dtype: torch.dtype, more: tuple[int, ...]) -> None:
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 5, 11, generator=g).to(dtype).requires_grad_()
+    index = torch.randint(11, (2, 5, *more), generator=g)
+    found = selective_log_softmax(logits, index)
+    assert (found.shape, found.dtype) == (index.shape, dtype)
+    wide = logits.detach().double().requires_grad_()
+    expected = wide.log_softmax(-1).gather(-1, index if more else index.unsqueeze(-1)).view(index.shape)
+    torch.testing.assert_close(found, expected.to(dtype))
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(
+        logits.grad, wide.grad.to(dtype), **({} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05})
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_entropy_from_logits(dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    found = entropy_from_logits(logits, 2)
+    assert (found.shape, found.dtype) == ((2, 5), dtype)
+    wide = logits.detach().double().requires_grad_()
+    expected = torch.distributions.Categorical(logits=wide).entropy()
+    torch.testing.assert_close(found, expected.to(dtype))
+    found.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(logits.grad, wide.grad.to(dtype))
+
+
+def test_bad_input() -> None:
+    logits = torch.randn(2, 5, 11)
+    with pytest.raises(ValueError, match=r"index must have the shape of logits, \(2, 5, 11\), without"):
+        selective_log_softmax(logits, torch.zeros(2, 4, 1, dtype=torch.int64))
+    with pytest.raises(TypeError, match="index must be"):
+        selective_log_softmax(logits, torch.zeros(2, 5))
+    with pytest.raises(IndexError, match="got -1"):
+        selective_log_softmax(logits, torch.full((2, 5), -1))
+    with pytest.raises(ValueError, match="chunk_size"):
+        entropy_from_logits(logits, 0)
