@@ -227,6 +227,8 @@ def linear_cross_entropy(
     function = resolve(LINEAR_CROSS_ENTROPY, backend, hidden)
     reduces = reduction != "none" and is_dtensor(hidden)  # torch reduces over devices
     vocab_sharded = is_vocab_sharded(weight)
+    lse: Any
+    zs: Any
     predicted: Any
     if vocab_sharded:
         from foundry_kernels.ops.linear_cross_entropy import vocab_parallel
