@@ -44,9 +44,12 @@ def test_the_readme_and_the_pages_are_what_is_made_of_the_kept_results(made: Pat
 
 
 def test_all_results_have_a_forward_row_of_every_operation() -> None:
+    """Except of those that the page calls not measured."""
+    lines = [line for line in INDEX.splitlines() if line.startswith("| `") and "| not measured |" in line]
+    waiting = {name for line in lines for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
     for path, kept in report.all_kept().items():
         found = {row["op"] for row in tables.of_kind(kept, "op") if row["direction"] == "forward"}
-        assert found >= fk.OPS.keys(), path.name
+        assert found >= fk.OPS.keys() - waiting, path.name
 
 
 def test_the_chart_is_of_the_newest_results() -> None:
