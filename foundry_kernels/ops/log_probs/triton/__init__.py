@@ -26,6 +26,8 @@ from foundry_kernels.ops.log_probs.options import LogProbsOptions
 from foundry_kernels.ops.log_probs.triton.kernels import log_probs_bwd_kernel, log_probs_fwd_kernel
 
 _FORWARD, _BACKWARD = 4096, 2048  # elements of a program's tile
+#: With a soft cap and the entropy 8 bytes are spilled otherwise, on 9.0, for an occupancy that ptxas guesses.
+_ENOUGH = {"maxnreg": 128}
 
 
 def _layout(
@@ -54,6 +56,8 @@ def _plan_fwd(
     block = choose("log_probs_fwd_kernel", f"{8 * dtype.itemsize}-bit", configs(n_out, _FORWARD), device)
     grid = (triton.cdiv(n_rows, block["BLOCK_ROWS"]),)
     constants |= {"ENTROPY": options.return_entropy}
+    if options.return_entropy and options.softcap is not None:
+        constants |= _ENOUGH
     return Plan(grid, (n_rows, n_cols, n_out, first, *numbers), constants | block)
 
 
