@@ -27,7 +27,7 @@ from foundry_kernels.ops.log_probs.triton.kernels import log_probs_bwd_kernel, l
 
 _FORWARD, _BACKWARD = 4096, 2048  # elements of a program's tile
 #: With a soft cap and the entropy 8 bytes are spilled otherwise, on 9.0, for an occupancy that ptxas guesses.
-_ENOUGH = {"maxnreg": 128}
+_ENOUGH = {"maxnreg": 72}
 
 
 def _layout(
