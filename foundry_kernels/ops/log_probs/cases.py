@@ -74,14 +74,15 @@ CASES: dict[str, tuple[Case, ...]] = {
 def scales(
     args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
 ) -> dict[str, float]:
-    """Size of the terms that a gradient sums (float64 inputs).
+    """Size of the terms that a gradient or the entropy sums (float64 inputs).
 
-    The target's 1 - p passes through 0 for a confident token, and the entropy's terms cancel where it is near its
-    maximum or 0.
+    The target's 1 - p passes through 0 for a confident token. The entropy has the digits of a sum of exponentials that
+    is 1 or more, of which it takes the logarithm: it may be far below 1.
     """
     target = args["target"]
     assert target is not None
     if not (target != options.get("ignore_index", IGNORED)).any():
         return {}
     largest = sum(float(c.abs().max()) for c in cotangents if c.numel())
-    return {"logits": abs(options.get("logit_scale", 1.0)) * largest}
+    found = {"logits": abs(options.get("logit_scale", 1.0)) * largest}
+    return found | ({"output 1": 1.0} if options.get("return_entropy") else {})
