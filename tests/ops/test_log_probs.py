@@ -12,7 +12,7 @@ from torch import Tensor
 import foundry_kernels as fk
 from foundry_kernels.ops.linear_cross_entropy import operators
 
-BACKENDS = [b for b in ("reference", "native") if fk.OPS["log_probs"].why_not(b, "cpu") is None]
+BACKENDS = [b for b in ("reference", "triton", "native") if fk.OPS["log_probs"].why_not(b, "cpu") is None]
 
 
 def inputs(n: int = 6, width: int = 8, n_classes: int = 11) -> tuple[Tensor, Tensor, Tensor]:
