@@ -50,6 +50,16 @@ def cap_slope(b_y, softcap):
 
 
 @triton.jit
+def row_targets(target_ptr, rows, n_rows, n_cols, ignore_index):
+    """Returns the targets of rows; whether the rows exist; whether they count; and whether their targets are
+    classes."""
+    live = rows < n_rows
+    b_target = tl.load(target_ptr + rows, mask=live, other=0).to(tl.int64)
+    counts = live & (b_target != ignore_index)
+    return b_target, live, counts, counts & (b_target >= 0) & (b_target < n_cols)
+
+
+@triton.jit
 def row_weight(weight_ptr, b_target, known, COMPUTE: tl.constexpr):
     """The weights of the targets' classes; 0 for targets that are not a class."""
     if weight_ptr is None:

@@ -15,21 +15,12 @@ from foundry_kernels.ops.cross_entropy.triton.kernels import (
     class_gradients,
     finite,
     row_gradients,
+    row_targets,
     store_rows,
 )
 
 #: The compiler does not specialise on these: it would compile more kernels without making them faster.
 _PLAIN = ("n_rows", "first", "ignore_index")
-
-
-@triton.jit
-def _targets(target_ptr, rows, n_rows, n_cols, ignore_index):
-    """Returns the targets of rows; whether the rows exist; whether they count; and whether their targets are
-    classes."""
-    live = rows < n_rows
-    b_target = tl.load(target_ptr + rows, mask=live, other=0).to(tl.int64)
-    counts = live & (b_target != ignore_index)
-    return b_target, live, counts, counts & (b_target >= 0) & (b_target < n_cols)
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -49,7 +40,7 @@ def linear_cross_entropy_fwd_kernel(
     """
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    b_target, live, counts, known = _targets(target_ptr, rows, n_rows, n_cols, ignore_index)
+    b_target, live, counts, known = row_targets(target_ptr, rows, n_rows, n_cols, ignore_index)
     o_x = rows * n_out
     b_at = b_target - first
     here = known & (b_at >= 0) & (b_at < n_out)
@@ -126,7 +117,7 @@ def linear_cross_entropy_bwd_kernel(
     b_zero = tl.full([], 0.0, COMPUTE)
     rows = (tl.program_id(0) // n_tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     out = (tl.program_id(0) % n_tiles) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    b_target, live, counts, known = _targets(target_ptr, rows, n_rows, n_cols, ignore_index)
+    b_target, live, counts, known = row_targets(target_ptr, rows, n_rows, n_cols, ignore_index)
     b_dloss = tl.load(dloss_ptr + rows, mask=live, other=0.0).to(COMPUTE)
     b_dloss = tl.where(known, b_dloss, tl.where(counts, float("nan"), 0.0))
     read = known & (b_dloss != 0.0)

@@ -11,19 +11,10 @@ import triton
 import triton.language as tl
 
 from foundry_kernels._triton.functions import round_to, row_offset
-from foundry_kernels.ops.cross_entropy.triton.kernels import cap_slope, capped, expm1, log1p
+from foundry_kernels.ops.cross_entropy.triton.kernels import cap_slope, capped, expm1, log1p, row_targets
 
 #: The compiler does not specialise on these: it would compile more kernels without making them faster.
 _PLAIN = ("n_rows", "first", "n1", "n2", "ignore_index")
-
-
-@triton.jit
-def _targets(target_ptr, rows, n_rows, n_cols, ignore_index):
-    """Targets of rows, whether they are rows at all, count, and are a class."""
-    live = rows < n_rows
-    b_target = tl.load(target_ptr + rows, mask=live, other=0).to(tl.int64)
-    counts = live & (b_target != ignore_index)
-    return b_target, live, counts, counts & (b_target >= 0) & (b_target < n_cols)
 
 
 @triton.jit
@@ -49,7 +40,7 @@ def log_probs_fwd_kernel(
     """
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    b_target, live, counts, known = _targets(target_ptr, rows, n_rows, n_cols, ignore_index)
+    b_target, live, counts, known = row_targets(target_ptr, rows, n_rows, n_cols, ignore_index)
     o_x = row_offset(rows, n1, n2, xs0, xs1, xs2, RANK)
     b_at = b_target - first
     here = known & (b_at >= 0) & (b_at < n_out)
@@ -126,7 +117,7 @@ def log_probs_bwd_kernel(
     b_zero = tl.full([], 0.0, COMPUTE)
     rows = (tl.program_id(0) // n_tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     out = (tl.program_id(0) % n_tiles) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    b_target, live, counts, known = _targets(target_ptr, rows, n_rows, n_cols, ignore_index)
+    b_target, live, counts, known = row_targets(target_ptr, rows, n_rows, n_cols, ignore_index)
     b_g = tl.load(g_ptr + rows, mask=known, other=0.0).to(COMPUTE)
     b_c = tl.zeros([BLOCK_ROWS], COMPUTE)
     if c_ptr is not None:
