@@ -12,7 +12,7 @@ from foundry_kernels.ops.cross_entropy.cases import IGNORED, class_weights, targ
 from foundry_kernels.testing import Arg, Case, normal
 
 
-def _case(
+def linear_case(
     rows: tuple[int, ...],
     width: int,
     n_classes: int,
@@ -48,43 +48,43 @@ _WITH: dict[str, Any] = _ALL | {
 
 CASES: dict[str, tuple[Case, ...]] = {
     "linear_cross_entropy": (
-        _case((3,), 4, 5, "z-loss", z_loss=1e-2),
+        linear_case((3,), 4, 5, "z-loss", z_loss=1e-2),
         *(
-            _case((rows,), width, n)
+            linear_case((rows,), width, n)
             for rows, width, n in [(1, 1, 1), (4, 8, 9), (7, 16, 33), (130, 8, 67), (9, 24, 129)]
         ),
-        _case((200,), 32, 1031),
-        _case((12,), 8, 50, "chunks", chunk_size=5),
-        _case((12,), 8, 50, "chunks-none", chunk_size=5, **_NONE),
-        _case((12,), 8, 50, "one-by-one", chunk_size=1, reduction="sum"),
-        _case((2, 3, 5), 8, 40, "4d"),
+        linear_case((200,), 32, 1031),
+        linear_case((12,), 8, 50, "chunks", chunk_size=5),
+        linear_case((12,), 8, 50, "chunks-none", chunk_size=5, **_NONE),
+        linear_case((12,), 8, 50, "one-by-one", chunk_size=1, reduction="sum"),
+        linear_case((2, 3, 5), 8, 40, "4d"),
         *(
-            _case((2, 3, 5), 8, 40, layout, hidden=layout, cotangent="strided", **_NONE)
+            linear_case((2, 3, 5), 8, 40, layout, hidden=layout, cotangent="strided", **_NONE)
             for layout in ("swapped", "sliced", "offset", "expanded", "strided")
         ),
-        _case((0,), 8, 40, "empty"),
-        _case((2, 0), 8, 40, "empty-none", **_NONE),
-        _case((12,), 8, 50, "bias", bias=True),
-        _case((12,), 8, 50, "bias-none", bias=True, ignored=0.3, **_NONE),
-        *(_case((12,), 8, 50, "frozen-" + name, frozen=(name,)) for name in ("hidden", "weight")),
-        *(_case((12,), 8, 50, f"frozen-{name}-none", frozen=(name,), **_NONE) for name in ("hidden", "weight")),
-        _case((12,), 8, 50, "frozen-both", frozen=("hidden", "weight"), bias=True),
-        _case((40,), 8, 50, "ignored", ignored=0.4, chunk_size=7),
-        _case((40,), 8, 50, "ignored-none", ignored=0.4, chunk_size=7, **_NONE),
-        _case((12,), 8, 50, "all-ignored", ignored=1.0),
-        _case((12,), 8, 5, "ignore-index-0", ignore_index=0),
-        _case((12,), 8, 50, "all-ignored-none", ignored=1.0, **_NONE),
-        _case((12,), 8, 50, "class-weight", class_weight=True, ignored=0.2),
-        _case((12,), 8, 50, "everything", class_weight=True, bias=True, ignored=0.2, chunk_size=5, **_ALL),
-        _case(
+        linear_case((0,), 8, 40, "empty"),
+        linear_case((2, 0), 8, 40, "empty-none", **_NONE),
+        linear_case((12,), 8, 50, "bias", bias=True),
+        linear_case((12,), 8, 50, "bias-none", bias=True, ignored=0.3, **_NONE),
+        *(linear_case((12,), 8, 50, "frozen-" + name, frozen=(name,)) for name in ("hidden", "weight")),
+        *(linear_case((12,), 8, 50, f"frozen-{name}-none", frozen=(name,), **_NONE) for name in ("hidden", "weight")),
+        linear_case((12,), 8, 50, "frozen-both", frozen=("hidden", "weight"), bias=True),
+        linear_case((40,), 8, 50, "ignored", ignored=0.4, chunk_size=7),
+        linear_case((40,), 8, 50, "ignored-none", ignored=0.4, chunk_size=7, **_NONE),
+        linear_case((12,), 8, 50, "all-ignored", ignored=1.0),
+        linear_case((12,), 8, 5, "ignore-index-0", ignore_index=0),
+        linear_case((12,), 8, 50, "all-ignored-none", ignored=1.0, **_NONE),
+        linear_case((12,), 8, 50, "class-weight", class_weight=True, ignored=0.2),
+        linear_case((12,), 8, 50, "everything", class_weight=True, bias=True, ignored=0.2, chunk_size=5, **_ALL),
+        linear_case(
             (12,), 8, 50, "everything-none", class_weight=True, bias=True, ignored=0.2, chunk_size=5, **_ALL, **_NONE
         ),
-        _case((12,), 8, 50, "lse", return_lse=True, ignored=0.2),
-        _case((12,), 8, 50, "lse-and-z-loss", return_lse=True, return_z_loss=True, z_loss=1e-2, ignored=0.2),
-        _case((12,), 8, 50, "lse-none", return_lse=True, return_z_loss=True, z_loss=1e-2, ignored=0.2, **_NONE),
-        _case((12,), 8, 50, "large", std=60.0),
+        linear_case((12,), 8, 50, "lse", return_lse=True, ignored=0.2),
+        linear_case((12,), 8, 50, "lse-and-z-loss", return_lse=True, return_z_loss=True, z_loss=1e-2, ignored=0.2),
+        linear_case((12,), 8, 50, "lse-none", return_lse=True, return_z_loss=True, z_loss=1e-2, ignored=0.2, **_NONE),
+        linear_case((12,), 8, 50, "large", std=60.0),
         *(
-            _case((40,), 8, 50, f"scaling-{note}", ignored=0.3, chunk_size=size, token_scaling=True, **options)
+            linear_case((40,), 8, 50, f"scaling-{note}", ignored=0.3, chunk_size=size, token_scaling=True, **options)
             for size, kind in ((7, "chunks"), ("tiles", "tiles"))
             for note, options in (
                 (kind, {}),
@@ -93,27 +93,27 @@ CASES: dict[str, tuple[Case, ...]] = {
             )
         ),
         *(
-            _case((40,), 8, 50, f"predictions-{kind}", ignored=0.3, chunk_size=size, **_PREDICTIONS)
+            linear_case((40,), 8, 50, f"predictions-{kind}", ignored=0.3, chunk_size=size, **_PREDICTIONS)
             for size, kind in ((7, "chunks"), ("tiles", "tiles"))
         ),
-        _case((2, 6), 8, 50, "predictions-tiles-none", bias=True, ignored=0.2, **_PREDICTIONS, **_TILES, **_NONE),
-        _case((0,), 8, 40, "predictions-empty", token_scaling=True, **_PREDICTIONS, **_TILES),
-        _case((12,), 8, 50, "predictions-all-ignored", ignored=1.0, token_scaling=True, **_PREDICTIONS),
-        _case((12,), 8, 50, "tiles", **_TILES),
-        _case((12,), 8, 50, "tiles-none", bias=True, ignored=0.3, **_TILES, **_NONE),
-        _case((70,), 40, 131, "tiles", ignored=0.2, **_TILES),  # several of tokens, of classes and of the width
-        _case((12,), 8, 50, "tiles-everything", **_WITH, **_TILES),
-        _case((2, 6), 8, 50, "tiles-everything-none", "strided", cotangent="strided", **_WITH, **_TILES, **_NONE),
-        _case((12,), 8, 50, "tiles-smoothing", label_smoothing=0.1, reduction="sum", **_TILES),
-        *(_case((12,), 8, 50, f"tiles-frozen-{name}", frozen=(name,), **_TILES) for name in ("hidden", "weight")),
-        _case((3,), 4, 1, "tiles", **_TILES),
-        _case((12,), 8, 5, "tiles-ignore-index-0", ignore_index=0, **_TILES),
-        _case((12,), 8, 50, "tiles-all-ignored", ignored=1.0, **_TILES),
-        _case((0,), 8, 40, "tiles-empty", **_TILES),
-        _case((12,), 8, 50, "tiles-large", std=60.0, **_TILES),
-        _case((3,), 4, 70000, "tiles-of-blocks", label_smoothing=0.1, **_TILES),  # several of them on any backend
-        _case((40,), 8, 50, "one-chunk", ignored=0.2, chunk_size=40),
-        _case((12,), 8, 50, "one-chunk-everything", **_WITH, chunk_size=1000),
+        linear_case((2, 6), 8, 50, "predictions-tiles-none", bias=True, ignored=0.2, **_PREDICTIONS, **_TILES, **_NONE),
+        linear_case((0,), 8, 40, "predictions-empty", token_scaling=True, **_PREDICTIONS, **_TILES),
+        linear_case((12,), 8, 50, "predictions-all-ignored", ignored=1.0, token_scaling=True, **_PREDICTIONS),
+        linear_case((12,), 8, 50, "tiles", **_TILES),
+        linear_case((12,), 8, 50, "tiles-none", bias=True, ignored=0.3, **_TILES, **_NONE),
+        linear_case((70,), 40, 131, "tiles", ignored=0.2, **_TILES),  # several of tokens, of classes and of the width
+        linear_case((12,), 8, 50, "tiles-everything", **_WITH, **_TILES),
+        linear_case((2, 6), 8, 50, "tiles-everything-none", "strided", cotangent="strided", **_WITH, **_TILES, **_NONE),
+        linear_case((12,), 8, 50, "tiles-smoothing", label_smoothing=0.1, reduction="sum", **_TILES),
+        *(linear_case((12,), 8, 50, f"tiles-frozen-{name}", frozen=(name,), **_TILES) for name in ("hidden", "weight")),
+        linear_case((3,), 4, 1, "tiles", **_TILES),
+        linear_case((12,), 8, 5, "tiles-ignore-index-0", ignore_index=0, **_TILES),
+        linear_case((12,), 8, 50, "tiles-all-ignored", ignored=1.0, **_TILES),
+        linear_case((0,), 8, 40, "tiles-empty", **_TILES),
+        linear_case((12,), 8, 50, "tiles-large", std=60.0, **_TILES),
+        linear_case((3,), 4, 70000, "tiles-of-blocks", label_smoothing=0.1, **_TILES),  # several of them on any backend
+        linear_case((40,), 8, 50, "one-chunk", ignored=0.2, chunk_size=40),
+        linear_case((12,), 8, 50, "one-chunk-everything", **_WITH, chunk_size=1000),
     ),
 }
 
@@ -150,10 +150,10 @@ def scales(
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
     """What `inspect` compiles without --all: of all classes, gradients at once or later, and of several blocks."""
     kinds = (
-        _case((64,), 16, 32000),
-        _case((64,), 16, 32000, **_ALL, **_NONE),
-        _case((64,), 16, 50257),
-        _case((64,), 16, 70000, **_TILES),
-        _case((64,), 16, 70000, **_WITH, **_TILES, **_NONE),
+        linear_case((64,), 16, 32000),
+        linear_case((64,), 16, 32000, **_ALL, **_NONE),
+        linear_case((64,), 16, 50257),
+        linear_case((64,), 16, 70000, **_TILES),
+        linear_case((64,), 16, 70000, **_WITH, **_TILES, **_NONE),
     )
     return tuple((case, dtype) for case in kinds for dtype in (torch.bfloat16, torch.float32))

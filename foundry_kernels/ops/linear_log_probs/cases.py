@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.ops.cross_entropy.cases import IGNORED, targets
-from foundry_kernels.testing import Arg, Case, normal
+from foundry_kernels.ops.cross_entropy.cases import IGNORED
+from foundry_kernels.ops.linear_cross_entropy.cases import linear_case
+from foundry_kernels.testing import Case
 
 
-def _case(
-    rows: tuple[int, ...],
-    width: int,
-    n_classes: int,
-    note: str = "",
-    hidden: str = "contiguous",
-    frozen: tuple[str, ...] = (),
-    bias: bool = False,
-    ignored: float = 0.0,
-    std: float = 1.0,
-    cotangent: str = "contiguous",
-    **options: Any,
-) -> Case:
-    name = "x".join(map(str, (*rows, width))) + f"-{n_classes}" + ("-" + note if note else "")
-    args = {
-        "hidden": Arg((*rows, width), hidden, values=normal(std), grad="hidden" not in frozen),
-        "weight": Arg((n_classes, width), values=normal(width**-0.5), grad="weight" not in frozen),
-        "target": Arg(rows, values=targets(n_classes, ignored), dtype=torch.int64, grad=False),
-        "bias": Arg((n_classes,), values=normal(0.5)) if bias else None,
-    }
-    return Case(name, args, options, cotangent)
+def _case(*shape: Any, **options: Any) -> Case:
+    """A case of linear_cross_entropy without its class weights."""
+    made = linear_case(*shape, **options)
+    return replace(made, args={name: arg for name, arg in made.args.items() if name != "class_weight"})
 
 
 _RESULTS: dict[str, Any] = {"return_entropy": True, "return_lse": True}
