@@ -16,6 +16,7 @@ import torch
 import foundry_kernels as fk
 from benchmarks import calls, checks, liger, measure, models, rows, suite
 from benchmarks.test_scaling import fit
+from foundry_kernels.core.registry import OpSpec
 from foundry_kernels.ops.cross_entropy.cases import targets
 from foundry_kernels.testing import Arg, Case
 
@@ -164,6 +165,29 @@ def test_a_peer_that_computes_something_else_gets_no_ratio(monkeypatch: pytest.M
     assert "F.rms_norm" in ours["speedup_over"]
     assert "eager" not in ours["speedup_over"]
     assert ours["of_limit"] > 0
+
+
+def timed_forms() -> list[Any]:
+    """By operation, the smallest of the cases that are timed with each choice of options."""
+    found: dict[tuple[str, str], tuple[OpSpec, Case]] = {}
+    for op in fk.OPS.values():
+        for case in sorted(suite.timed_cases(op, "cpu"), key=lambda case: suite.case_bytes(case, torch.float32)):
+            found.setdefault((op.name, repr(case.options)), (op, case))
+    large = {
+        case.id: (suite.Group(op, case, torch.float32, "forward").flops or 0) > 1 << 28 for op, case in found.values()
+    }
+    return [
+        pytest.param(op, case, id=f"{op.name}-{case.id}", marks=[pytest.mark.slow] if large[case.id] else [])
+        for op, case in found.values()
+    ]
+
+
+@pytest.mark.parametrize(("op", "case"), timed_forms())
+def test_peers_compute_the_same(op: OpSpec, case: Case) -> None:
+    group = suite.Group(op, case, torch.float32, "forward", "warm")
+    for name, peer in group.bench.peers(op.name, case, suite.DEVICE).items():
+        if not isinstance(peer, str):
+            assert wrong_of(group, name) is None, name
 
 
 def test_a_kernel_of_ours_that_fails_parity_gets_no_ratio() -> None:
