@@ -201,7 +201,8 @@ def main() -> int:
         said = attempt(wheel, OUT / "tried", *backends, cuda=".cu" in name)
         print(*re.findall("^(?:.*modules replaced|loads:|all right:).*", said, re.MULTILINE), sep="\n", flush=True)
         wheels.append(Path(shutil.move(wheel, out / wheel.name)))
-    shutil.rmtree(OUT / "made", ignore_errors=True)
+    for folder in ("made", "tried"):
+        shutil.rmtree(OUT / folder, ignore_errors=True)
     for wheel in wheels:
         print(f"{wheel.stat().st_size / 1e6:6.1f} MB  {os.path.relpath(wheel)}")
     return 0
