@@ -66,7 +66,7 @@ OF_FOUR = {
 def of_two() -> dict[str, Callable[..., Any]]:
     found = FIRST | TRAINING | RESUMING | CONTEXT | OTHERS
     if importlib.util.find_spec("transformers") is not None:
-        found |= PATCHED | {"patched vocabulary": patched.vocabulary}
+        found |= PATCHED | {"patched vocabulary": patched.vocabulary, "log_probs": patched.log_probs}
         if importlib.util.find_spec("transformers.distributed.tensor_parallel") is not None:
             found |= {"own plan": patched.own_plan}
     return found
