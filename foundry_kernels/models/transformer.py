@@ -39,6 +39,7 @@ from foundry_kernels.ops.rope import RopeScaling
 
 if TYPE_CHECKING:
     from foundry_kernels.models.generate import generate
+    from foundry_kernels.models.log_probs import LogProbs, log_probs
 
 
 class Transformer(nn.Module):
@@ -193,6 +194,8 @@ class Transformer(nn.Module):
         last_only: bool = False,
         ignore_index: int = -100,
         return_logits: bool = False,
+        return_hidden: bool = False,
+        return_log_probs: LogProbs | None = None,
         return_router_stats: bool = False,
     ) -> Tensor | tuple[Any, ...]:
         """Returns logits, or the loss if there are targets; a model without a head returns the last hidden states.
@@ -226,6 +229,9 @@ class Transformer(nn.Module):
                 and a cache of the last token of each sequence, ``[1, N, V]``.
             ignore_index: positions with this target are ignored.
             return_logits: with targets, return the logits too.
+            return_hidden: return the head's input instead of logits, for :mod:`foundry_kernels.losses`; not together
+                with targets.
+            return_log_probs: return these of the targets instead of the loss; see :meth:`log_probs`.
             return_router_stats: also return the routers' statistics; needs a model with experts.
 
         Returns:
@@ -262,6 +268,10 @@ class Transformer(nn.Module):
         check_types(token_types, tokens, config)
         check_context(context, context_lengths, tokens, weight, config)
         seen = block_inputs(self, tokens, cache, attn_mask, lengths, cu_seqlens, max_seqlen)
+        if return_hidden and targets is not None:
+            raise ValueError("return_hidden must be False with targets, of which the loss is returned; got True")
+        if return_log_probs is not None and (targets is None or return_logits):
+            raise ValueError("return_log_probs needs targets, and return_logits must be False")
         if return_router_stats and self.config.n_experts is None:
             raise ValueError(
                 "return_router_stats needs a model with experts, whose configuration has n_experts; got True"
@@ -270,7 +280,7 @@ class Transformer(nn.Module):
         if isinstance(cache, PagedBatch):
             paged = cache.begin(tokens, cu_seqlens, self._key_dtype(), config.n_layers)
         stored = cache if isinstance(cache, KVCache) else paged
-        balances = targets is not None and self.training and self.config.balances
+        balances = targets is not None and return_log_probs is None and self.training and self.config.balances
         stream = self._embed(tokens)
         if self._prepares:
             start, positions, end = 0 if cache is None else cache.length, seen[1] if seen else None, max_seqlen
@@ -301,9 +311,12 @@ class Transformer(nn.Module):
         if stored is not None:
             stored.advance(tokens.shape[1])
         asked = (stats,) if return_router_stats else ()
-        if targets is None:
-            logits = self._logits(y)
-            return (logits, *asked) if asked else logits
+        if targets is None or return_log_probs is not None:
+            if targets is not None and return_log_probs is not None:
+                found = return_log_probs.of(self, y, targets, ignore_index)
+            else:
+                found = y if return_hidden else self._logits(y)
+            return (found, *asked) if asked else found
         kept, loss = token_loss(self, y, targets, ignore_index, return_logits)
         return kept, add_router_losses(self, loss, stats) if balances else loss, *asked
 
@@ -352,8 +365,9 @@ class Transformer(nn.Module):
         :func:`foundry_kernels.models.extend.extended`."""
         return extended(self, max_seq_len, rope_scaling)
 
-    if TYPE_CHECKING:  # assigned by `models.generate`, which needs this class
+    if TYPE_CHECKING:  # assigned by modules that need this class
         generate = generate
+        log_probs = log_probs
 
     def serving(self, device: str | None = None, dtype: torch.dtype | None = None) -> dict[str, str]:
         """Returns `backends` with "auto" resolved: for each operation the backend that tensors of `dtype` on `device`

@@ -25,6 +25,18 @@ def _can_be_built(family: str) -> bool:
 BUILDABLE = tuple(family for family in PATCHED if _can_be_built(family))
 
 IDS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(0))
+LABELS = IDS.clone()
+LABELS[0, :5] = LABELS[1, 9:] = -100
+
+#: What makes the heads differ, large enough to be seen.
+CHANGES: dict[str, dict[str, Any]] = {
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "gemma3": {"final_logit_softcapping": 2.0},
+    "granite": {"logits_scaling": 4.0},
+    "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "gpt_oss": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "qwen3": {"tie_word_embeddings": True},
+}
 
 
 def logits(model: Any, **options: Any) -> Tensor:

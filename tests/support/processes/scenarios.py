@@ -18,6 +18,9 @@ TRAINING: dict[str, Callable[..., Any]] = {
     "fsdp, accumulated": Train("fsdp", parts=2),
     "tp, accumulated": Train("tp", parts=2),
     "loss parallel": training.loss_parallel,
+    "ddp, log_probs": Train("ddp", loss_of=training.loss_of_log_probs),
+    "fsdp, log_probs": Train("fsdp", loss_of=training.loss_of_log_probs),
+    "tp, log_probs": Train("tp", loss_of=training.loss_of_log_probs),
 }
 PATCHED = {f"patched, {kind}": patched.Sharded(kind) for kind in ("ddp", "fsdp", "tp")}
 RESUMING = {
@@ -66,7 +69,7 @@ OF_FOUR = {
 def of_two() -> dict[str, Callable[..., Any]]:
     found = FIRST | TRAINING | RESUMING | CONTEXT | OTHERS
     if importlib.util.find_spec("transformers") is not None:
-        found |= PATCHED | {"patched vocabulary": patched.vocabulary}
+        found |= PATCHED | {"patched vocabulary": patched.vocabulary, "log_probs": patched.log_probs}
         if importlib.util.find_spec("transformers.distributed.tensor_parallel") is not None:
             found |= {"own plan": patched.own_plan}
     return found
