@@ -63,9 +63,17 @@ def options_on(device: torch.device | str, options: Mapping[str, Any]) -> dict[s
 def call(
     op: OpSpec, args: Mapping[str, Tensor | None], options: Mapping[str, Any], *, backend: str
 ) -> tuple[Tensor, ...]:
-    """The op's public function, its result always a tuple."""
-    result = op.public(**args, **options_on(device_of(args), options), backend=backend)
-    return result if isinstance(result, tuple) else (result,)
+    """The op's public function, its result always a tuple. Arguments that it overwrites are copied before, and are
+    further results."""
+    written = {name: copy_of(args[name]) for name in op.cases.MUTATED.get(op.name, ())}
+    result = op.public(**{**args, **written}, **options_on(device_of(args), options), backend=backend)
+    return (*(result if isinstance(result, tuple) else (result,)), *written.values())
+
+
+def copy_of(x: Tensor | None) -> Tensor:
+    """A copy with x's strides, in memory of its own."""
+    assert x is not None
+    return storage(x).clone().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def device_of(args: Mapping[str, Tensor | None]) -> torch.device:
