@@ -43,7 +43,7 @@ TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
                       "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dinitial_state)");
   define_operator(m,
                   "gated_delta_rule_step(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor(a!) state, "
-                  "float scale, bool qk_l2norm) -> Tensor");
+                  "float scale, bool qk_l2norm) -> Tensor out");
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {

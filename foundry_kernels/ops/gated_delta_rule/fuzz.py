@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
     batch = draw(st.integers(0, 3))
     g, beta = draw(st.none() | _DECAYS), draw(st.none() | _STEPS)
     l2norm = draw(st.booleans())
-    options = {"qk_l2norm": l2norm, "scale": draw(st.sampled_from([None, 0.3, 1.0]))}
+    options: dict[str, Any] = {"qk_l2norm": l2norm, "scale": draw(st.sampled_from([None, 0.3, 1.0]))}
     if op == "gated_delta_rule_step":
         case = step_case(batch, heads, (dims[0], dims[1]), g=g, beta=beta, **options)
         return _laid_out(draw, case, {"state"})

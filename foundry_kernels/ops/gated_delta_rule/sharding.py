@@ -7,14 +7,15 @@ only heads may be sharded.
 from collections.abc import Mapping
 from typing import Any
 
-OPERATORS = ("gated_delta_rule_fwd", "gated_delta_rule_bwd")
-UNSHARDED = ("gated_delta_rule_step",)
+OPERATORS = ("gated_delta_rule_fwd", "gated_delta_rule_bwd", "gated_delta_rule_step")
+
+_SEQUENCE = {"q": "bhtk", "k": "bhtk", "v": "bhtv", "out": "bhtv", "g": "bht", "beta": "bht", "states": "bhckv"}
+_STEP = {"q": "bhk", "k": "bhk", "v": "bhv", "out": "bhv", "g": "bh", "beta": "bh", "state": "bhkv"}
 
 
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    if "state" in args:
+        return _STEP, "bh"
     packed = args.get("cu_seqlens") is not None
-    documents = "n" if packed else "b"
-    dims = {"q": "bhtk", "k": "bhtk", "v": "bhtv", "out": "bhtv", "states": "bhckv", "cu_seqlens": "m"}
-    dims |= dict.fromkeys(("g", "beta"), "bht")
-    dims |= dict.fromkeys(("initial_state", "final_state"), documents + "hkv")
-    return dims, "h" if packed else "bh"
+    state = "nhkv" if packed else "bhkv"
+    return _SEQUENCE | {"initial_state": state, "final_state": state, "cu_seqlens": "m"}, "h" if packed else "bh"
