@@ -111,16 +111,16 @@ def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any] |
     chunks = getattr(model.torch_chunk_gated_delta_rule, "__wrapped__", model.torch_chunk_gated_delta_rule)
     tokens = getattr(model.torch_recurrent_gated_delta_rule, "__wrapped__", model.torch_recurrent_gated_delta_rule)
 
-    def sequence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, qk_l2norm: bool = False) -> Tensor:
+    normalizes = bool(case.options.get("qk_l2norm"))
+
+    def sequence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         rows = (x.transpose(1, 2) for x in (q, k, v, g, beta))
-        out: Tensor = chunks(*rows, use_qk_l2norm_in_kernel=qk_l2norm)[0]
+        out: Tensor = chunks(*rows, use_qk_l2norm_in_kernel=normalizes)[0]
         return out.transpose(1, 2)
 
-    def step(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, qk_l2norm: bool = False
-    ) -> Tensor:
+    def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
         rows = (x.unsqueeze(1) for x in (q, k, v, g, beta))
-        flags = {"output_final_state": True, "use_qk_l2norm_in_kernel": qk_l2norm}
+        flags = {"output_final_state": True, "use_qk_l2norm_in_kernel": normalizes}
         out, after = tokens(*rows, initial_state=state, **flags)
         state.copy_(after)
         return out.squeeze(1)
