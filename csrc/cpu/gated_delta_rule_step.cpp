@@ -1,10 +1,17 @@
 // One token of the gated delta rule: each head's state is read and written once from memory, a panel of columns at a
-// time, which stays in the nearest cache between reading it for the key and updating it.
+// time, which stays in a near cache between reading it for the key and updating it.
 #include "gated_delta_rule_rows.h"
 
 namespace foundry {
 namespace FK_ISA {
 namespace {
+
+// Registers of a panel's columns, of which there are two sets. Wide panels read memory in long pieces.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kPanel = 8;
+#else
+constexpr int kPanel = 4;
+#endif
 
 // kVecs registers of columns; `at` reads and writes the last of them.
 template <int kVecs, class Access>
@@ -15,16 +22,16 @@ inline void panel(float* state, int64_t ld, int64_t rows, const float* q, const 
     return i < kLast ? Whole::load(p + i * kLanes) : at.load(p + i * kLanes);
   };
   Vec known[kVecs], read[kVecs];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int i = 0; i < kVecs; ++i) known[i] = read[i] = Vec{};
   for (int64_t r = 0; r < rows; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < kVecs; ++i) known[i] += load(state + r * ld, i) * k[r];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int i = 0; i < kVecs; ++i) known[i] = (load(v, i) - known[i] * decay) * beta;
   for (int64_t r = 0; r < rows; ++r) {
     float* row = state + r * ld;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < kVecs; ++i) {
       const Vec now = load(row, i) * decay + known[i] * k[r];
       read[i] += now * q[r];
@@ -32,7 +39,7 @@ inline void panel(float* state, int64_t ld, int64_t rows, const float* q, const 
       else at.store(row + i * kLanes, now);
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int i = 0; i < kVecs; ++i) Whole::store(out + i * kLanes, read[i]);
 }
 
@@ -56,8 +63,8 @@ void gated_delta_rule_step(const DeltaRuleStep& a, int64_t begin, int64_t end, f
     const float beta = a.beta.data ? read_number(a.beta, offset_of(a.beta.strides, b, h, 0)) : 1.0f;
     float* state = a.state + b * a.state_batch + h * a.state_head;
     int64_t c = 0;
-    for (; c + 4 * kLanes <= dv; c += 4 * kLanes)
-      panel<4>(state + c, dv, dk, q, k, v + c, decay, beta, out + c, Whole{});
+    for (; c + kPanel * kLanes <= dv; c += kPanel * kLanes)
+      panel<kPanel>(state + c, dv, dk, q, k, v + c, decay, beta, out + c, Whole{});
     for (; c + kLanes <= dv; c += kLanes) panel<1>(state + c, dv, dk, q, k, v + c, decay, beta, out + c, Whole{});
     if (c < dv) panel<1>(state + c, dv, dk, q, k, v + c, decay, beta, out + c, Part{int(dv - c)});
     write_rows(a.type, out, 0, 1, dv, a.out, i * dv, 0);

@@ -229,7 +229,7 @@ Tensor step_cpu(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Opti
                            l2norm,
                            dtype_of(q)};
   const auto kernel = FK_CHOOSE_ISA(gated_delta_rule_step);
-  at::parallel_for(0, heads, std::max<int64_t>(1, 8 * kGrain / (dk * dv)), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, heads, std::max<int64_t>(1, 2 * kGrain / (dk * dv)), [&](int64_t begin, int64_t end) {
     std::vector<float> scratch(gated_delta_rule_step_scratch(args));
     kernel(args, begin, end, scratch.data());
   });
