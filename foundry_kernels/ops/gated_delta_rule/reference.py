@@ -60,7 +60,7 @@ def gated_delta_rule(
         outs.append(out)
         if starts is not None and options.return_final_state:
             states.append(state)
-    out = torch.stack(outs, 2) if outs else nothing + (q * k).sum(-1, keepdim=True)
+    out = torch.stack(outs, 2) if outs else nothing + q @ initial.sum(0, keepdim=True)
     out = out * options.scale
     out = out.to(v.dtype).permute(order).contiguous().permute(inverse(order))
     if not options.return_final_state:
