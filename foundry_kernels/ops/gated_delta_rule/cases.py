@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.ops.flash_attention.bench import CuSeqlens
+from foundry_kernels.ops.gated_delta_rule import gated_delta_rule
+from foundry_kernels.ops.gated_delta_rule.reference import L2NORM_EPS
 from foundry_kernels.testing import Arg, Case, Values, normal
 
 _FP32 = torch.float32
@@ -199,5 +201,18 @@ MUTATED = {"gated_delta_rule_step": ("state",)}
 def scales(
     args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
 ) -> dict[str, float]:
-    """Size of the terms that a result sums (float64 inputs)."""
-    return {}
+    """Size of the terms that a result sums (float64 inputs).
+
+    Of a query or key that is divided by its length, the gradient loses its part along it, which may be nearly all: its
+    size is that of the gradient before. (Linear attention is taken for the delta rule, whose gradients are alike.)
+    """
+    if not options.get("qk_l2norm") or "state" in args:
+        return {}
+    given: dict[str, Any] = {name: x if x is None else x.detach() for name, x in args.items()}
+    factors = {n: torch.rsqrt(given[n].square().sum(-1, keepdim=True) + L2NORM_EPS) for n in "qk"}
+    given |= {n: (given[n] * factors[n]).requires_grad_() for n in "qk"}
+    outputs = gated_delta_rule(**given, **{**options, "qk_l2norm": False}, backend="reference")
+    results = outputs if isinstance(outputs, tuple) else (outputs,)
+    grads = torch.autograd.grad(results, [given["q"], given["k"]], cotangents)
+    sizes = {name: (dx * factors[name]).abs() for name, dx in zip("qk", grads, strict=True)}
+    return {name: float(x.max()) for name, x in sizes.items() if x.numel()}
