@@ -92,9 +92,11 @@ def advance(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, delta: bool
 ) -> tuple[Tensor, Tensor]:
     """One token: ``[B, H, D]`` vectors, decays and betas ``[B, H]``. Returns the output without scale, and the state
-    after the token."""
+    after the token. `g` may also have a decay for each entry of the state, by which the tests find the terms of g's
+    gradient."""
     if g is not None:
-        state = state * g.to(state.dtype).exp()[..., None, None]
+        decay = g.to(state.dtype).exp()
+        state = state * (decay if decay.dim() == state.dim() else decay[..., None, None])
     value = v - _read(state, k) if delta else v
     if beta is not None:
         value = value * beta.to(state.dtype)[..., None]
