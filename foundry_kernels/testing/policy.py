@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.case import Case, generator_of, lay_out, storage
-from foundry_kernels.core.registry import OpSpec, short_dtype
+from foundry_kernels.core.registry import OpSpec, is_subclass, short_dtype
 
 MAX_FACTOR, RMS_FACTOR = 2.0, 1.1
 #: The error of the arithmetic (float32, or float64 for float64 inputs), relative to the summed terms.
@@ -71,8 +71,10 @@ def call(
 
 
 def copy_of(x: Tensor | None) -> Tensor:
-    """A copy with x's strides, in memory of its own."""
+    """A copy with x's strides, in memory of its own; of a DTensor, one that is laid out as it likes."""
     assert x is not None
+    if is_subclass(x):
+        return x.detach().clone()
     return storage(x).clone().as_strided(x.shape, x.stride(), x.storage_offset())
 
 

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.ops.flash_attention.bench import CuSeqlens
+from foundry_kernels.ops.gated_delta_rule import reference
+from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
+from foundry_kernels.ops.gated_delta_rule.reference import L2NORM_EPS
 from foundry_kernels.testing import Arg, Case, Values, normal
 
 _FP32 = torch.float32
@@ -199,5 +202,30 @@ MUTATED = {"gated_delta_rule_step": ("state",)}
 def scales(
     args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
 ) -> dict[str, float]:
-    """Size of the terms that a result sums (float64 inputs)."""
-    return {}
+    """Size of the terms that a gradient sums (float64 inputs).
+
+    Of a query or key that is divided by its length, the gradient loses its part along it, which may be nearly all: its
+    size is that of the gradient before. The gradient of g is a sum over the state: its size is the root of the sum of
+    squares. (Linear attention is taken for the delta rule without beta, whose terms are of the same size.)
+    """
+    q, k, v, g, beta = (None if (x := args.get(n)) is None else x.detach() for n in ("q", "k", "v", "g", "beta"))
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    if "state" in args or v.numel() == 0 or not (g is not None or options.get("qk_l2norm")):
+        return {}
+    state, factors = args.get("initial_state"), {}
+    if options.get("qk_l2norm"):
+        factors = {n: torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS) for n, x in (("q", q), ("k", k))}
+        q, k = q * factors["q"], k * factors["k"]
+    leaves = {"q": q.requires_grad_(), "k": k.requires_grad_()}
+    if g is not None:
+        g = leaves["g"] = g[..., None, None].repeat(1, 1, 1, q.shape[-1], v.shape[-1]).requires_grad_()
+    scale = options.get("scale") or q.shape[-1] ** -0.5
+    final = bool(options.get("return_final_state"))
+    call = DeltaRuleOptions(args.get("cu_seqlens"), scale, False, True, None, final)
+    outputs = reference.gated_delta_rule(q, k, v, g, beta, None if state is None else state.detach(), call)
+    results = [x for x in outputs if x is not None]
+    grads = dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), cotangents), strict=True))
+    found = {n: float((grads[n] * by).abs().max()) for n, by in factors.items()}
+    return found | ({"g": float(grads["g"].square().sum((-1, -2)).sqrt().max())} if g is not None else {})

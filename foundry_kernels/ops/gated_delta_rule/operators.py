@@ -27,7 +27,7 @@ BWD = (
 )
 STEP = (
     "gated_delta_rule_step(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor(a!) state, float scale, "
-    "bool qk_l2norm) -> Tensor"
+    "bool qk_l2norm) -> Tensor out"
 )
 
 #: The forward and the backward operator by the prefix of their names, which torch.compile can look up.

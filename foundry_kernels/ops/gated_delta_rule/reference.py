@@ -37,6 +37,11 @@ def gated_delta_rule(
         starts = index == cu_seqlens[document]
     shape = (n_documents, v.shape[1], k.shape[-1], v.shape[-1])
     initial = v.new_zeros(shape, dtype=wide) if initial_state is None else initial_state.to(wide)
+    nothing = v.to(wide)
+    if tokens == 0:  # results on the graph of what they would be made of
+        for x in (g, beta):
+            nothing = nothing if x is None else nothing * x.to(wide)[..., None]
+        initial = initial + k.transpose(-1, -2) @ nothing
 
     state = initial if starts is None else v.new_zeros((1, *shape[1:]), dtype=wide)
     outs, states = [], [state]
@@ -55,18 +60,15 @@ def gated_delta_rule(
         outs.append(out)
         if starts is not None and options.return_final_state:
             states.append(state)
-    if not outs:  # nothing, on the graph of what it would be made of
-        outs.append((v + (q * k).sum(-1, keepdim=True)).to(wide))
-    out = (torch.stack(outs, 2) if tokens else outs[0]) * options.scale
+    out = torch.stack(outs, 2) if outs else nothing + q @ initial.sum(0, keepdim=True)
+    out = out * options.scale
     out = out.to(v.dtype).permute(order).contiguous().permute(inverse(order))
     if not options.return_final_state:
         return out, None
-    if tokens == 0:
-        state = state + k.transpose(-1, -2) @ v.to(wide)
     if starts is not None:
         length = cu_seqlens.diff()[:, None, None, None]
         state = torch.where(length == 0, initial, torch.cat(states)[cu_seqlens[1:]])
-    return out, state
+    return out, state.contiguous()
 
 
 def gated_delta_rule_step(
@@ -90,9 +92,11 @@ def advance(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, delta: bool
 ) -> tuple[Tensor, Tensor]:
     """One token: ``[B, H, D]`` vectors, decays and betas ``[B, H]``. Returns the output without scale, and the state
-    after the token."""
+    after the token. `g` may also have a decay for each entry of the state, by which the tests find the terms of g's
+    gradient."""
     if g is not None:
-        state = state * g.to(state.dtype).exp()[..., None, None]
+        decay = g.to(state.dtype).exp()
+        state = state * (decay if decay.dim() == state.dim() else decay[..., None, None])
     value = v - _read(state, k) if delta else v
     if beta is not None:
         value = value * beta.to(state.dtype)[..., None]
