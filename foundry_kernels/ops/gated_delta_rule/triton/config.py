@@ -1,8 +1,8 @@
 """Blocks, warps and pipeline stages: a table keyed on kernel, dtype and width of the heads.
 
 A config must not spill registers and must fit the class's shared memory, according to the compiler's report
-(`python -m foundry_kernels inspect gated_delta_rule`). None has been measured on a GPU. In float32, heads wider than 64 do spill in the sequential
-kernels, whose operands of 4 bytes are copied to every warp.
+(`python -m foundry_kernels inspect gated_delta_rule`). In float32, heads wider than 64 do spill in the kernels that
+visit chunks one after another, because every warp has a copy of their operands. None has been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _INTERPRETED: dict[str, list[Row]] = {
     "dk": [(32, 32, 4, 1), (16, 16, 4, 1)],
 }
 
-#: For 16-bit inputs, by class of device and by the width of the heads. "hopper" has wgmma, for which a program's 4 warps
-#: have 64 rows together.
+#: For 16-bit inputs, by class of device and by the width of the heads. "hopper" has wgmma, for which 4 warps have 64
+#: rows together.
 _HALF: dict[str, dict[str, dict[int, list[Row]]]] = {
     "hopper": {
         "prepare": {256: [(64, 0, 4, 2), (64, 0, 4, 1)]},

@@ -64,7 +64,7 @@ def _prepare(
     """Fills `inverse`, if it is given."""
     shape = (p.n_batch, p.n_heads, p.tokens)
     decay = None if g is None else g.new_empty((2, *shape), dtype=p.compute)
-    norms = [None, None]
+    norms: list[Tensor | None] = [None, None]
     if p.l2norm:
         norms = [q.new_empty((p.n_batch, p.n_kv_heads, p.tokens), dtype=p.compute) for _ in "qk"]
     made = Prepared(decay, *norms)

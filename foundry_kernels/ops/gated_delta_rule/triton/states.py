@@ -33,8 +33,8 @@ def gated_delta_rule_states_kernel(
     KIND: tl.constexpr, COMPUTE: tl.constexpr, VARLEN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the states at the chunks' starts [B, H_v, n_chunks, D, DV], the corrected values [B, H_v, T, DV] and the final
-    state [N, H_v, D, DV], each if it has a pointer. Without `inverse_ptr` values are not corrected."""
+    """Writes the states at the chunks' starts [B, H_v, n_chunks, D, DV], the corrected values [B, H_v, T, DV] and the
+    final state [N, H_v, D, DV], each if it has a pointer. Without `inverse_ptr` values are not corrected."""
     n_blocks = tl.cdiv(DV, BLOCK_V)
     v0 = tl.program_id(0) % n_blocks * BLOCK_V
     head = (tl.program_id(0) // n_blocks % n_heads).to(tl.int64)
@@ -95,8 +95,8 @@ def gated_delta_rule_dstates_kernel(
     KIND: tl.constexpr, COMPUTE: tl.constexpr, VARLEN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients of the states at the chunks' ends [B, H_v, n_chunks, D, DV], of the initial state, and of the
-    values r that the triangle is solved for [B, H_v, T, DV]; `dr_ptr` holds those that the kernel `du` wrote before."""
+    """Writes the gradients of the states at the chunks' ends [B, H_v, n_chunks, D, DV], of the initial state, and of
+    the values r that the triangle is solved for [B, H_v, T, DV]; `dr_ptr` holds what the kernel `du` wrote before."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale = b_zero + scale
     n_blocks = tl.cdiv(DV, BLOCK_V)
