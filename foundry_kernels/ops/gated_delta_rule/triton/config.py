@@ -88,7 +88,7 @@ def configs(kernel: str, capability: int, head_dim: int, dtype: torch.dtype) -> 
         rows = next(rows for width, rows in table[kernel].items() if head_dim <= width)
     names = ("BLOCK_D", "BLOCK_V", "num_warps", "num_stages")
     found = [dict(zip(names, row, strict=True)) for row in rows]
-    if capability != 0 and device_of(capability).name not in ("hopper", "blackwell", "cdna"):
+    if capability != 0 and device_of(capability).name != "cdna":
         # Otherwise ptxas spills some of fewer registers, for an occupancy that it guesses.
         found = [config | {"maxnreg": min(255, 65536 // (32 * config["num_warps"]))} for config in found]
     return found
