@@ -11,6 +11,12 @@ from foundry_kernels.ops.combine_experts import combine_experts
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
+from foundry_kernels.ops.gated_delta_rule import (
+    delta_rule,
+    gated_delta_rule,
+    gated_delta_rule_step,
+    gated_linear_attention,
+)
 from foundry_kernels.ops.grouped_mm import grouped_mm
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 from foundry_kernels.ops.linear_log_probs import linear_log_probs
@@ -35,8 +41,12 @@ __all__ = [
     "combine_experts",
     "compat",
     "cross_entropy",
+    "delta_rule",
     "flash_attention",
     "flash_attention_varlen",
+    "gated_delta_rule",
+    "gated_delta_rule_step",
+    "gated_linear_attention",
     "geglu",
     "glu",
     "grouped_mm",
