@@ -12,6 +12,7 @@ from foundry_kernels.ops import (
     log_probs,
     rms_norm,
     rope,
+    short_conv1d,
     swiglu,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "log_probs",
     "rms_norm",
     "rope",
+    "short_conv1d",
     "swiglu",
 ]
