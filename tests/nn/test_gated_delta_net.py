@@ -207,6 +207,6 @@ def test_bad_calls() -> None:
     with pytest.raises(TypeError, match="state must be a GatedDeltaState; got tuple"):
         layer(x, state=(1, 2))
     with pytest.raises(
-        ValueError, match="state.conv must have the projection.s dtype torch.float32; got torch.bfloat16"
+        ValueError, match=r"state\.conv must have the projection's dtype torch\.float32; got torch\.bfloat16"
     ):
         layer(x[:, :1], state=layer.make_state(2, dtype=torch.bfloat16))
