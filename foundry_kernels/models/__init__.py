@@ -8,6 +8,7 @@ from foundry_kernels.models.context import Context
 from foundry_kernels.models.encoder_decoder import EncoderDecoder
 from foundry_kernels.models.generate import generate
 from foundry_kernels.models.generator import GeneratedToken, Generator
+from foundry_kernels.models.hybrid_cache import HybridCache
 from foundry_kernels.models.paged_cache import PagedKVCache
 from foundry_kernels.models.pages import OutOfPages
 from foundry_kernels.models.sampling import GenerationStats
@@ -19,6 +20,7 @@ __all__ = [
     "GeneratedToken",
     "GenerationStats",
     "Generator",
+    "HybridCache",
     "KVCache",
     "ModelConfig",
     "OutOfPages",

@@ -135,11 +135,14 @@ class GatedDeltaNet(torch.nn.Module):
         self.norm = RMSNorm(head_v_dim, norm_eps, **factory, **norm)
         self.out_proj = torch.nn.Linear(values, dim, bias=False, **factory)
         if not self.A_log.is_meta:
-            self.reset_gates()
+            self.reset_parameters()
 
-    def reset_gates(self, generator: torch.Generator | None = None) -> None:
-        """Sets ``exp(A_log)`` to U(0.01, 16) and `dt_bias` to 1, as Qwen3-Next does."""
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Sets ``exp(A_log)`` to U(0.01, 16) and `dt_bias` to 1, as Qwen3-Next does, and the filters to
+        U(-1, 1) / sqrt(conv_size), as ``torch.nn.Conv1d`` does. Projections and the norm are left as they are."""
         with torch.no_grad():
+            bound = self.conv_size**-0.5
+            self.conv1d.weight.uniform_(-bound, bound, generator=generator)
             drawn = torch.empty_like(self.A_log, dtype=torch.float32).uniform_(0.01, 16.0, generator=generator)
             self.A_log.copy_(drawn.log_())
             self.dt_bias.fill_(1.0)
