@@ -64,6 +64,8 @@ def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generat
             module.reset_parameters(up, generator, down_std=down)
         elif isinstance(module, GatedDeltaNet):
             module.reset_parameters(generator)
+            bound = module.conv_size**-0.5  # as of nn.Conv1d, whose own method takes no generator
+            nn.init.uniform_(module.conv1d.weight, -bound, bound, generator=generator)
         elif isinstance(module, RelativeBias):
             module.reset_parameters(std, generator)
         elif isinstance(module, RMSNorm | LayerNorm | FixedTables):

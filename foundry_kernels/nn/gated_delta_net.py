@@ -122,6 +122,10 @@ class GatedDeltaNet(torch.nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         keys, values = n_k_heads * head_k_dim, n_v_heads * head_v_dim
         channels = 2 * keys + values
+        self.A_log = torch.nn.Parameter(torch.empty(n_v_heads, **factory))
+        self.dt_bias = torch.nn.Parameter(torch.empty(n_v_heads, **factory))
+        if not self.A_log.is_meta:
+            self.reset_parameters()
         self.in_proj_qkv = torch.nn.Linear(dim, channels, bias=False, **factory)
         self.in_proj_z = torch.nn.Linear(dim, values, bias=False, **factory)
         self.in_proj_b = torch.nn.Linear(dim, n_v_heads, bias=False, **factory)
@@ -129,20 +133,14 @@ class GatedDeltaNet(torch.nn.Module):
         self.conv1d = torch.nn.Conv1d(
             channels, channels, conv_size, padding=conv_size - 1, groups=channels, bias=False, **factory
         )
-        self.A_log = torch.nn.Parameter(torch.empty(n_v_heads, **factory))
-        self.dt_bias = torch.nn.Parameter(torch.empty(n_v_heads, **factory))
         norm: dict[str, Any] = {"round_before_weight": norm_round_before_weight, "backend": self.backends}
         self.norm = RMSNorm(head_v_dim, norm_eps, **factory, **norm)
         self.out_proj = torch.nn.Linear(values, dim, bias=False, **factory)
-        if not self.A_log.is_meta:
-            self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Sets ``exp(A_log)`` to U(0.01, 16) and `dt_bias` to 1, as Qwen3-Next does, and the filters to
-        U(-1, 1) / sqrt(conv_size), as ``torch.nn.Conv1d`` does. Projections and the norm are left as they are."""
+        """Sets ``exp(A_log)`` to U(0.01, 16) and `dt_bias` to 1, as Qwen3-Next does. The modules in it are left as they
+        are."""
         with torch.no_grad():
-            bound = self.conv_size**-0.5
-            self.conv1d.weight.uniform_(-bound, bound, generator=generator)
             drawn = torch.empty_like(self.A_log, dtype=torch.float32).uniform_(0.01, 16.0, generator=generator)
             self.A_log.copy_(drawn.log_())
             self.dt_bias.fill_(1.0)
