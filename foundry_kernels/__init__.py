@@ -23,6 +23,7 @@ from foundry_kernels.ops.linear_log_probs import linear_log_probs
 from foundry_kernels.ops.log_probs import log_probs
 from foundry_kernels.ops.rms_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from foundry_kernels.ops.rope import RopeScaling, qk_norm_rope, rope, rope_table
+from foundry_kernels.ops.short_conv1d import short_conv1d, short_conv1d_step
 from foundry_kernels.ops.swiglu import geglu, glu, reglu, swiglu
 
 __version__ = "0.1.0"
@@ -63,6 +64,8 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_table",
+    "short_conv1d",
+    "short_conv1d_step",
     "swiglu",
     "unpatch",
 ]

@@ -22,6 +22,7 @@ from foundry_kernels.models.pages import OutOfPages
 from foundry_kernels.models.requests import Request, scores_of
 from foundry_kernels.models.sampling import check_options, choose, read_prompt
 from foundry_kernels.models.transformer import Transformer
+from foundry_kernels.models.validate import refuse_linear
 from foundry_kernels.nn._linear_layers import batched_decode
 
 
@@ -385,6 +386,7 @@ def _draw(logits: Tensor, read: list[tuple[int, Request]]) -> list[int]:
 def _check_model(config: ModelConfig) -> None:
     if not (config.causal and config.head):
         raise ValueError("Generator needs a model with causal=True and head=True")
+    refuse_linear(config, "Generator, whose cache is in pages,")
     if config.context_dim is not None:
         raise ValueError(f"Generator needs a model without a context; got context_dim={config.context_dim}")
     if config.relative:

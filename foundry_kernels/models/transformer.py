@@ -20,6 +20,7 @@ from foundry_kernels.models.cross_blocks import block_class
 from foundry_kernels.models.decode_block import decode_all
 from foundry_kernels.models.embeddings import embed, needs_preparing, position_embedding, prepare
 from foundry_kernels.models.extend import extended
+from foundry_kernels.models.hybrid_cache import HybridCache
 from foundry_kernels.models.init import init_weights
 from foundry_kernels.models.inputs import check_context, check_targets, check_tokens, check_types
 from foundry_kernels.models.losses import add_router_losses, token_loss
@@ -49,8 +50,9 @@ class Transformer(nn.Module):
     Parameters have the names and shapes of Meta's Llama, whose checkpoints load: `tok_embeddings`,
     `layers.N.{attention_norm, attention.{wq, wk, wv, wo}, ffn_norm, feed_forward.{w1, w2, w3}}`, `norm`, `output`. Some
     choices add `pos_embeddings`, `type_embeddings`, `embedding_norm`, `relative_bias`, `layers.N.attention.{q_norm,
-    k_norm}` and `layers.N.{cross_norm, cross_attention}`; without a gate there is no `w3`, with a shared norm no
-    `ffn_norm`, with "post" norms no `norm`; with experts `feed_forward` is a :class:`foundry_kernels.nn.MoE`.
+    k_norm, wg}` and `layers.N.{cross_norm, cross_attention}`; without a gate there is no `w3`, with a shared norm no
+    `ffn_norm`, with "post" norms no `norm`; with experts `feed_forward` is a :class:`foundry_kernels.nn.MoE`, and with
+    linear attention `attention` a :class:`foundry_kernels.nn.GatedDeltaNet`.
     :meth:`from_hf` takes the models of transformers.
 
     Under autocast the residual stream keeps the dtype of the embedding; only the branches are in low precision.
@@ -117,9 +119,9 @@ class Transformer(nn.Module):
             self.relative_bias = RelativeBias(
                 config.n_heads, *buckets, causal=config.causal, device=device, dtype=dtype
             )
-        block = block_class(config)
-        self.layers = nn.ModuleList(block(config, rope, alibi, factory, n) for n in range(config.n_layers))
-        self._late_dropout = config.residual_dropout if block.drops_late else 0.0
+        blocks = [block_class(config, layer) for layer in range(config.n_layers)]
+        self.layers = nn.ModuleList(block(config, rope, alibi, factory, n) for n, block in enumerate(blocks))
+        self._late_dropout = config.residual_dropout if blocks[0].drops_late else 0.0
         self.norm = make_norm(config, factory) if config.ends_with_norm else None
         # A tied weight has only one name, because `to_empty` would split two names into two parameters.
         self.output = None
@@ -146,9 +148,9 @@ class Transformer(nn.Module):
 
         Supported are the causal language models of GPT-2, LLaMA, BLOOM and Falcon, and of Mistral, Qwen2, Qwen3,
         GPT-NeoX, OPT, Phi, StarCoder2, StableLM, Gemma and the first GPT; with experts Mixtral, Qwen2-MoE, Qwen3-MoE,
-        OLMoE, GLM-4-MoE and dots.llm1; and the encoders of BERT, RoBERTa and XLM-RoBERTa without a head (a pooler is
-        left out). Logits, or the last hidden states, are equal up to rounding. The mode and the checkpoint's dropout
-        probabilities are preserved.
+        OLMoE, GLM-4-MoE and dots.llm1; with linear attention Qwen3-Next and Qwen3.5; and the encoders of BERT, RoBERTa
+        and XLM-RoBERTa without a head (a pooler is left out). Logits, or the last hidden states, are equal up to
+        rounding. The mode and the checkpoint's dropout probabilities are preserved.
 
         Args:
             model: a model of transformers.
@@ -357,8 +359,8 @@ class Transformer(nn.Module):
 
     def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
         """Returns an empty cache on the model's device, in the dtype of its keys (autocast's dtype, under autocast)."""
-        weight = self.tok_embeddings.weight
-        return KVCache(self.config, batch_size, max_len, device=weight.device, dtype=self._key_dtype())
+        weight, kind = self.tok_embeddings.weight, HybridCache if self.config.linear_layers else KVCache
+        return kind(self.config, batch_size, max_len, device=weight.device, dtype=self._key_dtype())
 
     def extended(self, max_seq_len: int, rope_scaling: RopeScaling | str | None = None) -> Self:
         """Returns the model for `max_seq_len` positions, with this one's parameters; see

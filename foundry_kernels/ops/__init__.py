@@ -13,6 +13,7 @@ from foundry_kernels.ops import (
     log_probs,
     rms_norm,
     rope,
+    short_conv1d,
     swiglu,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "log_probs",
     "rms_norm",
     "rope",
+    "short_conv1d",
     "swiglu",
 ]

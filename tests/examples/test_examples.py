@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
         ("patch_hugging_face.py", []),
         pytest.param("nanogpt_style.py", [], marks=pytest.mark.slow),
         pytest.param("plain_loop.py", [], marks=pytest.mark.slow),
+        ("hybrid.py", ["--steps", "80"]),
         ("reverse.py", ["--steps", "90"]),
         pytest.param("reverse.py", [], marks=pytest.mark.slow),
         pytest.param("reverse.py", ["--positions", "relative", "--norm-placement", "pre"], marks=pytest.mark.slow),

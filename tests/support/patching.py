@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
+from foundry_kernels.integrations.families import text_type
 from foundry_kernels.integrations.table import PATCHED
 
 
@@ -15,7 +16,7 @@ def _can_be_built(family: str) -> bool:
     """Whether transformers can create a configuration: with a newer huggingface_hub, its oldest releases refuse some of
     their own defaults."""
     try:
-        CONFIG_MAPPING["gemma3_text" if family == "gemma3" else family]()
+        CONFIG_MAPPING[text_type(family)]()
     except Exception:
         return False
     return True
