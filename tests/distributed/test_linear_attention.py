@@ -41,7 +41,7 @@ def test_what_cannot_be_sharded_is_refused_before_anything_is_sent(mesh: Any) ->
     q, g = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4)
     with pytest.raises(ValueError, match=r"q must have two chunks of tokens in dimension 2; got \(1, 2, 3, 8\)"):
         distributed.sharded_gated_delta_rule(q[:, :, :3], q, q, g, g, mesh)
-    with pytest.raises(TypeError, match=r"v must be a torch\\.Tensor; got NoneType"):
+    with pytest.raises(TypeError, match=r"v must be a torch\.Tensor; got NoneType"):
         distributed.sharded_gated_delta_rule(q, q, None, g, g, mesh)
     with pytest.raises(ValueError, match="cu_seqlens"):
         distributed.sharded_gated_delta_rule(q, q, q, g, g, mesh, cu_seqlens=torch.tensor([0, 13]))
