@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from processes import context, example, experts, operators, patched, training
+from processes import context, example, experts, operators, patched, states, training
 from processes.example import Resume
 from processes.training import Train
 
@@ -54,9 +54,13 @@ CONTEXT: dict[str, Callable[..., Any]] = {
     "context, fsdp": context.Train("fsdp"),
     "context, choices": context.choices,
     "context, collectives": context.collectives,
+    "linear attention": states.linear_attention,
 }
 OF_FOUR = {
-    **{name: CONTEXT[name] for name in ("ring", "traffic", "dropout", "context, fsdp", "context, choices")},
+    **{
+        name: CONTEXT[name]
+        for name in ("ring", "traffic", "dropout", "context, fsdp", "context, choices", "linear attention")
+    },
     "context, compiled": context.Train("compiled"),
     "context, dp": context.with_data_parallelism,
     "context, tp": context.with_tensor_parallelism,
