@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from foundry_kernels._triton.devices import capability
 from foundry_kernels._triton.launch import Plan, launch
 from foundry_kernels._triton.operators import define
 from foundry_kernels._triton.plans import planned
@@ -30,12 +31,14 @@ __all__ = ["short_conv1d", "short_conv1d_step"]
 _CHUNK = 64
 
 
-def configs(length: int, n_channels: int, bytes_each: int, taps: int, *, backward: bool) -> list[dict[str, int]]:
+def configs(
+    length: int, n_channels: int, bytes_each: int, taps: int, unroll: int, *, backward: bool
+) -> list[dict[str, int]]:
     """Returns launch configs: the default, then those that `python -m foundry_kernels tune` tries. By default a thread
     has 16 bytes of a token, in the backward pass 8, for which it also keeps sums; with many taps half as many, so that
-    they fit into registers."""
+    they fit into registers. `unroll` tokens are loaded at a time."""
     most = triton.next_power_of_2(n_channels)
-    unrolled = min(8, triton.next_power_of_2(length))
+    unrolled = min(unroll, triton.next_power_of_2(length))
     bytes_of_thread = (8 if backward else 16) // (1 if taps <= 4 else 2)
     found: list[dict[str, int]] = []
     for channels, tokens in ((256, 64), (512, 64)) if backward else ((256, 32), (512, 32), (256, 64), (512, 64)):
@@ -58,10 +61,12 @@ def _plan(
 ) -> Plan:
     """Of the kernels over chunks of tokens."""
     batch, length, n_channels = shape
+    # ptxas spills registers for 8.0 if the backward pass loads 8 tokens of 16 bits at a time, for 9.0 if it loads 4.
+    unroll = 4 if "bwd" in kernel and dtype.itemsize == 2 and capability(device) < 90 else 8
     block = choose(
         kernel,
         f"{8 * dtype.itemsize}-bit, {taps} taps",
-        configs(length, n_channels, dtype.itemsize, taps, backward="bwd" in kernel),
+        configs(length, n_channels, dtype.itemsize, taps, unroll, backward="bwd" in kernel),
         device,
     )
     n_tiles = triton.cdiv(n_channels, block["BLOCK_COLS"])
