@@ -136,3 +136,21 @@ def scales(
         "weight": float(torch.stack(into_weight).max().sqrt()),
         "bias": float(dy.square().sum((0, 1)).max().sqrt()),
     }
+
+
+def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
+    """What `inspect` compiles without --all: filters of all lengths, dense and packed, with all options and none."""
+    shape, lengths = (2, 2048, 2048), (500, 3, 3593)
+    given: dict[str, Any] = {"state": True, "return_final_state": True}
+    kinds = (
+        make_case(*shape),
+        make_case(*shape, "all", **given),
+        make_case(*shape, "plain", bias=None, activation=None),
+        make_case(1, 4096, 2048, "packed", bias=None, lengths=lengths),
+        make_case(1, 4096, 2048, "packed-all", lengths=lengths, **given),
+        make_case(*shape, "all", taps=2, **given),
+        make_case(*shape, "all", taps=8, **given),
+        make_case(1, 4096, 2048, "packed-all", taps=8, lengths=lengths, **given),
+        make_case(2, 300, 1100, "wide", **given),
+    )
+    return tuple((case, dtype) for case in kinds for dtype in (torch.bfloat16, torch.float32))

@@ -60,14 +60,14 @@ class _ShortConv1d(torch.autograd.Function):
         cu_seqlens: Tensor | None,
         initial_state: Tensor | None,
         return_final_state: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.prefix, ctx.activation, ctx.returns_state = prefix, activation, return_final_state
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, cu_seqlens, initial_state)
         y, final_state = _OPERATORS[prefix][0](
             x, weight, bias, activation, cu_seqlens, initial_state, return_final_state
         )
-        if not (x.requires_grad or (initial_state is not None and initial_state.requires_grad)):
+        if return_final_state and not (x.requires_grad or (initial_state is not None and initial_state.requires_grad)):
             ctx.mark_non_differentiable(final_state)
         return y, final_state
 

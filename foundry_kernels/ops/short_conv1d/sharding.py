@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 OPERATORS = ("short_conv1d_fwd", "short_conv1d_bwd")
-UNSHARDED = ("short_conv1d_step",)
+UNSHARDED = ("short_conv1d_step", "triton_short_conv1d_step")
 
 
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
