@@ -132,7 +132,7 @@ def make_options(
 def check_target(name: str, x: Tensor, target: Tensor | None) -> Tensor:
     """The checked target; without one, targets by which all tokens of `x` count."""
     if target is None:
-        return torch.zeros_like(x[..., 0], dtype=torch.int32, memory_format=torch.contiguous_format)
+        return x.new_zeros(x.shape[:-1], dtype=torch.int32)
     check_integer("target", target)
     check_shape("target", target, x.shape[:-1], f"that of {name} without the last dimension")
     check_device("target", target, name, x)

@@ -151,3 +151,9 @@ def terms(logits: Tensor, teacher: Tensor, options: Mapping[str, Any], cotangent
     if reduction == "mean":
         dlogits /= many
     return {"output 0": max(size, 1.0) * (many if reduction == "sum" else 1), "logits": dlogits}
+
+
+def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
+    """What `inspect` compiles without --all: each divergence."""
+    kinds = tuple(_case((64, 32000), name, **each) for name, each in DIRECTIONS.items() if name != "jsd-0.1")
+    return tuple((case, dtype) for case in kinds for dtype in (torch.bfloat16, torch.float32))
