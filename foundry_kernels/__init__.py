@@ -18,7 +18,9 @@ from foundry_kernels.ops.gated_delta_rule import (
     gated_linear_attention,
 )
 from foundry_kernels.ops.grouped_mm import grouped_mm
+from foundry_kernels.ops.kl_div import kl_div
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
+from foundry_kernels.ops.linear_kl_div import linear_kl_div
 from foundry_kernels.ops.linear_log_probs import linear_log_probs
 from foundry_kernels.ops.log_probs import log_probs
 from foundry_kernels.ops.rms_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -51,8 +53,10 @@ __all__ = [
     "geglu",
     "glu",
     "grouped_mm",
+    "kl_div",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_kl_div",
     "linear_log_probs",
     "log_probs",
     "losses",

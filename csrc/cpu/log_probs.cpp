@@ -12,53 +12,6 @@ namespace FK_ISA {
 
 namespace {
 
-// Below this distance from the largest logit an exponential is 0. It replaces minus infinity in products with it.
-constexpr float kFar = -1000.0f;
-
-inline FK_INLINE Vec not_farther(Vec below) {
-  return below < kFar ? splat(kFar) : below;
-}  // NaN stays
-
-// The maximum m of a row's logits y and, over all classes but the target, the sum of exp(y - m). With the entropy also
-// the sum of exp(y - m) (y - m). The caller starts with the target's logit as the maximum.
-template <class X, bool kCap, bool kEntropy>
-struct ExpSums {
-  const X* x;
-  Vec logit_scale;
-  Cap<kCap> cap;
-  float max;
-  Vec exps[4] = {}, products[4] = {};
-
-  void add(int64_t begin, int64_t end) {
-    for (int64_t col = begin; col < end; col += kBlock) add_block(x + col, std::min(kBlock, end - col));
-  }
-
-  void add_block(const X* in, int64_t count) {
-    Vec top[4] = {splat(-kInfinity), splat(-kInfinity), splat(-kInfinity), splat(-kInfinity)};
-    for_each_vec(count, [&](int64_t i, auto at, int k) FK_INLINE {
-      const Vec v = masked(at, at.load(in + i) * logit_scale, -kInfinity);
-      top[k] = larger(v, top[k]);  // never NaN: that would hide larger values
-    });
-    const float found = cap(largest(top));
-    if (found > max) {
-      const float step = max == -kInfinity ? 0.0f : max - found;  // without a finite logit so far, the sums are 0
-      const Vec scale = splat(std::exp(max - found));
-      for (int k = 0; k < 4; ++k) {
-        if constexpr (kEntropy) products[k] = scale * (products[k] + step * exps[k]);
-        exps[k] *= scale;
-      }
-      max = found;
-    }
-    const Vec shift = splat(max == -kInfinity ? 0.0f : max);
-    for_each_vec(count, [&](int64_t i, auto at, int k) FK_INLINE {
-      __builtin_prefetch(in + i + kBlock);
-      const Vec below = masked(at, cap(at.load(in + i) * logit_scale) - shift, -kInfinity), e = exp(below);
-      exps[k] += e;
-      if constexpr (kEntropy) products[k] += e * not_farther(below);
-    });
-  }
-};
-
 template <class X, bool kCap, bool kEntropy>
 void forward_rows(const LogProbsForward& a, int64_t begin, int64_t end) {
   const LogProbsOptions& o = a.options;

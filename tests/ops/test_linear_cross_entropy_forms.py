@@ -258,7 +258,7 @@ def test_the_gradient_of_a_retained_graph_is_not_scaled_in_place(
     kept: Any = SimpleNamespace(dtype=torch.float32, is_cuda=True, is_contiguous=lambda: True)
     on_gpu = type("OnGpu", (SimpleNamespace,), {"__mul__": lambda self, factor: torch.zeros(1)})(**vars(kept))
     seen: list[Any] = []
-    found = operators._scaled(on_gpu, torch.tensor(0.5), torch.float32, lambda *args: seen.append(args))
+    found = operators.times_own_gradient(on_gpu, torch.tensor(0.5), torch.float32, lambda *args: seen.append(args))
     assert (found is on_gpu) == bool(seen) == (not retained)
 
 

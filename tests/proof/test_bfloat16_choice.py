@@ -24,6 +24,7 @@ USED = {
     "decode_linear": ("pairs",),
     "grouped_mm": ("pairs", "products"),
     "linear_cross_entropy": ("products",),
+    "linear_kl_div": ("products",),
     "linear_log_probs": ("products",),
 }
 PARTS = ("tiles", "pairs", "products")

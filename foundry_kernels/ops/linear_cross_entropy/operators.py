@@ -160,7 +160,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             dscale, *gradients = ctx.saved_tensors
             factor = dloss * dscale
-            found = [_scaled(g, factor, ctx.dtype, _SCALE[ctx.prefix]) for g in gradients]
+            found = [times_own_gradient(g, factor, ctx.dtype, _SCALE[ctx.prefix]) for g in gradients]
         dhidden, dweight, dbias = (g if n else None for g, n in zip(found, ctx.needs, strict=True))
         return None, dhidden, dweight, None, dbias, None, None
 
@@ -191,7 +191,7 @@ class _Lse(torch.autograd.Function):
         return None, None, None, dhidden, dweight, None, dbias, None
 
 
-def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, scale_: Any) -> Tensor:
+def times_own_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype, scale_: Any) -> Tensor:
     """gradient * factor, rounded once; skipping the multiplication by 1 if reading the factor does not wait: on a CPU,
     or in a kernel on the device.
 

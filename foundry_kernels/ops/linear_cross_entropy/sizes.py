@@ -59,13 +59,13 @@ def on_cpu(hidden: Tensor, weight: Tensor, options: LinearLossOptions, needs: Ne
     return TILES if _TILES_ARE_FASTER else None
 
 
-def on_gpu(hidden: Tensor, weight: Tensor, options: LinearLossOptions, needs: Needs) -> int | None:
+def on_gpu(hidden: Tensor, weight: Tensor, options: LinearLossOptions, needs: Needs, logits: int = 1) -> int | None:
     """Depends on the shape and the device's memory, never on its free memory. Without gradients, blocks need no
-    additional matmul."""
+    additional matmul. logits: how many for a token and a class."""
     n_tokens, asked = hidden.numel() // hidden.shape[-1], options.chunk_size
     if asked is not None:
         return ALL if asked not in (ALL, TILES) and _at_most(n_tokens, asked) else asked
-    takes = n_tokens * weight.shape[0] * hidden.element_size()
+    takes = logits * n_tokens * weight.shape[0] * hidden.element_size()
     if needs.weight and hidden.dtype == torch.float16:  # its gradient is float32 before the mean
         takes += 4 * weight.numel()
     if _at_most(takes, total_memory(hidden.device) // SHARE if any(needs) else BLOCK):

@@ -43,11 +43,12 @@ def _tile(n_cols: int, elements: int, threads: int = 16) -> dict[str, int]:
     return tile
 
 
-def configs(n_cols: int, elements: int) -> list[dict[str, int]]:
-    """Returns launch configs: the tile of `elements`, then those that `python -m foundry_kernels tune` tries."""
+def configs(n_cols: int, elements: int, threads: int = 16) -> list[dict[str, int]]:
+    """Returns launch configs: the tile of `elements`, `threads` (16 or 8) of them for each thread, then those that
+    `python -m foundry_kernels tune` tries."""
     found: list[dict[str, int]] = []
-    for size, threads in ((1, 16), (1, 8), (2, 16), (0.5, 16), (0.5, 8), (2, 8)):
-        tile = _tile(n_cols, int(size * elements), threads)
+    for size, each in ((1, threads), (1, 24 - threads), (2, 16), (0.5, 16), (0.5, 8), (2, 8)):
+        tile = _tile(n_cols, int(size * elements), each)
         if tile not in found:
             found.append(tile)
     return found

@@ -1,0 +1,43 @@
+// Options, shapes and checks of the operators of kl_div.cpp and kl_div_cpu.cpp.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include "common.h"
+#include "options.h"
+
+namespace foundry {
+
+#define FK_KL_DIV_OPTIONS(OPTION)        \
+  OPTION(int64_t, ignore_index, integer) \
+  OPTION(double, temperature, real)      \
+  OPTION(double, beta, real)
+
+struct KlDivArguments {
+  FK_OPTIONS(FK_KL_DIV_OPTIONS)
+};
+
+inline void check_kl_div(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target) {
+  TORCH_CHECK_VALUE(logits.dim() >= 1 && logits.sym_size(-1) > 0, "logits must have a last dimension of at least 1");
+  const auto shape = logits.sym_sizes();
+  TORCH_CHECK_VALUE(teacher_logits.sym_sizes() == shape, "teacher_logits must have logits' shape ", shape, "; got ",
+                    teacher_logits.sym_sizes());
+  TORCH_CHECK_VALUE(target.sym_sizes() == shape.slice(0, shape.size() - 1), "target must have shape ",
+                    shape.slice(0, shape.size() - 1), ", that of logits without the last dimension; got ",
+                    target.sym_sizes());
+  TORCH_CHECK_TYPE(target.scalar_type() == at::kLong || target.scalar_type() == at::kInt,
+                   "target must be int32 or int64; got ", target.scalar_type());
+}
+
+inline Tensor empty_kl_div_losses(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target) {
+  check_kl_div(logits, teacher_logits, target);
+  return at::empty_symint(target.sym_sizes(), logits.options().dtype(at::kFloat));
+}
+
+inline Tensor empty_kl_div_gradient(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target) {
+  check_kl_div(logits, teacher_logits, target);
+  return at::empty_symint(logits.sym_sizes(), logits.options());
+}
+
+}  // namespace foundry

@@ -1,0 +1,101 @@
+"""Divergences in Triton: a program takes a row, or several of a small vocabulary, and walks over blocks of the classes
+two or three times. After the first time the logits come from the L2 cache, if its programs' rows fit there."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.operators import define
+from foundry_kernels._triton.plans import planned
+from foundry_kernels._triton.rows import compute_dtype, contiguous, row_strides
+from foundry_kernels._triton.tuning import choose
+from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops.cross_entropy.triton import configs
+from foundry_kernels.ops.kl_div.operators import BWD, FWD, make_backend
+from foundry_kernels.ops.kl_div.options import KlDivOptions
+from foundry_kernels.ops.kl_div.triton.kernels import kl_div_kernel
+
+_TILE, _EACH = 4096, 8  # elements of a program's tile; of each thread: there are two tensors, and 16 take 80 registers
+#: With loss and gradients ptxas spills 8 bytes otherwise, on 9.0 and 12.0, for an occupancy that it guesses.
+_ENOUGH = {"maxnreg": 64}
+
+
+@planned
+def _plan(
+    shape: tuple[int, ...], strides: tuple[int, ...], teacher_strides: tuple[int, ...], dtype: torch.dtype,
+    device: torch.device, options: KlDivOptions, both: bool,
+) -> Plan | None:  # fmt: skip
+    """None if the kernel does not support this layout."""
+    layout = row_strides(shape, strides, teacher_strides)
+    if layout is None:
+        return None
+    rank, n1, n2, (of_rows, of_teacher) = layout
+    n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
+    beta = options.beta
+    divergence = "forward" if beta == 0.0 else "reverse" if beta == 1.0 else "jsd"
+    block = choose("kl_div_kernel", f"{8 * dtype.itemsize}-bit", configs(n_cols, _TILE, _EACH), device)
+    constants = {"RANK": rank, "DIVERGENCE": divergence, "COMPUTE": compute_dtype(dtype)}
+    if both and block["num_warps"] == 16:
+        constants |= _ENOUGH
+    numbers = (n_rows, n_cols, n1, n2, *of_rows, *of_teacher, options.ignore_index)
+    of_options = (1.0 / options.temperature, beta, 1.0 - beta)
+    return Plan((triton.cdiv(n_rows, block["BLOCK_ROWS"]),), (*numbers, *of_options), constants | block)
+
+
+def rows(
+    logits: Tensor, teacher_logits: Tensor, target: Tensor, options: KlDivOptions, dloss: Tensor | None,
+    dlogits: Tensor | None, loss: Tensor | None,
+) -> None:  # fmt: skip
+    """Writes each row's loss to `loss` and, with the gradients `dloss` of the losses, that of the logits to `dlogits`,
+    which may be the logits if they are contiguous."""
+    if logits.numel() == 0:
+        return
+    both = dloss is not None and loss is not None
+    plan = _plan(
+        logits.shape, logits.stride(), teacher_logits.stride(), logits.dtype, logits.device, options, both
+    )  # fmt: skip
+    if plan is None:
+        return rows(logits.contiguous(), teacher_logits.contiguous(), target, options, dloss, dlogits, loss)
+    launch(kl_div_kernel, plan, logits, teacher_logits, target.contiguous(), contiguous(dloss), loss, dlogits)
+
+
+def _losses(logits: Tensor, target: Tensor) -> Tensor:
+    return torch.empty(target.shape, dtype=wide_dtype(logits.dtype), device=logits.device)
+
+
+def _gradient(logits: Tensor) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def _fwd(logits: Tensor, teacher_logits: Tensor, target: Tensor, *args: Any) -> Tensor:
+    loss = _losses(logits, target)
+    rows(logits, teacher_logits, target, KlDivOptions(*args), None, None, loss)
+    return loss
+
+
+def _bwd(dloss: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, *args: Any) -> Tensor:
+    dlogits = _gradient(logits)
+    rows(logits, teacher_logits, target, KlDivOptions(*args), dloss, dlogits, None)
+    return dlogits
+
+
+def fwd_bwd_(
+    logits: Tensor, teacher_logits: Tensor, target: Tensor, options: KlDivOptions, dloss: Tensor | None
+) -> Tensor:
+    """Each row's loss; with the gradients `dloss` of the losses, contiguous logits become their own gradient."""
+    loss = _losses(logits, target)
+    rows(logits, teacher_logits, target, options, dloss, None if dloss is None else logits, loss)
+    return loss
+
+
+kl_div = make_backend(
+    "triton_",
+    define(f"triton_{FWD}", _fwd, lambda logits, teacher, target, *_: _losses(logits, target)),
+    define(f"triton_{BWD}", _bwd, lambda dloss, logits, *_: _gradient(logits)),
+)

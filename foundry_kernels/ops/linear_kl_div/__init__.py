@@ -1,0 +1,151 @@
+"""Distillation from hidden states: the divergence between the distributions of a teacher's and a student's head,
+without storing the logits of either.
+
+A chunk of tokens has its logits computed for both sides at a time. One kernel makes from them the divergences and, over
+the student's logits, their gradient; two matmuls then make the gradients of the student's hidden states and weight. See
+:func:`foundry_kernels.kl_div` for the formulas and :func:`foundry_kernels.linear_cross_entropy` for chunks.
+
+Agarwal et al., "On-Policy Distillation of Language Models", 2024, arXiv:2306.13649 (GKD); Hsu et al., "Liger Kernel",
+2024, arXiv:2410.10989 (its fused linear JSD).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from foundry_kernels.core import invariance
+from foundry_kernels.core.autocast import autocast_dtype
+from foundry_kernels.core.checks import check_bool, check_dtype, check_float, check_int, check_shape
+from foundry_kernels.core.registry import is_dtensor, resolve
+from foundry_kernels.ops import kl_div as of_logits
+from foundry_kernels.ops._register import register_op
+from foundry_kernels.ops.linear_cross_entropy import check_linear, is_vocab_sharded
+from foundry_kernels.ops.linear_kl_div import reference
+from foundry_kernels.ops.linear_kl_div.options import LinearKlDivOptions
+from foundry_kernels.ops.linear_kl_div.teacher import Teacher
+
+
+def linear_kl_div(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor | None = None,
+    teacher_weight: Tensor | None = None,
+    *,
+    teacher_logits: Tensor | None = None,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    target: Tensor | None = None,
+    temperature: float = 1.0,
+    direction: str = "forward",
+    beta: float = 0.5,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk_size: int | None = None,
+    batch_invariant: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """``kl_div(hidden @ weight.T + bias, teacher_hidden @ teacher_weight.T + teacher_bias)``, without storing logits.
+
+    Args:
+        hidden: ``[..., D]`` of the student: float32, bfloat16, float16 or float64, any strides, D at least 1.
+        weight: ``[V, D]``, of hidden's dtype and device; V at least 1. It may be tied to the embedding.
+        teacher_hidden: ``[..., E]``, with hidden's tokens, on its device. E need not be D, and the dtype need not be
+            hidden's, unless one of them is float64.
+        teacher_weight: ``[V, E]``, of teacher_hidden's dtype: the vocabularies are the same.
+        teacher_logits: ``[..., V]``, in place of the teacher's hidden states and weight.
+        bias, teacher_bias: ``[V]``, of the dtype of their side, or None.
+        target, ignore_index: which tokens count, as for the other losses: those whose target is not `ignore_index`, or
+            all without a `target`. No other target is read.
+        temperature, direction, beta, reduction: as for :func:`foundry_kernels.kl_div`. `beta` is the teacher's share,
+            as in TRL's GKD and Liger's JSD.
+        chunk_size: the number of tokens whose logits exist at a time. None chooses (see `Memory`).
+        batch_invariant: as for :func:`foundry_kernels.linear_cross_entropy`.
+        backend: "auto", "reference" (which computes all logits at once), "triton" or "native" (on the CPU).
+
+    Returns:
+        ``[...]`` for reduction "none", else a scalar; float32 (float64 for float64 inputs). 0, with gradients of 0, if
+        no token counts.
+
+    Raises:
+        As :func:`foundry_kernels.kl_div`; ValueError also if a tensor does not fit, the vocabularies differ, the
+        teacher is given twice or not at all, `chunk_size` is below 1, or a weight is sharded by its classes.
+
+    Gradients go to hidden, weight and bias. All tensors of the teacher are constants: they get no gradient, whether
+    they require one or not. Under autocast the tensors of both sides, except teacher_logits, are first cast to its
+    dtype, as in a linear layer. There is no second derivative. Results have the same bits in each run.
+
+    With reduction "mean" or "sum" the forward pass also computes the gradients, which the backward pass multiplies by
+    the loss's own: four matmuls in all, one for the teacher and three for the student (one less with teacher_logits,
+    and two in all without gradients). So compute a loss that needs no backward pass within `torch.no_grad()`. With
+    "none" each token's loss has its own gradient: the backward pass computes both logits again, in six matmuls in all,
+    as keeping them would take the memory that this operation saves.
+
+    Memory is that of :func:`foundry_kernels.linear_cross_entropy` in chunks, or with all rows at once where both logits
+    fit into a 32nd of a GPU's memory, and the teacher's logits of one chunk. There are no blocks of classes. DTensors:
+    tokens may be sharded over devices, the classes may not.
+    """
+    check_float("hidden", hidden)
+    if (low := autocast_dtype(hidden)) is not None:
+        hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = (
+            x.to(low) if isinstance(x, Tensor) else x
+            for x in (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias)
+        )
+    check_linear(hidden, weight, bias, 1.0, None)
+    teacher = Teacher(teacher_hidden, teacher_weight, teacher_bias, teacher_logits)
+    check_teacher(teacher, hidden, weight)
+    of_options = of_logits.make_options(target, temperature, direction, beta, ignore_index, reduction)
+    if chunk_size is not None:
+        check_int("chunk_size", chunk_size, minimum=1)
+    check_bool("batch_invariant", batch_invariant)
+    target = of_logits.check_target("hidden", hidden, target)
+    for name, x in (("weight", weight), ("teacher_weight", teacher_weight), ("bias", bias)):
+        if x is not None and is_vocab_sharded(x):
+            raise ValueError(
+                f"{name} must not be sharded by its classes: linear_kl_div needs all of them on each device"
+            )
+    reduces = reduction != "none" and is_dtensor(hidden)  # torch reduces over devices
+    options = LinearKlDivOptions(
+        *of_options, "none" if reduces else reduction, chunk_size, batch_invariant or invariance.on
+    )
+    function = resolve(LINEAR_KL_DIV, backend, hidden)
+    found: Tensor = function(hidden, weight, target, bias, teacher.detached(), options)
+    return of_logits.reduced(found, target, options.ignore_index, reduction) if reduces else found
+
+
+def check_teacher(teacher: Teacher, hidden: Tensor, weight: Tensor) -> None:
+    """Checks that the teacher is given once, for the student's tokens and classes."""
+    tokens, n_classes = tuple(hidden.shape[:-1]), weight.shape[0]
+    given: dict[str, Any] = {f"teacher_{name}": x for name, x in teacher._asdict().items() if x is not None}
+    if "teacher_logits" in given:
+        if len(given) > 1:
+            others = ", ".join(sorted(given.keys() - {"teacher_logits"}))
+            raise ValueError(f"teacher_logits must be given alone: they replace the teacher's head; got {others} too")
+    elif missing := [name for name in ("teacher_hidden", "teacher_weight") if name not in given]:
+        raise ValueError(f"a teacher needs teacher_hidden and teacher_weight, or teacher_logits; {missing[0]} is None")
+    for name, x in given.items():
+        of_logits.check_teacher(name, x, "hidden", hidden)
+    if teacher.logits is not None:
+        check_shape("teacher_logits", teacher.logits, (*tokens, n_classes), "hidden's tokens and weight's classes")
+        return
+    of_teacher, head = given["teacher_hidden"], given["teacher_weight"]
+    width = of_teacher.shape[-1] if of_teacher.dim() else 0
+    if width == 0 or tuple(of_teacher.shape[:-1]) != tokens:
+        raise ValueError(
+            f"teacher_hidden must be [..., E] with the tokens {tokens} of hidden and E at least 1; "
+            f"got shape {tuple(of_teacher.shape)}"
+        )
+    if head.dim() == 2 and head.shape[0] != n_classes:
+        raise ValueError(
+            f"weight and teacher_weight must have the same vocabulary; weight has {n_classes} classes and "
+            f"teacher_weight has {head.shape[0]}"
+        )
+    check_shape("teacher_weight", head, (n_classes, width), "the last dimension is teacher_hidden's")
+    check_dtype("teacher_weight", head, "teacher_hidden", of_teacher)
+    if teacher.bias is not None:
+        check_shape("teacher_bias", teacher.bias, (n_classes,), "a value for each class")
+        check_dtype("teacher_bias", teacher.bias, "teacher_hidden", of_teacher)
+
+
+LINEAR_KL_DIV = register_op(linear_kl_div, reference.linear_kl_div, native_devices=("cpu",))

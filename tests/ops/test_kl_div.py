@@ -1,0 +1,276 @@
+"""kl_div and linear_kl_div: what the parity suite does not ask."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import foundry_kernels as fk
+from foundry_kernels.ops._linear import TORCHS
+
+BACKENDS = [b for b in ("reference", "triton", "native") if fk.OPS["kl_div"].why_not(b, "cpu") is None]
+DIRECTIONS = ("forward", "reverse", "jsd")
+
+
+def inputs(n: int = 6, width: int = 8, teacher_width: int = 12, n_classes: int = 11) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = {"hidden": (n, width), "weight": (n_classes, width)}
+    shapes |= {"teacher_hidden": (n, teacher_width), "teacher_weight": (n_classes, teacher_width)}
+    return {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+
+
+def generalized_jsd(logits: Tensor, teacher: Tensor, beta: float, temperature: float) -> Tensor:
+    """The sum over the tokens of what TRL's `GKDTrainer.generalized_jsd_loss` computes, by its operations."""
+    log_q, log_p = (torch.log_softmax(x / temperature, -1) for x in (logits, teacher))
+    if beta in (0.0, 1.0):
+        pair = (log_q, log_p) if beta == 0.0 else (log_p, log_q)
+        return F.kl_div(*pair, reduction="sum", log_target=True)
+    b = torch.tensor(beta, dtype=logits.dtype)
+    log_m = torch.logsumexp(torch.stack([log_q + torch.log1p(-b), log_p + torch.log(b)]), 0)
+    of_teacher, of_student = (F.kl_div(log_m, x, reduction="sum", log_target=True) for x in (log_p, log_q))
+    return b * of_teacher + (1 - b) * of_student
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_beta_is_that_of_gkd(backend: str, beta: float) -> None:
+    """Its ends are the two KL divergences."""
+    given = inputs()
+    hidden, weight = given["hidden"].requires_grad_(), given["weight"].requires_grad_()
+    logits = hidden @ weight.t()
+    teacher = given["teacher_hidden"] @ given["teacher_weight"].t()
+    expected = generalized_jsd(logits, teacher, beta, 1.7)
+    gradients = torch.autograd.grad(expected, (hidden, weight), retain_graph=True)
+    options: dict[str, Any] = {"temperature": 1.7, "direction": "jsd", "beta": beta, "reduction": "sum"}
+    for found in (
+        fk.linear_kl_div(**given, **options, backend=backend),
+        fk.kl_div(logits, teacher, **options, backend=backend),
+    ):
+        torch.testing.assert_close(found, expected)
+        own = torch.autograd.grad(found, (hidden, weight), retain_graph=True)
+        torch.testing.assert_close(own, gradients)
+    if beta in (0.0, 1.0):
+        named = fk.kl_div(
+            logits, teacher, temperature=1.7, direction="reverse" if beta else "forward", reduction="sum",
+            backend=backend,
+        )  # fmt: skip
+        assert torch.equal(named, found)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_known_divergences(backend: str, direction: str) -> None:
+    """Of certain distributions that agree or not, of one that is uniform, and of classes that are ruled out."""
+    logits = torch.tensor([[50.0, 0, 0, 0], [0, 0, 0, 0], [100, 0, 0, 0], [0, 0, 0, -math.inf], [-math.inf, 0, 0, 0]])
+    teacher = torch.tensor(
+        [[50.0, 0, 0, 0], [200, 0, 0, 0], [0, 100, 0, 0], [0, 0, 0, -math.inf], [-math.inf, 1, 1, 1]]
+    )
+    logits.requires_grad_()
+    found = fk.kl_div(logits, teacher, direction=direction, reduction="none", backend=backend)
+    certain_against_uniform = {"forward": math.log(4), "reverse": 150 - math.log(4)}.get(
+        direction, 0.5 * math.log(1 / 0.625) + 0.5 * (0.25 * math.log(0.25 / 0.625) + 0.75 * math.log(2))
+    )
+    expected = [0.0, certain_against_uniform, 100.0 if direction != "jsd" else math.log(2), 0.0, 0.0]
+    torch.testing.assert_close(found, torch.tensor(expected), atol=1e-6, rtol=1e-5)
+    found.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    torch.testing.assert_close(logits.grad.sum(-1), torch.zeros(5), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_class_that_only_one_rules_out(backend: str) -> None:
+    """KL divergences are infinite if what is weighted has a probability where the other has none."""
+    a, b = torch.tensor([[0.0, 0.0, -math.inf]]), torch.zeros(1, 3)
+    assert fk.kl_div(a, b, backend=backend) == math.inf
+    assert fk.kl_div(b, a, backend=backend) == pytest.approx(math.log(1.5))
+    assert fk.kl_div(b, a, direction="reverse", backend=backend) == math.inf
+    assert fk.kl_div(a, b, direction="reverse", backend=backend) == pytest.approx(math.log(1.5))
+    mixed = [fk.kl_div(*pair, direction="jsd", backend=backend) for pair in ((a, b), (b, a))]
+    expected = 0.5 * math.log(0.5 / (5 / 12)) + 0.5 * (2 / 3 * math.log(0.8) + 1 / 3 * math.log(2))
+    assert mixed == pytest.approx([expected, expected])
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+def test_small_divergences_are_accurate(backend: str, direction: str) -> None:
+    """A log-probability of -6 is rounded by up to 2.4e-7; the sum is far more exact than its terms."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 300, generator=g)
+    teacher = logits + 1e-3 * torch.randn(4, 300, generator=g)
+    options: dict[str, Any] = {"direction": direction, "reduction": "none"}
+    exact = fk.kl_div(logits.double(), teacher.double(), **options, backend="reference")
+    found = fk.kl_div(logits, teacher, **options, backend=backend)
+    assert 1e-8 < exact.max() < 1e-6
+    assert (found - exact).abs().max() < 2e-8
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ignored_tokens_read_nothing(backend: str, reduction: str) -> None:
+    given, target = inputs(), torch.tensor([3, -100, 99, -7, -100, 0])  # no target but the ignored one has a meaning
+    for name in ("hidden", "teacher_hidden"):
+        given[name][1] = math.nan
+    hidden, weight = given["hidden"].requires_grad_(), given["weight"].requires_grad_()
+    found = fk.linear_kl_div(**given, target=target, reduction=reduction, backend=backend)
+    found.sum().backward()
+    assert found.isfinite().all()
+    assert torch.equal(hidden.grad[[1, 4]], torch.zeros(2, 8))
+    assert weight.grad.isfinite().all()
+    kept = target != -100
+    rest = {n: x.detach()[kept] if "hidden" in n else x.detach() for n, x in given.items()}
+    expected = fk.linear_kl_div(**rest, reduction=reduction, backend=backend)
+    torch.testing.assert_close(found[kept] if reduction == "none" else found, expected)
+    hidden.grad = weight.grad = None
+    nothing = fk.linear_kl_div(**given, target=torch.full((6,), -100), reduction=reduction, backend=backend)
+    assert torch.equal(nothing, torch.zeros_like(nothing))
+    nothing.sum().backward()
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_teachers_logits_dtypes_and_gradients(backend: str) -> None:
+    """The teacher is a constant, in a dtype of its own, by its hidden states or by its logits."""
+    given = inputs(n=40)
+    leaves = {n: x.requires_grad_() for n, x in given.items()}
+    found = fk.linear_kl_div(**leaves, direction="jsd", chunk_size=7, backend=backend)
+    expected = torch.autograd.grad(found, (given["hidden"], given["weight"]))
+    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+        torch.autograd.grad(fk.linear_kl_div(**leaves, direction="jsd", backend=backend), leaves["teacher_hidden"])
+    logits = given["teacher_hidden"] @ given["teacher_weight"].t()
+    student = {n: given[n] for n in ("hidden", "weight")}
+    by_logits = fk.linear_kl_div(**student, teacher_logits=logits, direction="jsd", chunk_size=7, backend=backend)
+    torch.testing.assert_close(by_logits, found)
+    torch.testing.assert_close(torch.autograd.grad(by_logits, (given["hidden"], given["weight"])), expected)
+    for dtype in (torch.bfloat16, torch.float16):
+        low = {n: x.detach().to(dtype) for n, x in given.items() if "teacher" in n}
+        exact = fk.linear_kl_div(**student, **{n: x.float() for n, x in low.items()}, direction="jsd", backend=backend)
+        torch.testing.assert_close(
+            fk.linear_kl_div(**student, **low, direction="jsd", backend=backend), exact, rtol=2e-2, atol=0
+        )
+        both = fk.kl_div(logits.to(dtype), logits, backend=backend)
+        torch.testing.assert_close(both, fk.kl_div(logits.to(dtype).float(), logits, backend="reference"))
+
+
+@pytest.mark.parametrize(("reduction", "products"), [("mean", 4), ("none", 6)])
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+def test_matmuls_and_what_is_saved(
+    backend: str, reduction: str, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reduced loss takes a matmul of the teacher and three of the student. Nothing of the logits' size is kept."""
+    from foundry_kernels.ops.linear_cross_entropy import chunks
+
+    calls: list[tuple[int, ...]] = []
+    for name in ("multiply", "accumulate"):
+        own = getattr(chunks, name)
+
+        def counted(a: Tensor, *args: Any, own: Any = own, **options: Any) -> Any:
+            calls.append(tuple(a.shape))
+            return own(a, *args, **options)
+
+        monkeypatch.setattr(chunks, name, counted)
+    given, sizes = inputs(n=64, n_classes=512), []
+
+    def pack(x: Tensor) -> Tensor:
+        sizes.append(x.numel())
+        return x
+
+    given["hidden"].requires_grad_(), given["weight"].requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = fk.linear_kl_div(**given, reduction=reduction, backend=backend)
+    loss.sum().backward()
+    assert len(calls) == products
+    assert max(sizes) <= given["teacher_weight"].numel()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bits_do_not_depend_on_the_batch(backend: str) -> None:
+    given = inputs(n=40, width=64, teacher_width=96, n_classes=131)
+    options: dict[str, Any] = {"direction": "jsd", "reduction": "none", "backend": backend}
+    whole = fk.linear_kl_div(**given, **options, batch_invariant=True)
+    with fk.batch_invariant():
+        for i in (0, 17, 39):
+            one = {n: x[i : i + 1] if "hidden" in n else x for n, x in given.items()}
+            assert torch.equal(fk.linear_kl_div(**one, **options)[0], whole[i])
+    assert torch.nn.functional.linear is TORCHS
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+def test_graphs_that_are_retained_and_scaled(backend: str) -> None:
+    given = inputs()
+    leaves = given["hidden"].requires_grad_(), given["weight"].requires_grad_()
+    loss = fk.linear_kl_div(**given, direction="reverse", backend=backend)
+    once = torch.autograd.grad(loss, leaves, retain_graph=True)
+    again = torch.autograd.grad(loss * 3.0, leaves)
+    torch.testing.assert_close([x * 3.0 for x in once], list(again))
+
+
+SHARED = [
+    ({"temperature": 0.0}, ValueError, "temperature must be finite and > 0; got 0"),
+    ({"temperature": -1.0}, ValueError, "temperature must be finite and > 0; got -1"),
+    ({"temperature": math.nan}, ValueError, "temperature must be finite and > 0; got nan"),
+    ({"direction": "backward"}, ValueError, "direction must be one of forward, reverse, jsd; got 'backward'"),
+    ({"beta": 1.5}, ValueError, r"beta must be in 0 \.\. 1; got 1.5"),
+    ({"beta": math.nan}, ValueError, r"beta must be in 0 \.\. 1; got nan"),
+    ({"reduction": "batchmean"}, ValueError, "reduction must be one of none, mean, sum; got 'batchmean'"),
+    ({"target": torch.zeros(5, dtype=torch.int64)}, ValueError, "target must have shape"),
+    ({"target": torch.zeros(6)}, TypeError, "target must be"),
+    ({"ignore_index": 1.0}, TypeError, "ignore_index must be"),
+    ({"backend": "cuda"}, ValueError, "backend must be one of"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), SHARED)
+def test_bad_input_of_both(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = inputs()
+    logits = given["hidden"] @ given["weight"].t()
+    with pytest.raises(error, match=message):
+        fk.kl_div(logits, logits, **changes)
+    with pytest.raises(error, match=message):
+        fk.linear_kl_div(**given, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"weight": torch.zeros(11, 7)}, ValueError, "weight must have shape"),
+        ({"bias": torch.zeros(7)}, ValueError, "bias must have shape"),
+        ({"teacher_bias": torch.zeros(7)}, ValueError, "teacher_bias must have shape"),
+        (
+            {"teacher_weight": torch.zeros(12, 12)},
+            ValueError,
+            "weight has 11 classes and teacher_weight has 12",
+        ),
+        ({"teacher_weight": torch.zeros(11, 9)}, ValueError, "teacher_weight must have shape"),
+        ({"teacher_weight": torch.zeros(11, 12).bfloat16()}, ValueError, "teacher_weight must have teacher_hidden's"),
+        ({"teacher_hidden": torch.zeros(5, 12)}, ValueError, "teacher_hidden must be"),
+        ({"teacher_hidden": torch.zeros(6, 12).double()}, ValueError, "teacher_hidden must be float64 if and only if"),
+        ({"teacher_hidden": None}, ValueError, "teacher_hidden is None"),
+        ({"teacher_weight": None}, ValueError, "teacher_weight is None"),
+        ({"teacher_logits": torch.zeros(6, 11)}, ValueError, "teacher_logits must be given alone"),
+        (
+            {"teacher_hidden": None, "teacher_weight": None, "teacher_logits": torch.zeros(6, 12)},
+            ValueError,
+            "teacher_logits must have shape",
+        ),
+        ({"chunk_size": 0}, ValueError, "chunk_size"),
+        ({"chunk_size": "tiles"}, TypeError, "chunk_size must be an int"),
+        ({"batch_invariant": 1}, TypeError, "batch_invariant must be"),
+    ],
+)
+def test_bad_input_of_the_linear_layers(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fk.linear_kl_div(**(inputs() | changes))
+
+
+def test_teachers_logits_of_another_shape() -> None:
+    with pytest.raises(ValueError, match="teacher_logits must have shape"):
+        fk.kl_div(torch.zeros(3, 5), torch.zeros(3, 6))
+    with pytest.raises(ValueError, match="teacher_logits must be float64 if and only if"):
+        fk.kl_div(torch.zeros(3, 5), torch.zeros(3, 5, dtype=torch.float64))
