@@ -15,8 +15,6 @@ from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
 from foundry_kernels.ops.gated_delta_rule.reference import L2NORM_EPS
 from foundry_kernels.testing import Arg, Case, Values, normal
 
-_FP32 = torch.float32
-
 
 @dataclass(frozen=True)
 class Between:
@@ -50,7 +48,7 @@ def sequence_case(
     v: Values | None = None,
     layout: str = "contiguous",
     rows_layout: str = "contiguous",
-    rows_dtype: torch.dtype | None = _FP32,
+    wide_rows: bool = True,
     state: bool = False,
     state_layout: str = "contiguous",
     index: torch.dtype = torch.int32,
@@ -71,10 +69,10 @@ def sequence_case(
     }
     for name, values in (("g", g), ("beta", beta)):
         if values is not None:
-            args[name] = Arg((batch, hv, t), rows_layout, values, rows_dtype, grad=name[0] not in frozen)
+            args[name] = Arg((batch, hv, t), rows_layout, values, grad=name[0] not in frozen, wide=wide_rows)
     if state:
         n = len(tokens) if isinstance(tokens, tuple) else batch
-        args["initial_state"] = Arg((n, hv, dk, dv), state_layout, dtype=_FP32, grad="s" not in frozen)
+        args["initial_state"] = Arg((n, hv, dk, dv), state_layout, grad="s" not in frozen, wide=True)
     if isinstance(tokens, tuple):
         args["cu_seqlens"] = Arg((len(tokens) + 1,), values=CuSeqlens(tokens), dtype=index, grad=False)
     lengths = "+".join(map(str, tokens)) if isinstance(tokens, tuple) else str(tokens)
@@ -93,6 +91,7 @@ def _sequences(delta: bool) -> tuple[Case, ...]:
         return made if delta else replace(made, args={n: a for n, a in made.args.items() if n != "beta"})
 
     return (
+        case(1, (1, 1), 3, (2, 2), "tiny", state=True, **_FINAL),  # for finite differences
         *(case(1, (1, 2), t, note="lengths", **_FINAL) for t in (1, 2, 15, 16, 17, 63, 64, 65, 130)),
         *(case(1, (1, 1), 21, d) for d in ((1, 1), (7, 7), (7, 20), (40, 7), (64, 64), (128, 128), (64, 128))),
         case(1, (1, 1), 19, (256, 256), "wide", state=True, **_FINAL),
@@ -110,7 +109,7 @@ def _sequences(delta: bool) -> tuple[Case, ...]:
         case(1, (2, 2), 37, note="scale", scale=1.7, q=normal(3.0)),
         case(2, (2, 2), 37, note="state-only", state=True),
         case(2, (2, 2), 37, note="final-only", **_FINAL),
-        case(1, (2, 2), 37, note="rows-of-its-dtype", rows_dtype=None, state=True, **_FINAL),
+        case(1, (2, 2), 37, note="rows-of-its-dtype", wide_rows=False, state=True, **_FINAL),
         case(1, (1, 2), 70, note="chunk-16", chunk_size=16, state=True, **_FINAL),
         case(1, (1, 2), 70, note="chunk-32", chunk_size=32, state=True, **_FINAL),
         case(1, (1, 2), 70, note="chunk-64", chunk_size=64, state=True, **_FINAL),
@@ -160,7 +159,7 @@ def step_case(
     beta: Values | None = STEPS,
     layout: str = "contiguous",
     state_layout: str = "contiguous",
-    rows_dtype: torch.dtype | None = _FP32,
+    wide_rows: bool = True,
     **options: Any,
 ) -> Case:
     (hk, hv), (dk, dv) = heads, dims
@@ -168,9 +167,9 @@ def step_case(
         "q": Arg((batch, hk, dk), layout, grad=False),
         "k": Arg((batch, hk, dk), layout, normal(dk**-0.5), grad=False),
         "v": Arg((batch, hv, dv), layout, grad=False),
-        "g": None if g is None else Arg((batch, hv), values=g, dtype=rows_dtype, grad=False),
-        "beta": None if beta is None else Arg((batch, hv), values=beta, dtype=rows_dtype, grad=False),
-        "state": Arg((batch, hv, dk, dv), state_layout, dtype=_FP32, grad=False),
+        "g": None if g is None else Arg((batch, hv), values=g, grad=False, wide=wide_rows),
+        "beta": None if beta is None else Arg((batch, hv), values=beta, grad=False, wide=wide_rows),
+        "state": Arg((batch, hv, dk, dv), state_layout, grad=False, wide=True),
     }
     return Case(f"{batch}x{hk}.{hv}x{dk}.{dv}" + ("-" + note if note else ""), args, options)
 
@@ -183,7 +182,7 @@ _STEPS = (
     step_case(2, (2, 2), (16, 16), "no-decay", g=None),
     step_case(2, (2, 2), (16, 16), "no-beta", beta=None),
     step_case(2, (2, 2), (16, 16), "neither", g=None, beta=None),
-    step_case(2, (2, 2), (16, 16), "rows-of-its-dtype", rows_dtype=None),
+    step_case(2, (2, 2), (16, 16), "rows-of-its-dtype", wide_rows=False),
     step_case(2, (2, 2), (16, 16), "strong", g=Between(-60.0, -40.0), beta=Between(0.0, 2.0, (0.0, 2.0))),
     *(step_case(2, (2, 4), (16, 24), x, layout=x) for x in ("swapped", "sliced", "offset", "expanded", "strided")),
     step_case(2, (2, 4), (16, 24), "state-offset", state_layout="offset"),
@@ -229,3 +228,20 @@ def scales(
     grads = dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), cotangents), strict=True))
     found = {n: float((grads[n] * by).abs().max()) for n, by in factors.items()}
     return found | ({"g": float(grads["g"].square().sum((-1, -2)).sqrt().max())} if g is not None else {})
+
+
+def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
+    """What `inspect` compiles without --all: heads of Qwen3-Next, dense and packed, and narrower ones in float32."""
+    if op == "gated_delta_rule_step":
+        return ((step_case(2, (2, 4), (128, 128), qk_l2norm=True), torch.bfloat16),)
+    packed: dict[str, Any] = {"qk_l2norm": True, "state": True, **_FINAL}
+    kinds = (
+        (sequence_case(1, (2, 4), 128, (128, 128)), torch.bfloat16),
+        (sequence_case(1, (2, 4), (100, 28), (64, 64), **packed), torch.bfloat16),
+        (sequence_case(1, (2, 4), 128, (64, 64)), torch.float32),
+    )
+    if op == "gated_delta_rule":
+        return kinds
+    return tuple(
+        (replace(case, args={n: a for n, a in case.args.items() if n != "beta"}), dtype) for case, dtype in kinds
+    )

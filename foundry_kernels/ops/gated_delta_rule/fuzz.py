@@ -43,7 +43,7 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
         beta=None if op == "gated_linear_attention" else beta,
         k=normal(draw(st.sampled_from([1.0, 30.0]))) if l2norm else None,
         state=draw(st.booleans()),
-        rows_dtype=draw(st.sampled_from([torch.float32, None])),
+        wide_rows=draw(st.booleans()),
         index=draw(st.sampled_from([torch.int32, torch.int64])),
         chunk_size=draw(st.sampled_from([None, None, 16, 32, 128])),
         return_final_state=draw(st.booleans()),
