@@ -63,8 +63,7 @@ PRODUCTS = ("flash_attention", "flash_attention_varlen", "grouped_mm")
 #: By Little's law: KB in flight to each multiprocessor with which an H200 fills its bandwidth; an H100 needs 16.
 NEEDED = 25
 #: What has fewer, and how many at least: cross-entropy of narrow rows, with label smoothing and with a soft cap; rows
-#: that are not aligned;
-#: what hardly reads.
+#: that are not aligned; what hardly reads.
 LESS_IN_FLIGHT = {
     ("cross_entropy_fwd_kernel", "64x16-32000"): 16,
     ("cross_entropy_fwd_kernel", "8192x32000-mean"): 16,
@@ -76,7 +75,9 @@ LESS_IN_FLIGHT = {
     ("cross_entropy_bwd_kernel", "8192x40-none"): 15,
     ("linear_cross_entropy_fwd_kernel", "64x16-32000"): 16,
     ("linear_cross_entropy_fwd_kernel", "64x16-70000"): 16,
-    ("kl_div_kernel", "64x16-50257-none"): 16,
+    ("kl_div_kernel", "64x16-50257-forward"): 16,
+    ("kl_div_kernel", "64x16-50257-jsd"): 16,
+    ("kl_div_kernel", "64x16-50257-reverse"): 16,
     ("log_probs_fwd_kernel", "64x16-32000"): 20,
     ("log_probs_fwd_kernel", "64x16-70000"): 22,
     ("combine_experts_rest_kernel", "T=16384 k=2 D=4096-mixtral-8x7b"): 10,  # a byte for each row that it may write

@@ -141,6 +141,7 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
     """What `inspect` compiles without --all: each divergence, with its gradient and without."""
     kinds = (
         *(linear_case((64,), 16, 32000, name, **each) for name, each in DIRECTIONS.items() if name != "jsd-0.1"),
-        linear_case((64,), 16, 50257, "none", **_NONE),
+        *(linear_case((64,), 16, 50257, name, **each) for name, each in DIRECTIONS.items() if name != "jsd-0.1"),
+        linear_case((64,), 16, 32000, "none", **_NONE),
     )
     return tuple((case, dtype) for case in kinds for dtype in (torch.bfloat16, torch.float32))

@@ -22,8 +22,9 @@ from foundry_kernels.ops.kl_div.options import KlDivOptions
 from foundry_kernels.ops.kl_div.triton.kernels import kl_div_kernel
 
 _TILE, _EACH = 4096, 8  # elements of a program's tile; of each thread: there are two tensors, and 16 take 80 registers
-#: With loss and gradients ptxas spills 8 bytes otherwise, on 9.0 and 12.0, for an occupancy that it guesses.
-_ENOUGH = {"maxnreg": 64}
+#: With loss and gradients ptxas spills 8 bytes otherwise, on 9.0 or 12.0, for an occupancy that it guesses; of the
+#: Jensen-Shannon divergence only if rows are not aligned.
+_ENOUGH, _ENOUGH_JSD = {"maxnreg": 64}, {"maxnreg": 80}
 
 
 @planned
@@ -42,7 +43,10 @@ def _plan(
     block = choose("kl_div_kernel", f"{8 * dtype.itemsize}-bit", configs(n_cols, _TILE, _EACH), device)
     constants = {"RANK": rank, "DIVERGENCE": divergence, "COMPUTE": compute_dtype(dtype)}
     if both and block["num_warps"] == 16:
-        constants |= _ENOUGH
+        if divergence != "jsd":
+            constants |= _ENOUGH
+        elif n_cols * dtype.itemsize % 16:
+            constants |= _ENOUGH_JSD
     numbers = (n_rows, n_cols, n1, n2, *of_rows, *of_teacher, options.ignore_index)
     of_options = (1.0 / options.temperature, beta, 1.0 - beta)
     return Plan((triton.cdiv(n_rows, block["BLOCK_ROWS"]),), (*numbers, *of_options), constants | block)
