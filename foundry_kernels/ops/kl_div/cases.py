@@ -62,8 +62,8 @@ def _case(
 
 
 def _values(shape: tuple[int, ...], note: str, values: Values, teacher: Values | None = None, **options: Any) -> Case:
-    both = Arg(shape, values=values), Arg(shape, values=teacher or values)
-    return _case(shape, note, *both, reduction="none", **options)
+    student, other = Arg(shape, values=values), Arg(shape, values=teacher or values)
+    return _case(shape, note, student, other, reduction="none", **options)
 
 
 _NONE: dict[str, Any] = {"reduction": "none"}
@@ -89,7 +89,13 @@ CASES: dict[str, tuple[Case, ...]] = {
             for layout in ("swapped", "sliced", "offset", "expanded", "strided")
         ),
         _case((2, 3, 5, 40), "strided-teacher", teacher=Arg((2, 3, 5, 40), "strided"), **_NONE),
-        _case((2, 3, 5, 40), "both-swapped", *[Arg((2, 3, 5, 40), "swapped")] * 2, **DIRECTIONS["jsd"]),
+        _case(
+            (2, 3, 5, 40),
+            "both-swapped",
+            Arg((2, 3, 5, 40), "swapped"),
+            Arg((2, 3, 5, 40), "swapped"),
+            **DIRECTIONS["jsd"],
+        ),
         *(_case((12, 50), f"{name}-ignored", ignored=0.4, **_NONE, **each) for name, each in DIRECTIONS.items()),
         *(_case((12, 50), f"all-ignored-{kind}", ignored=1.0, reduction=kind) for kind in ("none", "mean")),
         _case((12, 50), "ignore-index-0", ignored=0.0, ignore_index=0),
