@@ -79,5 +79,5 @@ def taps_of(weight: Tensor) -> Tensor:
 
 
 def continues_in_place(*tensors: Tensor | None) -> bool:
-    """Whether a step may overwrite its state: no gradient is wanted of anything."""
+    """Whether a step may overwrite its state: nothing needs a gradient."""
     return not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors)

@@ -112,7 +112,11 @@ def test_every_operation_is_in_the_quick_set_and_that_is_part_of_the_full_one() 
     timed = {op.name for op in fk.OPS.values() if suite.timed_cases(op)}
     assert {g.op.name for g in suite.groups(False)} == timed
     assert not any("fresh" in i for i in quick)
-    assert {g.op.name for g in suite.groups(False) if g.direction == "both"} == {"linear_cross_entropy"}
+    assert {g.op.name for g in suite.groups(False) if g.direction == "both"} == {
+        "linear_cross_entropy",
+        "linear_kl_div",
+        "linear_log_probs",
+    }
     decoding = [g for g in suite.groups(False) if "decode" in g.case.id]
     assert {g.direction for g in decoding} == {"forward"}
     assert {g.limit for g in decoding} == {"memcpy"}

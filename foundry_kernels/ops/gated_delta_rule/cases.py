@@ -233,7 +233,8 @@ def scales(
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
     """What `inspect` compiles without --all: heads of Qwen3-Next, dense and packed, and narrower ones in float32."""
     if op == "gated_delta_rule_step":
-        return ((step_case(2, (2, 4), (128, 128), qk_l2norm=True), torch.bfloat16),)
+        step = step_case(2, (2, 4), (128, 128), qk_l2norm=True)
+        return (step, torch.bfloat16), (step, torch.float32)
     packed: dict[str, Any] = {"qk_l2norm": True, "state": True, **_FINAL}
     kinds = (
         (sequence_case(1, (2, 4), 128, (128, 128)), torch.bfloat16),

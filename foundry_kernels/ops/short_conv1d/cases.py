@@ -102,7 +102,7 @@ CASES: dict[str, tuple[Case, ...]] = {
             state=True, return_final_state=True,
         ),
         make_case(
-            2, 9, 24, "filter-fp32", weight=Arg((24, 4), dtype=torch.float32), bias=Arg((24,), dtype=torch.float32)
+            2, 9, 32, "filter-fp32", weight=Arg((32, 4), dtype=torch.float32), bias=Arg((32,), dtype=torch.float32)
         ),
         make_case(2, 30, 40, "large", x=Arg((2, 30, 40), values=normal(40.0))),
         make_case(2, 30, 40, "cancels", x=Arg((2, 30, 40), values=normal(1e-3, 30.0))),
