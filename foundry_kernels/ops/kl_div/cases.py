@@ -67,6 +67,7 @@ def _values(shape: tuple[int, ...], note: str, values: Values, teacher: Values |
 
 
 _NONE: dict[str, Any] = {"reduction": "none"}
+_SWAPPED = Arg((2, 3, 5, 40), "swapped")
 _SHAPES = [(1, 1), (1, 17), (5, 17), (7, 64), (33, 127), (9, 128), (5, 1023), (3, 2053), (2, 4099)]
 
 CASES: dict[str, tuple[Case, ...]] = {
@@ -89,7 +90,7 @@ CASES: dict[str, tuple[Case, ...]] = {
             for layout in ("swapped", "sliced", "offset", "expanded", "strided")
         ),
         _case((2, 3, 5, 40), "strided-teacher", teacher=Arg((2, 3, 5, 40), "strided"), **_NONE),
-        _case((2, 3, 5, 40), "both-swapped", *[Arg((2, 3, 5, 40), "swapped")] * 2, **DIRECTIONS["jsd"]),
+        _case((2, 3, 5, 40), "both-swapped", _SWAPPED, _SWAPPED, **DIRECTIONS["jsd"]),
         *(_case((12, 50), f"{name}-ignored", ignored=0.4, **_NONE, **each) for name, each in DIRECTIONS.items()),
         *(_case((12, 50), f"all-ignored-{kind}", ignored=1.0, reduction=kind) for kind in ("none", "mean")),
         _case((12, 50), "ignore-index-0", ignored=0.0, ignore_index=0),

@@ -27,7 +27,7 @@ def make_backend(prefix: str, forward: Callable[..., Any], backward: Callable[..
         if torch.is_grad_enabled() and logits.requires_grad:
             loss: Tensor = _KlDiv.apply(prefix, logits, teacher_logits, target, options)
             return loss
-        return forward(logits, teacher_logits, target, *options.operator_args())  # type: ignore[no-any-return]
+        return forward(logits, teacher_logits, target, *options.operator_args())
 
     return kl_div
 
@@ -39,7 +39,7 @@ class _KlDiv(torch.autograd.Function):
     ) -> Tensor:
         ctx.prefix, ctx.options = prefix, options.operator_args()
         ctx.save_for_backward(logits, teacher_logits, target)
-        return _OPERATORS[prefix][0](logits, teacher_logits, target, *ctx.options)  # type: ignore[no-any-return]
+        return _OPERATORS[prefix][0](logits, teacher_logits, target, *ctx.options)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> Any:

@@ -88,9 +88,9 @@ def linear_kl_div(
     """
     check_float("hidden", hidden)
     if (low := autocast_dtype(hidden)) is not None:
-        hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = (
-            x.to(low) if isinstance(x, Tensor) else x
-            for x in (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias)
+        hidden, weight = hidden.to(low), weight.to(low) if isinstance(weight, Tensor) else weight
+        bias, teacher_hidden, teacher_weight, teacher_bias = (
+            x.to(low) if isinstance(x, Tensor) else x for x in (bias, teacher_hidden, teacher_weight, teacher_bias)
         )
     check_linear(hidden, weight, bias, 1.0, None)
     teacher = Teacher(teacher_hidden, teacher_weight, teacher_bias, teacher_logits)
@@ -107,8 +107,9 @@ def linear_kl_div(
             )
     reduces = reduction != "none" and is_dtensor(hidden)  # torch reduces over devices
     options = LinearKlDivOptions(
-        *of_options, "none" if reduces else reduction, chunk_size, batch_invariant or invariance.on
-    )
+        of_options.ignore_index, of_options.temperature, of_options.beta, "none" if reduces else reduction, chunk_size,
+        batch_invariant or invariance.on,
+    )  # fmt: skip
     function = resolve(LINEAR_KL_DIV, backend, hidden)
     found: Tensor = function(hidden, weight, target, bias, teacher.detached(), options)
     return of_logits.reduced(found, target, options.ignore_index, reduction) if reduces else found

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from foundry_kernels.ops.kl_div.fuzz import drawn_targets, shared_options
-from foundry_kernels.testing import Arg, Case, normal
+from foundry_kernels.testing import Arg, Case, Values, normal
 from foundry_kernels.testing.fuzzing import layouts, leading, sizes, spreads, tensors
 
 
@@ -16,7 +16,7 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
     n_classes, width, teacher_width = draw(sizes(513, 1)), draw(sizes(65, 1)), draw(sizes(65, 1))
     rows = draw(leading(150, 3))
 
-    def constant(shape: tuple[int, ...], values: st.SearchStrategy[object]) -> Arg:
+    def constant(shape: tuple[int, ...], values: st.SearchStrategy[Values]) -> Arg:
         return replace(draw(tensors(shape, values)), grad=False)
 
     args: dict[str, Arg | None] = {

@@ -18,8 +18,8 @@ def _rows(
     logits: Tensor, teacher_logits: Tensor, target: Tensor, options: KlDivOptions, dloss: Tensor | None
 ) -> Tensor:
     if dloss is None:
-        return _FORWARD(logits, teacher_logits, target, *options)  # type: ignore[no-any-return]
-    return kl_div_fwd_bwd_(logits, teacher_logits, target, dloss, *options)  # type: ignore[no-any-return]
+        return _FORWARD(logits, teacher_logits, target, *options)
+    return kl_div_fwd_bwd_(logits, teacher_logits, target, dloss, *options)
 
 
 linear_kl_div = make_backend("", define, Strategy(_rows, True, sizes.on_cpu))

@@ -88,7 +88,8 @@ class Strategy(NamedTuple):
 
 def _call(args: tuple[Any, ...]) -> tuple[Inputs, Teacher, LinearKlDivOptions, Needs]:
     options, needs = LinearKlDivOptions.from_operator_args(args[8:])
-    return Inputs(*args[:4], class_weight=None), Teacher(*args[4:8]), options, Needs(*needs)
+    hidden, weight, target, bias, *of_teacher = args[:8]
+    return Inputs(hidden, weight, target, bias, None), Teacher(*of_teacher), options, Needs(*needs)
 
 
 def _results(found: Any) -> tuple[Tensor, ...]:
@@ -131,7 +132,7 @@ def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) ->
         if any(needs):
             loss: Tensor = _LinearKlDiv.apply(prefix, *inputs, options)
             return loss
-        return forward(*inputs, *options.operator_args(), *_NOTHING)[0]  # type: ignore[no-any-return]
+        return forward(*inputs, *options.operator_args(), *_NOTHING)[0]
 
     return linear_kl_div
 
@@ -144,7 +145,7 @@ class _LinearKlDiv(torch.autograd.Function):
         ctx.needs, ctx.recomputes = (needs[1], needs[2], needs[4]), options.reduction == "none"
         loss, *saved = _OPERATORS[prefix][0](*inputs, *ctx.options, *(_NOTHING if ctx.recomputes else ctx.needs))
         ctx.save_for_backward(*(inputs if ctx.recomputes else saved))
-        return loss  # type: ignore[no-any-return]
+        return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> Any:

@@ -24,7 +24,7 @@ from foundry_kernels.ops.kl_div.triton.kernels import kl_div_kernel
 _TILE, _EACH = 4096, 8  # elements of a program's tile; of each thread: there are two tensors, and 16 take 80 registers
 #: With loss and gradients ptxas spills 8 bytes otherwise, on 9.0 or 12.0, for an occupancy that it guesses; of the
 #: Jensen-Shannon divergence only if rows are not aligned.
-_ENOUGH, _ENOUGH_JSD = {"maxnreg": 64}, {"maxnreg": 80}
+_ENOUGH, _ENOUGH_JSD = {"maxnreg": 64}, {"maxnreg": 128}
 
 
 @planned
