@@ -206,6 +206,7 @@ def test_digests_are_of_the_code_that_makes_an_operation(tree: Path) -> None:
     assert edited("csrc/torch/accumulate_product_cpu.cpp", "int more;") == {"linear_cross_entropy"}
     assert edited("csrc/cpu/cross_entropy.cpp", "int more;") == {
         "cross_entropy",
+        "kl_div",
         "linear_cross_entropy",
         "linear_log_probs",
         "log_probs",

@@ -58,7 +58,7 @@ def _case(
         if ignored is None
         else Arg(shape[:-1], values=targets(shape[-1], ignored), dtype=integers, grad=False),
     }
-    return Case(name, args, options, cotangent)
+    return Case(name, args, {"reduction": "mean"} | options, cotangent)  # `sharding` reads it
 
 
 def _values(shape: tuple[int, ...], note: str, values: Values, teacher: Values | None = None, **options: Any) -> Case:
