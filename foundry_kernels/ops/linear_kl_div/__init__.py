@@ -74,7 +74,8 @@ def linear_kl_div(
 
     Gradients go to hidden, weight and bias. All tensors of the teacher are constants: they get no gradient, whether
     they require one or not. Under autocast the tensors of both sides, except teacher_logits, are first cast to its
-    dtype, as in a linear layer. There is no second derivative. Results have the same bits in each run.
+    dtype, as in a linear layer. There is no second derivative. Results have the same bits in each run; matmuls are
+    PyTorch's own, so another number of threads may give other bits.
 
     With reduction "mean" or "sum" the forward pass also computes the gradients, which the backward pass multiplies by
     the loss's own: four matmuls in all, one for the teacher and three for the student (one less with teacher_logits,
