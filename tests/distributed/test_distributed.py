@@ -283,6 +283,19 @@ def test_importing_the_package_does_not_import_dtensor():
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.parametrize("name", ["weight", "teacher_weight", "bias"])
+def test_distillation_refuses_sharded_classes(name, mesh_of_three):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    shapes = {"hidden": (3, 4), "weight": (6, 4), "teacher_hidden": (3, 5), "teacher_weight": (6, 5), "bias": (6,)}
+    given = {
+        each: distribute_tensor(torch.zeros(shape), mesh_of_three, [Shard(0) if each == name else Replicate()])
+        for each, shape in shapes.items()
+    }
+    with pytest.raises(ValueError, match=f"^{name} must not be sharded by its classes"):
+        fk.linear_kl_div(**given)
+
+
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 

@@ -76,7 +76,7 @@ LESS_IN_FLIGHT = {
     ("linear_cross_entropy_fwd_kernel", "64x16-32000"): 16,
     ("linear_cross_entropy_fwd_kernel", "64x16-70000"): 16,
     ("kl_div_kernel", "64x16-50257-forward"): 16,
-    ("kl_div_kernel", "64x16-50257-jsd"): 16,
+    ("kl_div_kernel", "64x16-50257-jsd"): 10,
     ("kl_div_kernel", "64x16-50257-reverse"): 16,
     ("log_probs_fwd_kernel", "64x16-32000"): 20,
     ("log_probs_fwd_kernel", "64x16-70000"): 22,

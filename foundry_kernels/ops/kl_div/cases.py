@@ -58,15 +58,16 @@ def _case(
         if ignored is None
         else Arg(shape[:-1], values=targets(shape[-1], ignored), dtype=integers, grad=False),
     }
-    return Case(name, args, options, cotangent)
+    return Case(name, args, {"reduction": "mean"} | options, cotangent)  # `sharding` reads it
 
 
 def _values(shape: tuple[int, ...], note: str, values: Values, teacher: Values | None = None, **options: Any) -> Case:
-    student, other = Arg(shape, values=values), Arg(shape, values=teacher or values)
-    return _case(shape, note, student, other, reduction="none", **options)
+    both = Arg(shape, values=values), Arg(shape, values=teacher or values)
+    return _case(shape, note, *both, reduction="none", **options)
 
 
 _NONE: dict[str, Any] = {"reduction": "none"}
+_SWAPPED = Arg((2, 3, 5, 40), "swapped")
 _SHAPES = [(1, 1), (1, 17), (5, 17), (7, 64), (33, 127), (9, 128), (5, 1023), (3, 2053), (2, 4099)]
 
 CASES: dict[str, tuple[Case, ...]] = {
@@ -89,13 +90,7 @@ CASES: dict[str, tuple[Case, ...]] = {
             for layout in ("swapped", "sliced", "offset", "expanded", "strided")
         ),
         _case((2, 3, 5, 40), "strided-teacher", teacher=Arg((2, 3, 5, 40), "strided"), **_NONE),
-        _case(
-            (2, 3, 5, 40),
-            "both-swapped",
-            Arg((2, 3, 5, 40), "swapped"),
-            Arg((2, 3, 5, 40), "swapped"),
-            **DIRECTIONS["jsd"],
-        ),
+        _case((2, 3, 5, 40), "both-swapped", _SWAPPED, _SWAPPED, **DIRECTIONS["jsd"]),
         *(_case((12, 50), f"{name}-ignored", ignored=0.4, **_NONE, **each) for name, each in DIRECTIONS.items()),
         *(_case((12, 50), f"all-ignored-{kind}", ignored=1.0, reduction=kind) for kind in ("none", "mean")),
         _case((12, 50), "ignore-index-0", ignored=0.0, ignore_index=0),

@@ -1,6 +1,7 @@
 """The dimensions of the tensors of the kernels' operators, from which `foundry_kernels.distributed` makes rules.
 
-Tokens are independent of each other, each with all of its classes.
+Tokens are independent of each other, each with all of its classes. The operators return each token's loss. The sum of a
+reduced loss is PyTorch's, which then needs the other devices.
 """
 
 from collections.abc import Mapping
@@ -11,4 +12,6 @@ UNSHARDED = ("kl_div_fwd_bwd_",)
 
 
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    return {"logits": "...v", "teacher_logits": "...v", "target": "...", "loss": "..."}, "..."
+    return {"logits": "...v", "teacher_logits": "...v", "target": "...", "loss": "..."}, (
+        "..." if args.get("reduction", "none") == "none" else ""
+    )

@@ -74,7 +74,8 @@ def linear_kl_div(
 
     Gradients go to hidden, weight and bias. All tensors of the teacher are constants: they get no gradient, whether
     they require one or not. Under autocast the tensors of both sides, except teacher_logits, are first cast to its
-    dtype, as in a linear layer. There is no second derivative. Results have the same bits in each run.
+    dtype, as in a linear layer. There is no second derivative. Results have the same bits in each run; matmuls are
+    PyTorch's own, so another number of threads may give other bits.
 
     With reduction "mean" or "sum" the forward pass also computes the gradients, which the backward pass multiplies by
     the loss's own: four matmuls in all, one for the teacher and three for the student (one less with teacher_logits,
@@ -107,13 +108,9 @@ def linear_kl_div(
             )
     reduces = reduction != "none" and is_dtensor(hidden)  # torch reduces over devices
     options = LinearKlDivOptions(
-        of_options.ignore_index,
-        of_options.temperature,
-        of_options.beta,
-        "none" if reduces else reduction,
-        chunk_size,
+        of_options.ignore_index, of_options.temperature, of_options.beta, "none" if reduces else reduction, chunk_size,
         batch_invariant or invariance.on,
-    )
+    )  # fmt: skip
     function = resolve(LINEAR_KL_DIV, backend, hidden)
     found: Tensor = function(hidden, weight, target, bias, teacher.detached(), options)
     return of_logits.reduced(found, target, options.ignore_index, reduction) if reduces else found
