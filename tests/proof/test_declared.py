@@ -250,6 +250,7 @@ def test_a_keyword_that_a_function_of_compat_lacks_is_refused(name: str) -> None
 # --- a model's choices ------------------------------------------------------------------------------------------------
 
 EXPERTS: dict[str, Any] = {"n_experts": 4}
+LINEAR: dict[str, Any] = {"layer_types": ("linear_attention", "full_attention")}
 #: For each field of ModelConfig another value than that of `SMALL`, with what it needs.
 SMALL: dict[str, Any] = {"dim": 16, "n_layers": 2, "n_heads": 4, "vocab_size": 16, "max_seq_len": 16}
 OTHER: dict[str, dict[str, Any]] = {
@@ -321,6 +322,14 @@ OTHER: dict[str, dict[str, Any]] = {
     "load_balancing_coef": {**EXPERTS, "load_balancing_coef": 0.1},
     "router_z_coef": {**EXPERTS, "router_z_coef": 0.1},
     "init": {"init": "xavier"},
+    "qk_norm_weight_offset": {"qk_norm": True, "qk_norm_weight_offset": 1.0},
+    "attention_gate": {"attention_gate": True},
+    "layer_types": LINEAR,
+    "linear_v_heads": {**LINEAR, "linear_v_heads": 2},
+    "linear_k_heads": {**LINEAR, "linear_k_heads": 2},
+    "linear_k_dim": {**LINEAR, "linear_k_dim": 8},
+    "linear_v_dim": {**LINEAR, "linear_v_dim": 8},
+    "linear_conv_size": {**LINEAR, "linear_conv_size": 2},
 }
 FIELDS = [field.name for field in dataclasses.fields(ModelConfig)]
 #: Fields that matter in training alone, or whose effect float32 does not show.
@@ -334,19 +343,21 @@ UNSEEN |= {
     "activation_dropout",
     "output_dropout",
 }
-UNSEEN |= {"norm_weight_offset"}  # weights begin as much lower
+UNSEEN |= {"norm_weight_offset", "qk_norm_weight_offset"}  # weights begin as much lower
 #: What is not decoded token by token, and what is said then.
 NOT_DECODED = {"causal": "a cache needs causal=True", "context_dim": "context must be given"}
 #: Fields that need each other.
 PAIRED = {"router_groups", "router_top_groups"}
 
+LINEAR_FIELDS = {name for name, fields in OTHER.items() if "layer_types" in fields}
 #: The choices in `OTHER` that tensor parallelism and QK-clip refuse.
 NOT_SHARDED = {"tie_embeddings", "positions", "embedding_dropout", "residual_dropout", "attention_dropout"}
 NOT_SHARDED |= {"n_experts", *EXPERT_FIELDS}
 ENCODERS = {"context_dim", "head", "relative_buckets", "relative_max_distance", "token_types"}
 NOT_SHARDED |= {*ENCODERS, "activation_dropout", "output_dropout", "causal", "logit_scale", "attention_scale"}
 NOT_SHARDED |= {"alibi_scaled", "norm_weight_offset", "final_norm", "embedding_scale", "qk_norm_over"}
-NOT_CLIPPED = {*ENCODERS, "qk_norm", "qk_norm_over", "alibi_scaled"}
+NOT_SHARDED |= {*LINEAR_FIELDS, "qk_norm_weight_offset", "attention_gate"}
+NOT_CLIPPED = {*LINEAR_FIELDS, "qk_norm_weight_offset", "attention_gate", *ENCODERS, "qk_norm", "qk_norm_over", "alibi_scaled"}
 
 
 @dataclass(frozen=True)

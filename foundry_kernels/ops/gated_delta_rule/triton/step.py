@@ -99,6 +99,8 @@ def launch_step(
     strides = tuple(map(strides_of, (q, k, v, g, beta, state)))
     plan = _plan(v.shape, strides, q.shape[2], v.shape[1] // q.shape[1], v.dtype, v.device, scale, l2norm)
     launch(gated_delta_rule_step_kernel, plan, q, k, v, g, beta, state, out)
+    if not state.is_inference():  # a direct call does not pass the dispatcher, which counts versions
+        torch.autograd.graph.increment_version(state)
     return out
 
 
