@@ -73,6 +73,9 @@ FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "
 #: Without the first, torch's autograd headers include the declarations of all operators. The second silences warnings
 #: in these headers.
 TORCH_FLAGS = ["-DAT_PER_OPERATOR_HEADERS", "-Wno-array-bounds"]
+#: at::parallel_for is in a header: without OpenMP it would run on one thread. The flag is for compiling only, not for
+#: linking: torch's OpenMP runtime must provide the symbols, because a second one would bring a second pool of threads.
+OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
 #: AddressSanitizer and UndefinedBehaviorSanitizer, as a library that must be loaded before all others. A finding
 #: ends the process. vptr is off because it needs type information that torch hides. null and pointer-overflow are off
 #: because they take most of the compile time; AddressSanitizer detects accesses through such pointers anyway. -O0,
@@ -359,8 +362,3 @@ def up_to_date(command: list[str]) -> bool:
         return all(os.stat(file.replace("\\ ", " ")).st_mtime < done.stat().st_mtime for file in files)
     except FileNotFoundError:  # a header was removed
         return False
-
-
-# at::parallel_for is in a header: without OpenMP it would run on one thread. The flag is for compiling only, not for
-# linking: torch's OpenMP runtime must provide the symbols, because a second one would bring a second pool of threads.
-OPENMP = ["-fopenmp"] if sys.platform == "linux" else []

@@ -76,7 +76,9 @@ class Check:
             args = {n: t if t is None else t.detach() for n, t in args.items()}
         with torch.set_grad_enabled(self.group.direction != "forward"):
             made = self.group.function(name)(**args)
-        outputs, expected = made if isinstance(made, tuple) else (made,), self.expected.reference.outputs
+        written = tuple(args[n] for n in self.group.op.cases.MUTATED.get(self.group.op.name, ()))
+        outputs = (*(made if isinstance(made, tuple) else (made,)), *(t for t in written if t is not None))
+        expected = self.expected.reference.outputs
         assert len(outputs) == len(expected), f"{len(outputs)} outputs, expected {len(expected)}"
         found = Result(tuple(self._of_sample(o) for o in outputs), {})
         if self.group.direction == "forward":

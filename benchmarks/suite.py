@@ -211,13 +211,13 @@ def _takes_gradient(case: Case, full: bool) -> bool:
 
 def case_bytes(case: Case, dtype: torch.dtype) -> int:
     """Size of the case's arguments."""
-    return sum(math.prod(a.shape) * (a.dtype or dtype).itemsize for a in case.args.values() if a is not None)
+    return sum(math.prod(a.shape) * a.dtype_in(dtype).itemsize for a in case.args.values() if a is not None)
 
 
 def _shapes(case: Case, dtype: torch.dtype) -> dict[str, Tensor | None]:
     """Returns the arguments as meta tensors."""
     return {
-        n: None if a is None else torch.empty(a.shape, dtype=a.dtype or dtype, device="meta")
+        n: None if a is None else torch.empty(a.shape, dtype=a.dtype_in(dtype), device="meta")
         for n, a in case.args.items()
     }
 

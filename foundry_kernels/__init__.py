@@ -11,6 +11,12 @@ from foundry_kernels.ops.combine_experts import combine_experts
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
+from foundry_kernels.ops.gated_delta_rule import (
+    delta_rule,
+    gated_delta_rule,
+    gated_delta_rule_step,
+    gated_linear_attention,
+)
 from foundry_kernels.ops.grouped_mm import grouped_mm
 from foundry_kernels.ops.kl_div import kl_div
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
@@ -19,6 +25,7 @@ from foundry_kernels.ops.linear_log_probs import linear_log_probs
 from foundry_kernels.ops.log_probs import log_probs
 from foundry_kernels.ops.rms_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from foundry_kernels.ops.rope import RopeScaling, qk_norm_rope, rope, rope_table
+from foundry_kernels.ops.short_conv1d import short_conv1d, short_conv1d_step
 from foundry_kernels.ops.swiglu import geglu, glu, reglu, swiglu
 
 __version__ = "0.1.0"
@@ -37,8 +44,12 @@ __all__ = [
     "combine_experts",
     "compat",
     "cross_entropy",
+    "delta_rule",
     "flash_attention",
     "flash_attention_varlen",
+    "gated_delta_rule",
+    "gated_delta_rule_step",
+    "gated_linear_attention",
     "geglu",
     "glu",
     "grouped_mm",
@@ -57,6 +68,8 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_table",
+    "short_conv1d",
+    "short_conv1d_step",
     "swiglu",
     "unpatch",
 ]

@@ -5,19 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.checks import check_float, check_int, check_integer, check_tensor
+from foundry_kernels.core.checks import check_float, check_int, check_integer, check_positive, check_shape, check_tensor
 from foundry_kernels.ops.log_probs import log_probs
 
 #: No index has this value: none is ignored.
 _NONE = -(1 << 62)
 
 
-def selective_log_softmax(logits: Tensor, index: Tensor, *, backend: str = "auto") -> Tensor:
+def selective_log_softmax(
+    logits: Tensor,
+    index: Tensor,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> Tensor:
     """``trl.trainer.utils.selective_log_softmax`` in one pass over the logits.
 
     Args:
         logits: ``[..., V]`` float32, bfloat16, float16 or float64.
         index: ``[...]``, a class for each token, or ``[..., K]``, several of them; int32 or int64, in 0 .. V - 1.
+        temperature: the logits are divided by it.
+        row_mask: a mask of index's shape, or None: where it is 0, the log-probability is 0 and the logits have no
+            gradient from it.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
@@ -28,16 +38,23 @@ def selective_log_softmax(logits: Tensor, index: Tensor, *, backend: str = "auto
     """
     check_float("logits", logits)
     check_integer("index", index)
+    check_positive("temperature", temperature)
+    if row_mask is not None:
+        check_tensor("row_mask", row_mask)
+        check_shape("row_mask", row_mask, index.shape, "index's")
+    scale = 1.0 / temperature
     if logits.dim() == index.dim() + 1:
-        return log_probs(logits, index, ignore_index=_NONE, backend=backend).to(logits.dtype)
+        target = index if row_mask is None else index.long().masked_fill(row_mask == 0, _NONE)
+        return log_probs(logits, target, logit_scale=scale, ignore_index=_NONE, backend=backend).to(logits.dtype)
     if logits.dim() != index.dim() or logits.shape[:-1] != index.shape[:-1]:
         raise ValueError(
             f"index must have the shape of logits, {tuple(logits.shape)}, without its last dimension, or with another "
             f"last dimension; got {tuple(index.shape)}"
         )
     first = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    _, lse = log_probs(logits, first, return_lse=True, backend=backend)
-    return (logits.gather(-1, index.long()).to(lse.dtype) - lse.unsqueeze(-1)).to(logits.dtype)
+    _, lse = log_probs(logits, first, logit_scale=scale, return_lse=True, backend=backend)
+    found = (logits.gather(-1, index.long()).to(lse.dtype) * scale - lse.unsqueeze(-1)).to(logits.dtype)
+    return found if row_mask is None else found.masked_fill(row_mask == 0, 0.0)
 
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 128, *, backend: str = "auto") -> Tensor:

@@ -68,6 +68,7 @@ class Arg:
         "random-N": the order of dimensions, the gaps in each and the start are drawn from the seed N.
     values: makes the values in float64 from a generator and the shape.
     dtype: a fixed dtype; None takes the case's.
+    wide: float32, float64 in a case of float64.
     grad: whether a gradient is taken (floating-point arguments only).
     """
 
@@ -76,11 +77,16 @@ class Arg:
     values: Values = _NORMAL
     dtype: torch.dtype | None = None
     grad: bool = True
+    wide: bool = False
+
+    def dtype_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Its dtype in a case of `dtype`."""
+        return torch.promote_types(dtype, torch.float32) if self.wide else self.dtype or dtype
 
     def make(self, generator: torch.Generator, dtype: torch.dtype, device: str, drawn_on: str = "cpu") -> Tensor:
         """drawn_on: see `Case.make`; the generator is of that device."""
         with torch.device(drawn_on):
-            values = self.values(generator, self.shape).to(self.dtype or dtype)
+            values = self.values(generator, self.shape).to(self.dtype_in(dtype))
         return lay_out(values.to(device), self.layout)
 
 

@@ -72,6 +72,10 @@ class Cases(Protocol):
         """The size of the terms that a gradient or output sums (float64 inputs). A result that cancels is judged by
         this size and not by its own. For results that are left out, their own size counts."""
 
+    #: By operation, the arguments that a call overwrites. The suites give each call copies of these, and what it wrote
+    #: counts as further results.
+    MUTATED: Mapping[str, tuple[str, ...]] = {}
+
     #: Arguments whose gradient a kernel computes from the rounded output, one number per row. Such a gradient is
     #: allowed one rounding per row, whatever its own dtype and size.
     FROM_OUTPUT: tuple[str, ...] = ()

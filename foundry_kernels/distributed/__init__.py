@@ -12,6 +12,7 @@ importing it or by the first call with a DTensor.
 from foundry_kernels.distributed import sharding as sharding
 from foundry_kernels.distributed.context import context_parallel
 from foundry_kernels.distributed.experts import expert_parallel
+from foundry_kernels.distributed.linear_attention import sharded_gated_delta_rule, sharded_short_conv1d
 from foundry_kernels.distributed.plan import (
     HeadParallelNorm,
     SequenceParallelNorm,
@@ -31,5 +32,7 @@ __all__ = [
     "ring_attention",
     "sequence_positions",
     "shard_sequence",
+    "sharded_gated_delta_rule",
+    "sharded_short_conv1d",
     "tensor_parallel_plan",
 ]

@@ -24,10 +24,10 @@ from foundry_kernels.ops.rope import qk_norm_rope, rope
 from foundry_kernels.ops.swiglu import geglu, swiglu
 
 #: The valid names in `ops` of `patch`. "flash_attention" includes its packed form, "grouped_mm" the weighted sum after
-#: it.
+#: it, "gated_delta_rule" the convolution before it.
 PATCHABLE = (
     "rms_norm", "swiglu", "geglu", "rope", "qk_norm_rope", "flash_attention", "cross_entropy", "linear_cross_entropy",
-    "layer_norm", "grouped_mm", "bias_gelu",
+    "layer_norm", "grouped_mm", "bias_gelu", "gated_delta_rule",
 )  # fmt: skip
 
 
@@ -230,8 +230,9 @@ class Attention(Adapter):
 
     norms: "" for none, "heads" before the rotation and over a head, "projection" over all heads at once.
     packed: one `qkv_proj`. interleaved: pairs (2i, 2i + 1). half_tables: cos and sin have no second half, which would
-    be equal. optional_rope: `use_rope` is whether the layer rotates. passes: the attention function's arguments besides
-    mask, scaling and dropout. uses: names that only this row's forward uses.
+    be equal. optional_rope: `use_rope` is whether the layer rotates; optional_tables: whether it gets cos and sin.
+    gated: `q_proj` makes a gate for the result of each head too, behind its query. passes: the attention function's
+    arguments besides mask, scaling and dropout. uses: names that only this row's forward uses.
     """
 
     norms: str = ""
@@ -239,6 +240,8 @@ class Attention(Adapter):
     interleaved: bool = False
     half_tables: bool = False
     optional_rope: bool = False
+    optional_tables: bool = False
+    gated: bool = False
     passes: Callable[[Any], dict[str, Any]] = nothing
     uses: tuple[str, ...] = field(default=())
     #: Whether the whole forward is replaced.
@@ -255,7 +258,8 @@ class Attention(Adapter):
     def known(self) -> frozenset[str]:
         norms = ("q_norm", "k_norm") if self.norms else ()
         packed = ("qkv_proj", "num_attention_heads", "num_key_value_heads") if self.packed else ()
-        return self.names | {*self.uses, *norms, *packed} | ({"use_rope"} if self.optional_rope else set())
+        gate = ("torch", "chunk", "sigmoid") if self.gated else ()
+        return self.names | {*self.uses, *norms, *packed, *gate} | ({"use_rope"} if self.optional_rope else set())
 
     def why_not(self, module: nn.Module) -> str | None:
         eager = getattr(sys.modules[self.home(module)], "eager_attention_forward", None)
@@ -324,8 +328,12 @@ def _attention_forward(
     if row.norms == "projection":
         q, k = self.q_norm(q), self.k_norm(k)
     heads = (*tokens, -1, self.head_dim)
-    q, k, v = q.view(heads), k.view(heads), v.view(heads)
+    gate = None
+    if row.gated:
+        q, gate = q.view(*tokens, -1, 2 * self.head_dim).chunk(2, dim=-1)
+    q, k, v = q if row.gated else q.view(heads), k.view(heads), v.view(heads)
     rotates = not row.optional_rope or self.use_rope
+    rotates = rotates and not (row.optional_tables and position_embeddings is None)
     fused = rotates and "qk_norm_rope" in self._foundry.backends and _fusable(self.q_norm, self.k_norm)
     if row.norms == "heads" and not fused:
         q, k = self.q_norm(q), self.k_norm(k)
@@ -340,7 +348,10 @@ def _attention_forward(
     dropout = self.attention_dropout if self.training else 0.0
     options = {"dropout": dropout, "scaling": self.scaling, **row.passes(self), **kwargs}
     out, weights = attend(self, q, k, v, attention_mask, **options)
-    return layers.linear(out.reshape(*tokens, -1), self.o_proj), weights
+    out = out.reshape(*tokens, -1)
+    if gate is not None:
+        out = out * gate.reshape(*tokens, -1).sigmoid()
+    return layers.linear(out, self.o_proj), weights
 
 
 def _project(self: Any, row: Attention, layers: Layers, x: Tensor) -> tuple[Tensor, ...]:

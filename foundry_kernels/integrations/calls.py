@@ -86,11 +86,12 @@ RECURRENT = re.compile(
 RECURRENT_KIND = re.compile(r"linear|mamba|conv|recurrent|hybrid")
 
 
-def recurrent_layers(model: nn.Module) -> Counter[str]:
-    """Returns the number of layers of each class that mix the documents of a row, whatever the masks are."""
-    found = Counter(type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__))
+def recurrent_layers(model: nn.Module, apart: Iterable[nn.Module] = ()) -> Counter[str]:
+    """Returns the number of layers of each class that mix the documents of a row, whatever the masks are; those in
+    `apart` do not."""
+    found, kept = [m for m in model.modules() if RECURRENT.search(type(m).__name__)], set(apart)
     if found:
-        return found
+        return Counter(type(m).__name__ for m in found if m not in kept)
     config: Any = getattr(model, "config", None)
     kinds = getattr(config, "layer_types", None) or ()
     return Counter(f"layers of {kind}" for kind in kinds if RECURRENT_KIND.search(str(kind)))

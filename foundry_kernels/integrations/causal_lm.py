@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from foundry_kernels.core.registry import is_dtensor
+from foundry_kernels.integrations import log_probs
 from foundry_kernels.integrations.adapters import Adapter, split_names
-from foundry_kernels.integrations.calls import own_class, reads_documents
+from foundry_kernels.integrations.calls import current, own_class, reads_documents
 from foundry_kernels.nn._head import PLANNED_INPUT, count_hooks, matrix_of
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
@@ -117,17 +118,25 @@ def _forward_of(theirs: Any) -> Any:
     cache = "cache" if "cache" in positional else "past_key_values"  # by release
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = kwargs.pop(log_probs.KEYWORD, None)
         given = {**dict(zip(positional, args, strict=False)), **kwargs}
         count = len(given)
         if cache == "cache" and "past_key_values" in given:  # its older name, which transformers takes as well
             given.setdefault(cache, given.pop("past_key_values"))
-        labels, logits_to_keep = given.get("labels"), given.get("logits_to_keep", 0)
+        labels: Any = given.get("labels")
+        logits_to_keep = given.get("logits_to_keep", 0)
         refused = count < len(args) + len(kwargs)  # too many arguments, or one given twice: theirs says so
-        if labels is None or refused or not _makes_no_logits(self, logits_to_keep):
+        if request is not None and not _head_is_read(self, logits_to_keep):
+            logits = own_class(self).forward(self, **{**given, "labels": None, "return_dict": True}).logits
+            return request.of_logits(logits, _targets(request, labels, logits), _backend(self))
+        if request is None and (labels is None or refused or not _makes_no_logits(self, logits_to_keep)):
             return own_class(self).forward(self, *args, **{**kwargs, "return_dict": True})
         row, home = self._foundry_row, self._foundry_home
         rest = {name: value for name, value in given.items() if name not in positional}
         given = {name: given.get(name) for name in for_decoder}
+        if request is not None:
+            hidden = getattr(self, row.decoder)(**given, **({"return_dict": True} if named_only else rest))[0]
+            return request.of_hidden(_head_inputs(self, hidden), _targets(request, labels, hidden))
         if row.mixture and given["output_router_logits"] is None:
             given["output_router_logits"] = self.config.output_router_logits
         outputs = getattr(self, row.decoder)(**given, **({"return_dict": True} if named_only else rest))
@@ -158,13 +167,17 @@ def _makes_no_logits(self: Any, logits_to_keep: int | Tensor) -> bool:
     state = getattr(self, "_foundry", None)  # none once the patch is undone, if a wrapper has derived its own class
     if state is None or not self.training or "linear_cross_entropy" not in state.backends:
         return False
+    return _head_is_read(self, logits_to_keep) and self._foundry_get_loss() is self._foundry_their_loss
+
+
+def _head_is_read(self: Any, logits_to_keep: int | Tensor) -> bool:
+    """Returns whether a kernel can read the head's parameters, so that the head need not be called."""
     head = _matrix_of(self.lm_head)
     whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
     if head is None or not (whole or hasattr(self._foundry_home, "slice_logits_to_keep")):
         return False
-    if is_dtensor(head[0]) and not (whole and _input_of(self.lm_head)):
-        return False  # who knows how the tokens lie
-    return self._foundry_get_loss() is self._foundry_their_loss
+    # Otherwise, who knows how the tokens lie?
+    return not is_dtensor(head[0]) or bool(whole and _input_of(self.lm_head))
 
 
 def _loss_of_hidden(
@@ -177,28 +190,44 @@ def _loss_of_hidden(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    row: CausalLM = self._foundry_row
     if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
         hidden = self._foundry_home.slice_logits_to_keep(hidden, logits_to_keep)
-    head = _matrix_of(self.lm_head)
-    assert head is not None  # or this forward is not taken
     targets = _next_tokens(labels, shift_labels, ignore_index).to(hidden.device)
-    if is_dtensor(head[0]):
-        hidden, targets = _on_mesh(hidden, self.lm_head), targets.view(labels.shape)
+    inputs = _head_inputs(self, hidden)
+    if is_dtensor(inputs["weight"]):
+        targets = targets.view(labels.shape)
     else:
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-    loss: Any = linear_cross_entropy(
-        hidden,
-        head[0],
-        targets,
-        bias=head[1],
-        ignore_index=ignore_index,
-        reduction="mean" if num_items_in_batch is None else "sum",
-        softcap=row.cap(self),
-        logit_scale=row.scale(self),
-        backend=self._foundry.backends["linear_cross_entropy"],
-    )
+        inputs["hidden"] = hidden.reshape(-1, hidden.shape[-1])
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss: Any = linear_cross_entropy(target=targets, ignore_index=ignore_index, reduction=reduction, **inputs)
     return _by_items(loss.full_tensor() if is_dtensor(loss) else loss, num_items_in_batch)
+
+
+def _head_inputs(self: Any, hidden: Tensor) -> dict[str, Any]:
+    """Returns the arguments by which an operation computes the logits of `hidden`, and its backend."""
+    row: CausalLM = self._foundry_row
+    head = _matrix_of(self.lm_head)
+    assert head is not None  # or the head is called
+    return {
+        "hidden": _on_mesh(hidden, self.lm_head) if is_dtensor(head[0]) else hidden,
+        "weight": head[0],
+        "bias": head[1],
+        "softcap": row.cap(self),
+        "logit_scale": row.scale(self),
+        "backend": _backend(self),
+    }
+
+
+def _backend(self: Any) -> str:
+    backends: dict[str, str] = self._foundry.backends
+    return backends.get("linear_cross_entropy") or backends["cross_entropy"]
+
+
+def _targets(request: log_probs.Request, labels: Tensor, hidden: Tensor) -> Tensor:
+    """Returns the target of each position of a call that is running."""
+    call = current()
+    documents = None if call is None or call.queries != labels.shape[1] else call.documents
+    return request.targets(labels.to(hidden.device), documents)
 
 
 def _matrix_of(head: Any) -> tuple[Tensor, Tensor | None] | None:

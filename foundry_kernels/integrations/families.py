@@ -18,12 +18,14 @@ class Family(NamedTuple):
         norm: its RMSNorm: "llama" rounds before the weight multiplies, "rounded_once" after it, "gemma" too, with a
             weight that is stored less 1; None where it has a LayerNorm, or `patch` does not know it.
         head_norms: whether queries and keys have an RMSNorm of each head.
+        text: the `model_type` of its language model, if a model of images and text has the family's own name.
     """
 
     name: str
     head: str = "ForCausalLM"
     norm: str | None = None
     head_norms: bool = False
+    text: str | None = None
 
 
 #: The families, by the names of their folders in transformers.
@@ -49,7 +51,7 @@ FAMILIES = {
     "qwen3_moe": Family("Qwen3Moe", norm="llama", head_norms=True),
     "gemma": Family("Gemma", norm="gemma"),
     "gemma2": Family("Gemma2", norm="gemma"),
-    "gemma3": Family("Gemma3", norm="gemma", head_norms=True),
+    "gemma3": Family("Gemma3", norm="gemma", head_norms=True, text="gemma3_text"),
     "phi3": Family("Phi3", norm="llama"),
     "granite": Family("Granite", norm="llama"),
     "olmo2": Family("Olmo2", norm="rounded_once"),
@@ -57,4 +59,13 @@ FAMILIES = {
     "smollm3": Family("SmolLM3", norm="llama"),
     "gpt_oss": Family("GptOss", norm="rounded_once"),
     "glm4": Family("Glm4", norm="llama"),
+    "qwen3_next": Family("Qwen3Next", norm="gemma", head_norms=True),
+    "qwen3_5": Family("Qwen3_5", norm="gemma", head_norms=True, text="qwen3_5_text"),
+    "qwen3_5_moe": Family("Qwen3_5Moe", norm="gemma", head_norms=True, text="qwen3_5_moe_text"),
+    "olmo_hybrid": Family("OlmoHybrid", norm="rounded_once"),
 }
+
+
+def text_type(family: str) -> str:
+    """Returns the `model_type` of the language model of `family`."""
+    return FAMILIES[family].text or family

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.hf_config_maps import READINGS as LANGUAGE_MODELS
@@ -20,6 +21,12 @@ from foundry_kernels.models.config import ModelConfig
 
 State = dict[str, Tensor]
 T = TypeVar("T")
+
+#: The modules and parameters of linear attention, which have their names here, or are split.
+DELTA_NET = (
+    "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "conv1d", "A_log", "dt_bias",
+    "norm", "out_proj",
+)  # fmt: skip
 
 #: Language models, and encoders, by the names of their classes.
 READINGS = LANGUAGE_MODELS | ENCODERS
@@ -56,6 +63,7 @@ LAYER_MODULES = _by_their_names(
         "attention.wq": "self_attn.q_proj attention.self.query",
         "attention.wk": "self_attn.k_proj attention.self.key",
         "attention.wv": "self_attn.v_proj attention.self.value",
+        **{f"attention.{name}": f"linear_attn.{name}" for name in DELTA_NET},
         "attention.q_norm": "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
         "attention.wo": (
@@ -102,12 +110,38 @@ def read(model: nn.Module, changes: dict[str, Any]) -> tuple[ModelConfig, State]
             weight = weight.t()
         if our_name == "pos_embeddings":
             weight = weight[skipped:][: config.max_seq_len]
-        if our_name.endswith("attention.wqkv"):
+        parts = split_hybrid(our_name, weight, config)
+        if parts:
+            state |= {part + kind: of for part, of in parts.items()}
+        elif our_name.endswith("attention.wqkv"):
             state |= _split(our_name.removesuffix("qkv"), kind, weight, config, reading.qkv, their_name)
         else:
             state[our_name + kind] = weight
     refuse_unknown(unknown, name)
     return config, state
+
+
+def split_hybrid(name: str, weight: Tensor, config: ModelConfig) -> State:
+    """Returns the parts of a weight that Qwen3-Next and Qwen3.5 keep together, by their names here; none for others.
+
+    A query and the gate of its head lie together. Qwen3-Next's projections of linear attention have all parts of a head
+    of keys together.
+    """
+    prefix, _, last = name.rpartition(".")
+    if last == "wq" and config.attention_gate:
+        query, gate = weight.unflatten(0, (config.n_heads, 2, config.head_width)).unbind(1)
+        return {f"{prefix}.wq": query.flatten(0, 1), f"{prefix}.wg": gate.flatten(0, 1)}
+    if last not in ("in_proj_qkvz", "in_proj_ba"):
+        return {}
+    heads = config.linear_heads
+    of_each = weight.unflatten(0, (heads.k_heads, -1))
+    group = heads.v_heads // heads.k_heads
+    if last == "in_proj_ba":
+        b, a = (part.flatten(0, 1) for part in of_each.split((group, group), 1))
+        return {f"{prefix}.in_proj_b": b, f"{prefix}.in_proj_a": a}
+    sizes = heads.k_dim, heads.k_dim, group * heads.v_dim, group * heads.v_dim
+    q, k, v, z = (part.flatten(0, 1) for part in of_each.split(sizes, 1))
+    return {f"{prefix}.in_proj_qkv": torch.cat([q, k, v]), f"{prefix}.in_proj_z": z}
 
 
 def known(model: nn.Module, table: Mapping[str, T]) -> T:

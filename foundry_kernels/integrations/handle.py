@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from torch import nn
+from torch import Tensor, nn
 
-from foundry_kernels.integrations import swap
+from foundry_kernels.integrations import log_probs, swap
 
 if TYPE_CHECKING:
     from foundry_kernels.integrations.patch import Report
@@ -77,6 +77,84 @@ class PatchHandle:
         _revert(self._modules)
         vars(self._model).pop(KEPT, None)
         self._undone = True
+
+    @overload
+    def log_probs(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor,
+        *,
+        return_entropy: Literal[False] = False,
+        return_lse: Literal[False] = False,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        model: nn.Module | None = None,
+        **inputs: Any,
+    ) -> Tensor: ...
+    @overload
+    def log_probs(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor,
+        *,
+        return_entropy: bool = False,
+        return_lse: bool = False,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        model: nn.Module | None = None,
+        **inputs: Any,
+    ) -> Tensor | tuple[Tensor, ...]: ...
+    def log_probs(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor,
+        *,
+        return_entropy: bool = False,
+        return_lse: bool = False,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        model: nn.Module | None = None,
+        **inputs: Any,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Returns the log-probability of each label given the tokens before it, of a causal language model, without
+        logits (:func:`foundry_kernels.linear_log_probs`).
+
+        The result has the shape of `labels`: position t is ``log p(labels[:, t] | input_ids[:, :t])``. It is 0 where
+        the label is `ignore_index`, at position 0, and at the first token of each packed document. So with ``labels =
+        input_ids`` the last n columns are what TRL's ``selective_log_softmax(logits[:, -n - 1 : -1], input_ids[:,
+        -n:])`` returns. Tokens that `attention_mask` hides have values too, which mean nothing: give them the label
+        `ignore_index`.
+
+        Args:
+            input_ids: ``[B, T]``, or None with ``inputs_embeds=``.
+            labels: ``[B, T]`` int32 or int64, not shifted: usually the tokens themselves.
+            return_entropy: also return the entropy of the distribution from which each label would be drawn.
+            return_lse: also return the log of its normalizer.
+            temperature: the logits, with the model's scale and soft cap, are divided by it.
+            ignore_index: the label of positions that do not count.
+            model: the wrapper that is called in place of the patched model: DistributedDataParallel,
+                ``torch.compile``, PEFT. Not needed for ``fully_shard``, which changes the model in place.
+            inputs: other arguments of the model: `attention_mask`, `position_ids`, those of packed documents.
+                `use_cache` is False by default.
+
+        Returns:
+            float32 (float64 for a float64 model); with a `return_` option a tuple ``(log_probs, [entropy], [lse])``.
+            All are differentiable, in training and in evaluation mode. If the head is no plain ``nn.Linear`` (LoRA on
+            it, quantised, with hooks) it is called, and its logits exist.
+
+        Raises:
+            RuntimeError: the patch was undone.
+            TypeError: labels are no int32 or int64 tensor, or an argument has another type.
+            ValueError: the model has no head or its loss is not patched; labels have another shape; temperature is not
+                positive; an argument says what the model returns; or a wrapper changes the tokens.
+        """
+        if self._undone:
+            raise RuntimeError("this patch has been undone already")
+        request = log_probs.Request(return_entropy, return_lse, temperature, ignore_index)
+        found: Tensor | tuple[Tensor, ...] = log_probs.call(
+            self._model, self._modules, model, input_ids, labels, request, inputs
+        )
+        return found
 
     def __enter__(self) -> PatchHandle:
         return self

@@ -18,6 +18,7 @@ from foundry_kernels.integrations.reading import (
     falcon,
     gemma,
     glm4_moe,
+    linear_layers,
     mixed_layers,
     opt,
     rope,
@@ -217,6 +218,28 @@ GLM4_MOE = Reading(
     silent=frozenset({"intermediate_size", "num_nextn_predict_layers"}),
 )
 
+_DELTA_OPTIONS = {
+    "linear_v_heads": "linear_num_value_heads",
+    "linear_k_heads": "linear_num_key_heads",
+    "linear_k_dim": "linear_key_head_dim",
+    "linear_v_dim": "linear_value_head_dim",
+    "linear_conv_size": "linear_conv_kernel_dim",
+}
+_GATED_ATTENTION = {"norm_weight_offset": 1.0, "qk_norm_weight_offset": 1.0, "attention_gate": True}
+_SILU = activation("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
+QWEN3_5 = Reading({**_LLAMA_OPTIONS, **_DELTA_OPTIONS}, (rope, linear_layers, _SILU), choices=_GATED_ATTENTION)
+QWEN3_NEXT = Reading(
+    {
+        **_LLAMA_OPTIONS,
+        **_DELTA_OPTIONS,
+        **_ROUTED_OPTIONS,
+        "shared_expert_dim": "shared_expert_intermediate_size",
+    },
+    (rope, linear_layers, _SILU, experts("num_experts"), mixed_layers),
+    choices={**_GATED_ATTENTION, "shared_expert_gate": True},
+    silent=frozenset({"intermediate_size"}),  # the width of layers without experts
+)
+
 _BY_FAMILY = {
     "gpt2": GPT2,
     "openai": OPENAI,
@@ -238,6 +261,8 @@ _BY_FAMILY = {
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
     "gemma": GEMMA,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5": QWEN3_5,
 }
 
 

@@ -16,7 +16,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_tracing
 
 from foundry_kernels.integrations.calls import documents_of_mask
-from foundry_kernels.integrations.families import FAMILIES
+from foundry_kernels.integrations.families import FAMILIES, text_type
 from foundry_kernels.integrations.masks import (
     DENSE,
     UNREAD,
@@ -37,7 +37,7 @@ from foundry_kernels.integrations.packing import Documents, cut, within
 from foundry_kernels.ops.flash_attention.attention_mask import TILE, AttentionMask
 
 #: The `model_type` of models that pass a mask on unchanged.
-PASSED_ON = frozenset({*FAMILIES, "gemma3_text"})
+PASSED_ON = frozenset({*FAMILIES, *map(text_type, FAMILIES)})
 
 
 def is_passed_on(config: Any) -> bool:

@@ -18,6 +18,7 @@ from foundry_kernels.integrations.calls import PackedModel, makes_masks, models_
 from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
 from foundry_kernels.integrations.configs import Configs
 from foundry_kernels.integrations.handle import Arguments, PatchHandle, handle_of, keep
+from foundry_kernels.integrations.linear_attention import AroundDeltaNet, DeltaNet, layers_around
 from foundry_kernels.integrations.release import check_release_of
 from foundry_kernels.integrations.table import NO_ROW, adapter_for
 from foundry_kernels.nn import Attention as OurAttention
@@ -108,7 +109,7 @@ def parts(report: Report) -> tuple[str, str, str, str, str]:
     left = Counter(f"{e.module_class}: {e.reason}" for e in report.left)
     text = ", ".join(f"{n} {text}" for text, n in left.items())
     products = of("MLP", "Experts", "Intermediate", "FeedForward", "ActDense")
-    return of("Norm"), products, of("Attention"), of("ForCausalLM", "LMHeadModel"), text
+    return of("Norm", "NormGated"), products, of("Attention", "GatedDeltaNet"), of("ForCausalLM", "LMHeadModel"), text
 
 
 def patch(
@@ -119,7 +120,8 @@ def patch(
     dense_masks: str = "kernels",
     return_logits: bool = False,
 ) -> PatchHandle:
-    """Replaces the supported norms, gated activations, rotations, attention and loss of `model` in place.
+    """Replaces the supported norms, gated activations, rotations, attention, linear attention and loss of `model` in
+    place.
 
     Supported are the families of `foundry_kernels.integrations.table.PATCHED` in Hugging Face transformers,
     ``torch.nn.MultiheadAttention`` and torch.nn's transformer around it, ``torch.nn.RMSNorm`` and
@@ -141,10 +143,10 @@ def patch(
             are made at its top, and a layer that is patched by itself refuses the dense ones that it then gets.
         backend: a backend's name, or a mapping of operations to names (as for `foundry_kernels.nn`).
         ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope, flash_attention, cross_entropy,
-            linear_cross_entropy, layer_norm, grouped_mm and bias_gelu; None for all but an attention that is "eager"
-            by choice. qk_norm_rope is the norm of queries and keys and the rotation in one; without it the two are done
-            one after the other. linear_cross_entropy is the loss of a call with labels in training mode, cross_entropy
-            that of any other.
+            linear_cross_entropy, layer_norm, grouped_mm, bias_gelu and gated_delta_rule; None for all but an attention
+            that is "eager" by choice. qk_norm_rope is the norm of queries and keys and the rotation in one; without it
+            the two are done one after the other. linear_cross_entropy is the loss of a call with labels in training
+            mode, cross_entropy that of any other. gated_delta_rule is linear attention with its convolution.
         dense_masks: what happens where a mask is dense, as one that is not causal, a window or padding is: "kernels"
             has the kernels read it, "refuse" raises ValueError with the reason in the forward pass, "sdpa" runs that
             call on torch's scaled_dot_product_attention, or on the model's own eager attention where there is a soft
@@ -201,8 +203,9 @@ def patch(
         if isinstance(adapter, Attention) and "flash_attention" in entry.ops
     ]
     dense = {adapter.runs_dense_masks(module) for module, adapter, _ in attending} if dense_masks == "sdpa" else ()
-    around = models_around(model, (module for module, _, _ in attending))
-    recurrent = tuple(recurrent_layers(model)) if around else ()
+    linear = [module for module, adapter, _ in changes if isinstance(adapter, DeltaNet)]
+    around = models_around(model, [*(module for module, _, _ in attending), *linear])
+    recurrent = tuple(recurrent_layers(model, linear)) if around else ()
     for (_, adapter, _), state in zip(changes, states, strict=True):
         if isinstance(adapter, CausalLM):
             state.recurrent = recurrent
@@ -211,7 +214,10 @@ def patch(
         if module not in known and "forward" not in vars(module):
             changes.append((module, PACKED, Entry("", "")))
             states.append(State({}, recurrent=recurrent))
-    mixing = _mixing(model, [module for module, _, _ in attending]) if around else ()
+    for module in layers_around(model, set(linear)):
+        changes.append((module, TOLD, Entry("", "")))
+        states.append(State({}))
+    mixing = _mixing(model, [module for module, _, _ in attending], linear) if around else ()
     report = _report(model, entries, backends, " and ".join(sorted(dense)), mixing)
     done: list[nn.Module] = []
     configs = Configs(model)
@@ -229,11 +235,11 @@ def patch(
     return keep(model, done, report, arguments)
 
 
-def _mixing(model: nn.Module, attending: list[nn.Module]) -> tuple[str, ...]:
+def _mixing(model: nn.Module, attending: list[nn.Module], linear: list[nn.Module]) -> tuple[str, ...]:
     """Returns the lines of the report about packed documents."""
     recurrent = [
         f"{n:>4}  {name}  mixes them: lengths are refused, with position_ids as without a patch"
-        for name, n in recurrent_layers(model).items()
+        for name, n in recurrent_layers(model, linear).items()
     ]
     reading = {
         module for around in models_around(model, attending) if reads_rows(around) for module in around.modules()
@@ -243,7 +249,7 @@ def _mixing(model: nn.Module, attending: list[nn.Module]) -> tuple[str, ...]:
     return (*recurrent, *untold)
 
 
-PACKED = PackedModel()
+PACKED, TOLD = PackedModel(), AroundDeltaNet()
 
 
 def _wanted(ops: Iterable[str] | None) -> tuple[str, ...]:
@@ -265,6 +271,7 @@ COMPANIONS = {
     "flash_attention": ("flash_attention_varlen",),
     "qk_norm_rope": ("rope",),
     "grouped_mm": ("combine_experts",),
+    "gated_delta_rule": ("gated_delta_rule_step", "short_conv1d"),
 }
 
 

@@ -181,6 +181,15 @@ def window(config: Any) -> dict[str, Any]:
     return {"sliding_window": None if kinds == {"full_attention"} else width}
 
 
+def linear_layers(config: Any) -> dict[str, Any]:
+    """The kinds of layers. Without linear attention no size of it is a field."""
+    kinds = tuple(config.layer_types)
+    if "linear_attention" in kinds:
+        return {"layer_types": kinds}
+    sizes = {f"linear_{name}": None for name in ("v_heads", "k_heads", "k_dim", "v_dim")}
+    return {**sizes, "linear_conv_size": 4, "layer_types": kinds}
+
+
 def experts(count: str) -> Callable[[Any], dict[str, Any]]:
     """Returns a part of a `Reading`: a mixture of experts; the option `count` is their number."""
 

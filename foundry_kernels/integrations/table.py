@@ -20,6 +20,7 @@ from foundry_kernels.integrations.families import FAMILIES
 from foundry_kernels.integrations.gpt_like import GPT2Attention, NeoXAttention, PlainMLP
 from foundry_kernels.integrations.gpt_like_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.interface import interface_adapter
+from foundry_kernels.integrations.linear_attention import DeltaNet, GatedNorm, by_key_head, one_each
 from foundry_kernels.integrations.torch_nn import TORCH
 
 #: Of a family: what follows in the name of a class, and the adapter of that class or the reason why it is left.
@@ -91,8 +92,12 @@ def _like_llama(family: str, mlp: Adapter | str, attention: Attention, loss: Cau
     feed_forward = "Experts" if isinstance(mlp, (Experts, str)) else "MLP"
     norm = NORMS[str(known.norm)]
     row: Row = {"RMSNorm": norm, feed_forward: mlp, "Attention": attention, "ForCausalLM": loss}
+    if family in _DELTA_NETS:
+        row = {**row, "GatedDeltaNet": _DELTA_NETS[family], "RMSNormGated": GatedNorm()}
     return {**row, "MLP": GATED} if family in _WITH_MLP else row
 
+
+_SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 _LLAMA_LIKE: dict[str, tuple[Any, ...]] = {
     "llama": (GATED, Attention()),
@@ -116,9 +121,25 @@ _LLAMA_LIKE: dict[str, tuple[Any, ...]] = {
         MIXTURE,
     ),
     "glm4": (PACKED, Attention(interleaved=True)),
+    "qwen3_next": (Experts(), Attention(gated=True), MIXTURE),
+    "qwen3_5": (GATED, Attention(gated=True)),
+    "qwen3_5_moe": (Experts(), Attention(gated=True), MIXTURE),
+    "olmo_hybrid": (GATED, Attention(norms="projection", optional_tables=True)),
 }
 #: Besides its experts such a mixture has an MLP for the shared expert, or for layers without experts.
-_WITH_MLP = ("qwen2_moe", "qwen3_moe")
+_WITH_MLP = ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe")
+#: The linear attention of families that have it.
+_DELTA_NETS = {
+    "qwen3_next": DeltaNet(by_key_head, uses=("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering", "cat")),
+    "qwen3_5": DeltaNet(uses=_SEPARATE),
+    "qwen3_5_moe": DeltaNet(uses=_SEPARATE),
+    "olmo_hybrid": DeltaNet(
+        one_each,
+        norm="o_norm",
+        out="o_proj",
+        uses=("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "cat", "view", "allow_neg_eigval"),
+    ),
+}
 _GPT_LIKE: dict[str, Row] = {
     "gpt2": {
         "Attention": GPT2Attention(),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from foundry_kernels.integrations.families import text_type
 from foundry_kernels.integrations.table import PATCHED
 
 SIZES = {
@@ -23,6 +24,15 @@ SIZES = {
 }
 
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+LINEAR = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 
 #: What a family needs besides, so that what makes it different is seen at this size.
 EXTRA: dict[str, dict[str, Any]] = {
@@ -63,6 +73,10 @@ EXTRA: dict[str, dict[str, Any]] = {
         },
     },
     "glm4": {"head_dim": 16},
+    "qwen3_next": {**LINEAR, **ROUTED, "shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
+    "qwen3_5": LINEAR,
+    "qwen3_5_moe": {**LINEAR, **ROUTED, "shared_expert_intermediate_size": 32},
+    "olmo_hybrid": {**LINEAR, "linear_allow_neg_eigval": True},
     "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
@@ -79,8 +93,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
         raise ValueError(f"family must be one of {', '.join(PATCHED)}; got {family!r}")
     from transformers import CONFIG_MAPPING
 
-    name = "gemma3_text" if family == "gemma3" else family
-    return CONFIG_MAPPING[name](**{**SIZES, **EXTRA.get(family, {}), **changes})
+    return CONFIG_MAPPING[text_type(family)](**{**SIZES, **EXTRA.get(family, {}), **changes})
 
 
 def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:

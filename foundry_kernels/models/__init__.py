@@ -8,6 +8,8 @@ from foundry_kernels.models.context import Context
 from foundry_kernels.models.encoder_decoder import EncoderDecoder
 from foundry_kernels.models.generate import generate
 from foundry_kernels.models.generator import GeneratedToken, Generator
+from foundry_kernels.models.hybrid_cache import HybridCache
+from foundry_kernels.models.log_probs import LogProbs
 from foundry_kernels.models.paged_cache import PagedKVCache
 from foundry_kernels.models.pages import OutOfPages
 from foundry_kernels.models.sampling import GenerationStats
@@ -19,7 +21,9 @@ __all__ = [
     "GeneratedToken",
     "GenerationStats",
     "Generator",
+    "HybridCache",
     "KVCache",
+    "LogProbs",
     "ModelConfig",
     "OutOfPages",
     "PagedKVCache",

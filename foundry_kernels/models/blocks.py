@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.decode_block import decode
+from foundry_kernels.models.hybrid_cache import LayerState
 from foundry_kernels.nn import (
     MLP,
     AlibiSlopes,
     Attention,
+    GatedDeltaNet,
     GatedMLP,
     KeyValueStore,
     LayerNorm,
@@ -27,6 +29,7 @@ from foundry_kernels.nn import (
     RotaryEmbedding,
     SwiGLU,
 )
+from foundry_kernels.nn._delta import DELTA_OPS
 from foundry_kernels.nn._paged import PagedKeyValues
 from foundry_kernels.nn.mlp import ACTIVATIONS, GATES
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
@@ -44,6 +47,8 @@ def operations(config: ModelConfig) -> tuple[str, ...]:
     if config.positions == "rope" and not (config.qk_norm and fused):
         ops.append("rope")
     ops.append((GATES if config.gated else ACTIVATIONS)[config.activation][0])
+    ops += ["glu"] if config.attention_gate else []
+    ops += [*DELTA_OPS, "rms_norm", "swiglu"] if config.linear_layers else []
     ops += [] if config.n_experts is None else ["grouped_mm", "combine_experts"]
     return tuple(dict.fromkeys((*ops, "flash_attention", "cross_entropy", "linear_cross_entropy")))
 
@@ -73,6 +78,8 @@ def make_attention(
         qk_norm_over=config.qk_norm_over,
         norm_eps=config.norm_eps,
         norm_round_before_weight=config.norm_round_before_weight,
+        norm_weight_offset=config.qk_norm_weight_offset,
+        output_gate=config.attention_gate,
         dropout=config.attention_dropout,
         **others,
         **factory,
@@ -136,12 +143,17 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = make_norm(config, factory)
-        window = config.sliding_window
-        self.attention = make_attention(config, factory, rope, alibi, causal=config.causal, sliding_window=window)
+        self.attention = self._make_attention(config, factory, rope, alibi)
         self.ffn_norm = None if config.shared_attention_norm else make_norm(config, factory)
         self.feed_forward = make_feed_forward(config, factory, layer)
         self.routes = config.n_experts is not None and layer not in config.dense_layers
         self.dropout = config.residual_dropout
+
+    def _make_attention(
+        self, config: ModelConfig, factory: dict[str, Any], rope: RotaryEmbedding | None, alibi: AlibiSlopes | None
+    ) -> Any:
+        window = config.sliding_window
+        return make_attention(config, factory, rope, alibi, causal=config.causal, sliding_window=window)
 
     def forward(
         self,
@@ -194,6 +206,31 @@ class TransformerBlock(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout}" if self.dropout else ""
+
+
+class LinearBlock(TransformerBlock):
+    """Linear attention (:class:`foundry_kernels.nn.GatedDeltaNet`) in the place of attention. It takes no mask: only
+    `lengths` reach it, whose padding comes after all tokens that count."""
+
+    def _make_attention(
+        self, config: ModelConfig, factory: dict[str, Any], rope: RotaryEmbedding | None, alibi: AlibiSlopes | None
+    ) -> Any:
+        v_heads, k_heads, k_dim, v_dim = config.linear_heads
+        order = config.norm_round_before_weight
+        options: dict[str, Any] = {"conv_size": config.linear_conv_size, "norm_eps": config.norm_eps, **factory}
+        return GatedDeltaNet(config.dim, v_heads, k_heads, k_dim, v_dim, norm_round_before_weight=order, **options)
+
+    def _attend(  # type: ignore[override]
+        self,
+        y: Tensor,
+        cache: LayerState | None,
+        attn_mask: Tensor | AttentionMask | None = None,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        found: Tensor = self.attention(y, cu_seqlens=cu_seqlens, state=None if cache is None else cache.state)
+        return found
 
 
 class ParallelBlock(TransformerBlock):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from foundry_kernels.core.inference import recorded, without_backward
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
-from foundry_kernels.models.validate import check_cache
+from foundry_kernels.models.validate import check_cache, refuse_linear
 from foundry_kernels.nn._linear_layers import KeyValueMemory
 from foundry_kernels.nn._paged import NO_GRADIENT
 
@@ -74,10 +74,14 @@ class KVCache:
     ) -> None:
         max_len = config.max_seq_len if max_len is None else max_len
         check_cache(config, batch_size, max_len)
-        shape = (batch_size, config.kv_heads, max_len, config.head_width)
+        if type(self) is KVCache:
+            refuse_linear(config, "KVCache (HybridCache does, which Transformer.make_cache returns)")
+        self.linear_layers = config.linear_layers
+        heads = [0 if layer in config.linear_layers else config.kv_heads for layer in range(config.n_layers)]
+        shapes = [(batch_size, n, max_len, config.head_width) for n in heads]
         self.batch_size, self.max_len, self.length = batch_size, max_len, 0
-        self.k = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
-        self.v = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
+        self.k = [torch.empty(shape, device=device, dtype=dtype) for shape in shapes]
+        self.v = [torch.empty(shape, device=device, dtype=dtype) for shape in shapes]
 
     @property
     def device(self) -> torch.device:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from foundry_kernels.core.checks import check_int, check_not_negative, check_number, check_positive
 from foundry_kernels.core.choices import ACTIVATIONS, GATES, INITS, SCORINGS
 from foundry_kernels.models import count, presets
-from foundry_kernels.models.validate import contradictions
+from foundry_kernels.models.validate import LINEAR, LinearHeads, contradictions, layer_kinds
 from foundry_kernels.ops.rope import RopeScaling
 
 if TYPE_CHECKING:
@@ -96,6 +96,13 @@ class ModelConfig:
         attention_scale: factor on the scores; None is ``head_dim ** -0.5``.
         qk_norm: an RMSNorm of queries and keys, before the rotation (Qwen3).
         qk_norm_over: "head" for each head separately, or "projection" for all heads together (OLMoE).
+        qk_norm_weight_offset: added to the weights of these norms, as `norm_weight_offset`.
+        attention_gate: multiply the heads' results by ``sigmoid(wg x)`` (Qwen3-Next).
+        layer_types: for each layer "full_attention" or "linear_attention"; None is full attention in all. Linear
+            attention is a :class:`foundry_kernels.nn.GatedDeltaNet`, which has no positions and no dropout.
+        linear_v_heads, linear_k_heads, linear_k_dim, linear_v_dim, linear_conv_size: its heads of values and of keys,
+            their widths, and the taps of its convolution. None is `n_heads`, the heads of values, ``dim // n_heads`` or
+            `head_dim`, and the width of keys.
         embedding_dropout, residual_dropout: dropout of the embeddings, and of each branch before it is added (fused
             with the norm that adds it).
         attention_dropout: dropout of attention weights, inside the kernels.
@@ -196,6 +203,14 @@ class ModelConfig:
     load_balancing_coef: float = 0.0
     router_z_coef: float = 0.0
     init: str = "normal"
+    qk_norm_weight_offset: float = 0.0
+    attention_gate: bool = False
+    layer_types: tuple[str, ...] | None = None
+    linear_v_heads: int | None = None
+    linear_k_heads: int | None = None
+    linear_k_dim: int | None = None
+    linear_v_dim: int | None = None
+    linear_conv_size: int = 4
 
     def __post_init__(self) -> None:
         if self.sliding_window == -1:
@@ -206,6 +221,7 @@ class ModelConfig:
                 _check_size(field.name, value)
         check_int("token_types", self.token_types, 0)
         object.__setattr__(self, "dense_layers", _layer_numbers(self.dense_layers, self.n_layers))
+        object.__setattr__(self, "layer_types", layer_kinds(self.layer_types, self.n_layers))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if (
@@ -237,6 +253,7 @@ class ModelConfig:
             if str(field.type).startswith("bool") and not isinstance(value, bool) and value is not field.default:
                 raise TypeError(f"{field.name} must be a bool; got {type(value).__name__}")
         check_number("norm_weight_offset", self.norm_weight_offset)
+        check_number("qk_norm_weight_offset", self.qk_norm_weight_offset)
         for name in (
             "embedding_dropout",
             "residual_dropout",
@@ -332,6 +349,17 @@ class ModelConfig:
     def gated(self) -> bool:
         """Whether the feed-forward block has a gate, and therefore three matrices."""
         return self.activation in GATES
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """The layers with linear attention."""
+        return tuple(n for n, kind in enumerate(self.layer_types or ()) if kind == LINEAR)
+
+    @property
+    def linear_heads(self) -> LinearHeads:
+        """The sizes of linear attention."""
+        v_heads, k_dim = self.linear_v_heads or self.n_heads, self.linear_k_dim or self.head_width
+        return LinearHeads(v_heads, self.linear_k_heads or v_heads, k_dim, self.linear_v_dim or k_dim)
 
     @property
     def relative(self) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from foundry_kernels.core.checks import check_int
+from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.models.validate import check_cache
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def parameters_by_part(config: ModelConfig, active: bool = False) -> Parts:
     if config.context_dim is not None:
         attention, norms = attention + _attention(config, config.context_dim), 2 * norms
         blocks += n_layers
+    linear = len(config.linear_layers)
+    full = n_layers - linear
     learned = config.max_seq_len if config.positions == "learned" else 0
     dense = len(config.dense_layers)
     feed_forward = (n_layers - dense) * _feed_forward(config, active)
@@ -56,9 +59,13 @@ def parameters_by_part(config: ModelConfig, active: bool = False) -> Parts:
     own_head = config.head and not config.tie_embeddings
     return Parts(
         embedding=dim * (config.vocab_size + config.token_types + learned),
-        attention=n_layers * attention + config.relative_buckets * config.n_heads * config.relative,
+        attention=full * attention
+        + linear * _linear_attention(config)
+        + config.relative_buckets * config.n_heads * config.relative,
         feed_forward=feed_forward,
-        norms=n_layers * norms + norm * (blocks + config.embedding_norm + config.ends_with_norm),
+        norms=full * norms
+        + linear * config.linear_heads.v_dim
+        + norm * (blocks + config.embedding_norm + config.ends_with_norm),
         head=config.vocab_size * (dim * own_head + config.output_bias),
     )
 
@@ -66,8 +73,20 @@ def parameters_by_part(config: ModelConfig, active: bool = False) -> Parts:
 def _attention(config: ModelConfig, source: int) -> int:
     """The projections. source: the input width of the key and value projections."""
     q, kv = config.n_heads * config.head_width, config.kv_heads * config.head_width
-    biases = (q + 2 * kv) * config.attention_bias + config.dim * config.attention_out_has_bias
-    return 2 * config.dim * q + 2 * source * kv + biases
+    gate = q * config.attention_gate
+    biases = (q + gate + 2 * kv) * config.attention_bias + config.dim * config.attention_out_has_bias
+    return config.dim * (2 * q + gate) + 2 * source * kv + biases
+
+
+def _linear_matrices(config: ModelConfig) -> int:
+    """The projections of a layer with linear attention."""
+    heads = config.linear_heads
+    return config.dim * (heads.channels + 2 * heads.values + 2 * heads.v_heads)
+
+
+def _linear_attention(config: ModelConfig) -> int:
+    heads = config.linear_heads
+    return _linear_matrices(config) + heads.channels * config.linear_conv_size + 2 * heads.v_heads
 
 
 def _qk_norms(config: ModelConfig) -> int:
@@ -98,8 +117,9 @@ def _feed_forward(config: ModelConfig, active: bool) -> int:
 def cache_bytes(config: ModelConfig, batch: int, length: int, dtype: torch.dtype) -> int:
     """Returns the bytes of a :class:`KVCache`: ``2 n_layers batch n_kv_heads length head_dim`` elements.
 
-    The cache allocates all `length` positions, even with a sliding window. Keys and values of a context are not
-    included.
+    A layer with linear attention has a state in place of keys and values, whose size does not depend on the length
+    (:class:`HybridCache`). The cache allocates all `length` positions, even with a sliding window. Keys and values of a
+    context are not included.
 
     Args:
         batch: sequences.
@@ -112,7 +132,10 @@ def cache_bytes(config: ModelConfig, batch: int, length: int, dtype: torch.dtype
     """
     itemsize = _itemsize("dtype", dtype)
     check_cache(config, batch, length)
-    return 2 * config.n_layers * batch * config.kv_heads * length * config.head_width * itemsize
+    linear, heads = len(config.linear_layers), config.linear_heads
+    states = linear * batch * heads.channels * (config.linear_conv_size - 1) * itemsize
+    states += linear * batch * heads.values * heads.k_dim * wide_dtype(dtype).itemsize
+    return 2 * (config.n_layers - linear) * batch * config.kv_heads * length * config.head_width * itemsize + states
 
 
 def _itemsize(name: str, dtype: object) -> int:
@@ -130,6 +153,9 @@ def flops_by_part(config: ModelConfig, length: int, context_length: int | None =
     counted. A training step counts as 3 forward passes, because the backward pass has two matmuls for each one;
     recomputation is not counted.
 
+    Linear attention counts its projections in "attention" and, in "attention_scores", the three products of a token
+    with the state of a head (its chunks take more).
+
     Scores are counted for the keys that a query sees, averaged over the positions: ``(length + 1) / 2`` keys in a
     causal model, fewer with a window, all in an encoder. A backend that also computes masked scores, such as the
     reference, executes more: without a window ``2 length / (length + 1)`` times as many.
@@ -144,7 +170,8 @@ def flops_by_part(config: ModelConfig, length: int, context_length: int | None =
     """
     check_int("length", length, 1)
     q, kv = config.n_heads * config.head_width, config.kv_heads * config.head_width
-    projections, scores = 2.0 * config.dim * (2 * q + 2 * kv), 4.0 * q * _keys_seen(config, length)
+    gated = 2 * q + q * config.attention_gate
+    projections, scores = 2.0 * config.dim * (gated + 2 * kv), 4.0 * q * _keys_seen(config, length)
     if config.context_dim is not None:
         context_length = length if context_length is None else context_length
         check_int("context_length", context_length, 1)
@@ -159,9 +186,11 @@ def flops_by_part(config: ModelConfig, length: int, context_length: int | None =
         experts += 2.0 * _matrices(config, config.shared_expert_dim or 0)
     feed_forward = (config.n_layers - dense) * experts
     feed_forward += dense * 2.0 * _matrices(config, config.dense_hidden_dim or config.ffn_width)
+    linear, heads = len(config.linear_layers), config.linear_heads
+    full = config.n_layers - linear
     return {
-        "attention": config.n_layers * projections,
-        "attention_scores": config.n_layers * scores,
+        "attention": full * projections + linear * 2.0 * _linear_matrices(config),
+        "attention_scores": full * scores + linear * 6.0 * heads.values * heads.k_dim,
         "feed_forward": feed_forward,
         "head": 2.0 * config.dim * config.vocab_size * config.head,
     }

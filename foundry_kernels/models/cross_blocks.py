@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from foundry_kernels.models.blocks import (
+    LinearBlock,
     ParallelBlock,
     Passed,
     PostNormBlock,
@@ -82,7 +83,10 @@ class PostNormCrossBlock(CrossBlock):
         return None, stream, *stats
 
 
-def block_class(config: ModelConfig) -> type[TransformerBlock]:
+def block_class(config: ModelConfig, layer: int = 0) -> type[TransformerBlock]:
+    """The class of a layer; all have the same `drops_late`."""
+    if layer in config.linear_layers:
+        return LinearBlock
     if config.norm_placement == "post":
         return PostNormBlock if config.context_dim is None else PostNormCrossBlock
     if config.context_dim is not None:

@@ -197,6 +197,7 @@ def _attends_plainly(attention: Attention) -> bool:
         attention.causal
         and attention.attend is None
         and attention.alibi is None
+        and attention.wg is None
         and attention.q_norm is None
         and attention.k_norm is None
         and attention.context_dim == attention.dim

@@ -243,8 +243,8 @@ class EncoderDecoder(nn.Module):
                 `return_stats` counts only the decoder's time.
 
         Returns:
-            For each source, the prompt and its continuation, 1-D int64 on the model's device; with `return_stats` a
-            pair, as for :func:`foundry_kernels.models.generate`.
+            For each source, the prompt and its continuation, 1-D int64 on the model's device; with a `return_`
+            option a tuple, as for :func:`foundry_kernels.models.generate`.
 
         Raises:
             TypeError, ValueError: as :func:`foundry_kernels.models.generate` and :meth:`forward`, the numbers of

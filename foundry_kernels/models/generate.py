@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.checks import check_bool, check_int
+from foundry_kernels.core.checks import check_bool, check_int, check_positive
+from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.models import speculative
 from foundry_kernels.models.blocks import TransformerBlock
 from foundry_kernels.models.decode_block import in_one_call
 from foundry_kernels.models.inputs import ends_before, table_of
+from foundry_kernels.models.log_probs import NO_TOKEN, LogProbs
 from foundry_kernels.models.pages import OutOfPages
 from foundry_kernels.models.sampling import GenerationStats, Prompts, Sampling, check_options, choose, now, read_prompts
 from foundry_kernels.models.transformer import Transformer
@@ -42,6 +44,7 @@ class Options(TypedDict, total=False):
     cache: PagedKVCache | None
     draft: Transformer | None
     draft_tokens: int
+    log_probs_temperature: float
 
 
 @overload
@@ -50,6 +53,7 @@ def generate(
     prompts: Prompts,
     max_new_tokens: int,
     *,
+    return_log_probs: Literal[False] = False,
     return_stats: Literal[False] = False,
     **options: Unpack[Options],
 ) -> list[Tensor]: ...
@@ -59,9 +63,30 @@ def generate(
     prompts: Prompts,
     max_new_tokens: int,
     *,
+    return_log_probs: Literal[False] = False,
     return_stats: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[list[Tensor], GenerationStats]: ...
+@overload
+def generate(
+    model: Transformer,
+    prompts: Prompts,
+    max_new_tokens: int,
+    *,
+    return_log_probs: Literal[True],
+    return_stats: Literal[False] = False,
+    **options: Unpack[Options],
+) -> tuple[list[Tensor], list[Tensor]]: ...
+@overload
+def generate(
+    model: Transformer,
+    prompts: Prompts,
+    max_new_tokens: int,
+    *,
+    return_log_probs: Literal[True],
+    return_stats: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[list[Tensor], list[Tensor], GenerationStats]: ...
 @torch.no_grad()
 def generate(
     model: Transformer,
@@ -78,8 +103,10 @@ def generate(
     cache: PagedKVCache | None = None,
     draft: Transformer | None = None,
     draft_tokens: int = 4,
+    return_log_probs: bool = False,
+    log_probs_temperature: float = 1.0,
     return_stats: bool = False,
-) -> list[Tensor] | tuple[list[Tensor], GenerationStats]:
+) -> Any:
     """Continues each prompt by at most `max_new_tokens` tokens.
 
     Prompts may differ in length, and a greedy continuation is the same as for the prompt alone. One pass reads the
@@ -111,11 +138,19 @@ def generate(
             over one token, so near-ties may differ, except within :func:`foundry_kernels.batch_invariant`. Both models
             read whole prompts in one pass. Not together with `compile`, a context or a cache.
         draft_tokens: proposed for each pass of the model, at most; 1 or more.
+        return_log_probs: also return the log-probabilities of the new tokens, by the model itself: of the softmax over
+            the whole vocabulary, before `temperature`, `top_k` and `top_p`. Within
+            :func:`foundry_kernels.batch_invariant` they have the bits of :meth:`Transformer.log_probs` on the whole
+            sequence, which training computes, for any batch and cache (without dropout and `compile`). Not together
+            with a draft.
+        log_probs_temperature: the logits are divided by it for them. Give `temperature` for those of the distribution
+            that the tokens are drawn from, if `top_k` and `top_p` exclude none.
         return_stats: also return the times of the two phases. This waits for the GPU before, between and after them.
 
     Returns:
-        For each prompt the prompt and its continuation, 1-D int64 on the model's device; with `return_stats` a pair of
-        these and a :class:`GenerationStats`.
+        For each prompt the prompt and its continuation, 1-D int64 on the model's device. With a `return_` option a
+        tuple ``(rows, [log_probs], [stats])``: for each prompt a 1-D float32 tensor with a value for each new token
+        (float64 for a float64 model); and a :class:`GenerationStats`.
 
     Raises:
         TypeError: prompts or max_new_tokens are not integers.
@@ -133,13 +168,17 @@ def generate(
     check_options(max_new_tokens, temperature, top_k, top_p, stop_token, config.vocab_size)
     if generator is not None and generator.device.type != device.type:
         raise ValueError(f"generator must be on the model's device {device}; got {generator.device}")
+    check_bool("return_log_probs", return_log_probs)
     check_bool("return_stats", return_stats)
+    check_positive("log_probs_temperature", log_probs_temperature)
     check_int("draft_tokens", draft_tokens, minimum=1)
     if draft is not None:
-        speculative.check_draft(model, draft, compile=compile, context=context, cache=cache)
+        speculative.check_draft(
+            model, draft, compile=compile, context=context, cache=cache, return_log_probs=return_log_probs
+        )
     if not rows:
-        return ([], GenerationStats()) if return_stats else []
-    lengths = torch.tensor([len(row) for row in rows])
+        return _chosen([], [] if return_log_probs else None, GenerationStats() if return_stats else None)
+    lengths, scored = torch.tensor([len(row) for row in rows]), wide_dtype(model.tok_embeddings.weight.dtype)
     shortest, longest = int(lengths.min()), int(lengths.max())
     if ends_before(longest + max_new_tokens, config):
         raise ValueError(
@@ -147,7 +186,8 @@ def generate(
         )
     if max_new_tokens == 0:
         same = [row.to(device) for row in rows]
-        return (same, GenerationStats(prompt_tokens=int(lengths.sum()))) if return_stats else same
+        none = [torch.empty(0, dtype=scored, device=device) for _ in rows] if return_log_probs else None
+        return _chosen(same, none, GenerationStats(prompt_tokens=int(lengths.sum())) if return_stats else None)
 
     total = longest + max_new_tokens
     tokens = torch.zeros(len(rows), total, dtype=torch.int64)
@@ -157,7 +197,10 @@ def generate(
     end = begin + max_new_tokens  # a row's length once it is finished
     alike = shortest == longest and stop_token is None  # then all rows take the same steps
     look_every = 1 if device.type == "cpu" else _LOOK_EVERY
-    step = _step if compile is False else _compiled(compile)
+    log_probs = torch.zeros(tokens.shape, dtype=scored, device=device) if return_log_probs else None
+    request = LogProbs(temperature=log_probs_temperature)
+    plain = _step if log_probs is None else _step_to_head
+    step = plain if compile is False else _compiled(compile, plain)
     if cache is not None and compile is not False:
         raise ValueError("compile must be False with a cache in pages, because each step computes its tables")
     models = (model,) if draft is None else (model, draft)
@@ -175,14 +218,17 @@ def generate(
             return pair if return_stats else pair[0]
         kv_cache = model.make_cache(len(rows), total) if cache is None else _take_pages(cache, len(rows), total)
         if compile is True and context is None and _in_one_call(model, len(rows), kv_cache):  # type: ignore[arg-type]
-            step = _step
+            step = plain
         elif compile is not False:
             _fix_heads(kv_cache)  # type: ignore[arg-type]
         times = [now(device)] if return_stats else []
         new = tokens[:, :shortest]
         for position in range(shortest, total):
-            logits = (_step if kv_cache.length == 0 else step)(model, new, kv_cache, context)
+            last = (plain if kv_cache.length == 0 else step)(model, new, kv_cache, context)
+            logits = last if log_probs is None else model._logits(last)
             drawn = choose(logits, temperature, top_k, top_p, generator)
+            if log_probs is not None:
+                log_probs[:, position] = request.of(model, last, drawn, NO_TOKEN)
             new = tokens[:, position : position + 1]
             if return_stats and position == shortest:
                 times.append(now(device))
@@ -203,9 +249,13 @@ def generate(
                 cache.free(sequence)
         for module, mode in training:
             module.training = mode
-    found = [row[:stop].clone() for row, stop in zip(tokens, end.tolist(), strict=True)]
+    ends = end.tolist()
+    found = [row[:stop].clone() for row, stop in zip(tokens, ends, strict=True)]
+    of_new = None
+    if log_probs is not None:
+        of_new = [row[len(prompt) : stop].clone() for row, prompt, stop in zip(log_probs, rows, ends, strict=True)]
     if not return_stats:
-        return found
+        return _chosen(found, of_new, None)
     before, between, after = times
     read = int(lengths.sum())
     made = sum(map(len, found)) - read
@@ -217,7 +267,13 @@ def generate(
         prefill_seconds=between - before,
         decode_seconds=after - between if total > shortest + 1 else 0.0,
     )
-    return found, stats
+    return _chosen(found, of_new, stats)
+
+
+def _chosen(rows: list[Tensor], log_probs: list[Tensor] | None, stats: GenerationStats | None) -> Any:
+    """The results that were asked for."""
+    found = (rows, *([] if log_probs is None else [log_probs]), *([] if stats is None else [stats]))
+    return rows if len(found) == 1 else found
 
 
 def _take_pages(cache: PagedKVCache, n_rows: int, total: int) -> PagedBatch:
@@ -238,13 +294,19 @@ def _step(model: Transformer, tokens: Tensor, cache: KVCache | PagedBatch, conte
     return logits[:, -1]
 
 
-def _compiled(compile: bool | Mapping[str, Any]) -> Step:
+def _step_to_head(model: Transformer, tokens: Tensor, cache: KVCache | PagedBatch, context: Context | None) -> Tensor:
+    """The input of the head ``[B, dim]`` for the next token after `tokens` ``[B, T]``."""
+    hidden: Tensor = model(tokens, context=context, cache=cache, last_only=True, return_hidden=True)
+    return hidden[:, -1]
+
+
+def _compiled(compile: bool | Mapping[str, Any], step: Step) -> Step:
     """torch caches the graphs, so later calls with this model reuse them. Shapes are dynamic from the first call, to
     avoid a second graph for another length."""
     if compile is not True and not isinstance(compile, Mapping):
         raise TypeError(f"compile must be a bool or a mapping of torch.compile's arguments; got {compile!r:.60}")
     options: dict[str, Any] = {"dynamic": True, "fullgraph": True, **({} if compile is True else compile)}
-    compiled: Step = torch.compile(_step, **options)
+    compiled: Step = torch.compile(step, **options)
     return compiled
 
 

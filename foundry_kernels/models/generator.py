@@ -7,20 +7,22 @@ al., "Sarathi", 2023, arXiv:2308.16369 (chunks of prompts together with decoding
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.checks import check_int
+from foundry_kernels.core.checks import check_bool, check_int, check_positive
+from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.inputs import ends_before, table_of
 from foundry_kernels.models.paged_cache import PagedKVCache
 from foundry_kernels.models.pages import OutOfPages
+from foundry_kernels.models.requests import Request, scores_of
 from foundry_kernels.models.sampling import check_options, choose, read_prompt
 from foundry_kernels.models.transformer import Transformer
+from foundry_kernels.models.validate import refuse_linear
 from foundry_kernels.nn._linear_layers import batched_decode
 
 
@@ -36,26 +38,6 @@ class GeneratedToken(NamedTuple):
     request: int
     token: int
     last: bool
-
-
-@dataclass
-class _Request:
-    number: int
-    tokens: list[int]  # of the prompt, and generated ones
-    begin: int  # length of the prompt
-    end: int  # its final length
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    stop_token: int | None
-    generator: torch.Generator | None
-    prefix_of: int | None
-    sequence: int = -1  # its number in the cache
-
-    @property
-    def positions(self) -> int:
-        """The final number of stored positions: all tokens but the last one."""
-        return self.end - 1
 
 
 class Generator:
@@ -126,9 +108,10 @@ class Generator:
         self.model, self.cache = model, cache
         self.max_batch, self.chunk_size = max_batch, chunk_size
         self._next = 0
-        self._waiting: dict[int, _Request] = {}
-        self._running: dict[int, _Request] = {}
+        self._waiting: dict[int, Request] = {}
+        self._running: dict[int, Request] = {}
         self._results: dict[int, Tensor] = {}
+        self._log_probs: dict[int, list[Tensor]] = {}
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -151,6 +134,8 @@ class Generator:
         stop_token: int | None = None,
         generator: torch.Generator | None = None,
         prefix_of: int | None = None,
+        return_log_probs: bool = False,
+        log_probs_temperature: float = 1.0,
     ) -> int:
         """Adds a request, which starts in a later step, and returns its number.
 
@@ -163,6 +148,7 @@ class Generator:
             prefix_of: the number of an earlier request with a common prefix. If that one is running when this one could
                 start, this one waits until the common prefix has been read and then shares its pages instead of reading
                 it again. Later requests wait too. If it is done by then, the prompt is read as usual.
+            return_log_probs, log_probs_temperature: as for :func:`generate`; :meth:`log_probs` returns them.
 
         Raises:
             TypeError: prompt or max_new_tokens are not integers.
@@ -173,6 +159,8 @@ class Generator:
         config, device, cache = self.model.config, self.model.tok_embeddings.weight.device, self.cache
         row = read_prompt(prompt, "prompt", config.vocab_size)
         check_options(max_new_tokens, temperature, top_k, top_p, stop_token, config.vocab_size)
+        check_bool("return_log_probs", return_log_probs)
+        check_positive("log_probs_temperature", log_probs_temperature)
         if generator is not None and generator.device.type != device.type:
             raise ValueError(f"generator must be on the model's device {device}; got {generator.device}")
         if prefix_of is not None:
@@ -186,9 +174,10 @@ class Generator:
         if end > config.max_seq_len and _follows_length(config):
             why = "dynamic scaling rotates all sequences of a batch by the length of the longest"
             raise ValueError(f"{asked} exceed max_seq_len={config.max_seq_len}, beyond which {why}")
-        request = _Request(
-            self._next, row.tolist(), begin, end, temperature, top_k, top_p, stop_token, generator, prefix_of
-        )
+        request = Request(
+            self._next, row.tolist(), begin, end, temperature, top_k, top_p, stop_token, generator, prefix_of,
+            log_probs_temperature if return_log_probs else None,
+        )  # fmt: skip
         if max_new_tokens:
             needed = -(-request.positions // cache.page_size)
             if needed > cache.n_pages:
@@ -198,6 +187,8 @@ class Generator:
             self._waiting[request.number] = request
         else:
             self._results[request.number] = self._tokens_of(request)
+        if return_log_probs:
+            self._log_probs[request.number] = []
         self._next += 1
         return request.number
 
@@ -217,9 +208,10 @@ class Generator:
             return []
         before = [(request, self.cache.length(request.sequence)) for request, _ in parts]
         try:
-            logits = self._forward([request for request, _ in parts], [tokens for _, tokens in parts])
+            hidden, logits = self._forward(*zip(*parts, strict=True))
             read = [(row, r) for row, (r, _) in enumerate(parts) if self.cache.length(r.sequence) == len(r.tokens)]
             drawn = _draw(logits, read)
+            scores = {} if hidden is None else scores_of(self.model, hidden, read, drawn)
         except BaseException:
             for request, length in before:
                 self.cache.truncate(request.sequence, length)
@@ -232,6 +224,8 @@ class Generator:
             if last:
                 self._results[request.number] = self._stop(request)
             made.append(GeneratedToken(request.number, token, last))
+        for number, score in scores.items():
+            self._log_probs[number].append(score)
         return made
 
     def __iter__(self) -> Iterator[GeneratedToken]:
@@ -259,24 +253,40 @@ class Generator:
             raise ValueError(f"request must be one that is done and not fetched yet; got {request!r}")
         return self._results.pop(request)
 
+    def log_probs(self, request: int) -> Tensor:
+        """Returns the log-probabilities of the tokens that a request has generated so far, 1-D float32 (float64 for a
+        float64 model) on the model's device; those of a request that is done once. `result` and `run` leave them, and
+        `cancel` forgets them.
+
+        Raises:
+            ValueError: the request was added without `return_log_probs`, or they were fetched or forgotten.
+        """
+        if request not in self._log_probs:
+            raise ValueError(f"request must be one with return_log_probs=True, not fetched yet; got {request!r}")
+        going = request in self._running or request in self._waiting
+        found = self._log_probs[request] if going else self._log_probs.pop(request)
+        weight = self.model.tok_embeddings.weight
+        return torch.stack(found) if found else weight.new_empty(0, dtype=wide_dtype(weight.dtype))
+
     def cancel(self, request: int) -> Tensor:
         """Cancels the request, frees its pages and forgets it. Returns the prompt and the tokens generated so far.
 
         Raises:
             ValueError: the request does not exist.
         """
+        self._log_probs.pop(request, None)
         if request in self._running:
             return self._stop(self._running[request])
         if request in self._waiting:
             return self._tokens_of(self._waiting.pop(request))
         return self.result(request)
 
-    def _stop(self, request: _Request) -> Tensor:
+    def _stop(self, request: Request) -> Tensor:
         self.cache.free(request.sequence)
         del self._running[request.number]
         return self._tokens_of(request)
 
-    def _tokens_of(self, request: _Request) -> Tensor:
+    def _tokens_of(self, request: Request) -> Tensor:
         return torch.tensor(request.tokens, dtype=torch.int64).to(self.model.tok_embeddings.weight.device)
 
     def _admit(self) -> None:
@@ -301,7 +311,7 @@ class Generator:
                 return
             self._running[request.number] = self._waiting.pop(request.number)
 
-    def _take_pages(self, positions: int, other: _Request | None, shared: int) -> int:
+    def _take_pages(self, positions: int, other: Request | None, shared: int) -> int:
         """Creates a sequence with pages for `positions`; the first `shared` positions are those of `other`.
 
         Shared pages are not written: `other` continues after its stored positions, and if the new sequence continues
@@ -317,7 +327,7 @@ class Generator:
             raise
         return sequence
 
-    def _parts(self) -> list[tuple[_Request, list[int]]]:
+    def _parts(self) -> list[tuple[Request, list[int]]]:
         """The running requests in this step, with their tokens to read."""
         parts, budget = [], self.chunk_size
         for request in self._running.values():
@@ -329,8 +339,9 @@ class Generator:
                 parts.append((request, unread))
         return parts
 
-    def _forward(self, requests: list[_Request], parts: list[list[int]]) -> Tensor:
-        """Logits ``[N, V]`` of the last token of each part."""
+    def _forward(self, requests: Sequence[Request], parts: Sequence[list[int]]) -> tuple[Tensor | None, Tensor]:
+        """The input of the head ``[N, dim]``, None where no request needs it, and logits ``[N, V]``, of the last token
+        of each part."""
         device = self.model.tok_embeddings.weight.device
         tokens = torch.tensor([[token for part in parts for token in part]]).to(device)
         cu_seqlens = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32).to(device)
@@ -341,11 +352,14 @@ class Generator:
             attributes["training"] = False
         try:
             with batched_decode():
-                logits: Tensor = self.model(tokens, cache=batch, cu_seqlens=cu_seqlens, last_only=True)
+                scored = any(request.scored_at is not None for request in requests)
+                options: Any = {"cu_seqlens": cu_seqlens, "last_only": True, "return_hidden": scored}
+                found: Tensor = self.model(tokens, cache=batch, **options)
+                logits = self.model._logits(found) if scored else found
         finally:
             for attributes in training:
                 attributes["training"] = True
-        return logits[0]
+        return found[0] if scored else None, logits[0]
 
     def __repr__(self) -> str:
         return (
@@ -354,7 +368,7 @@ class Generator:
         )
 
 
-def _draw(logits: Tensor, read: list[tuple[int, _Request]]) -> list[int]:
+def _draw(logits: Tensor, read: list[tuple[int, Request]]) -> list[int]:
     """Draws the next token of each request from its row of `logits` ``[N, V]``."""
     if not read:
         return []
@@ -372,6 +386,7 @@ def _draw(logits: Tensor, read: list[tuple[int, _Request]]) -> list[int]:
 def _check_model(config: ModelConfig) -> None:
     if not (config.causal and config.head):
         raise ValueError("Generator needs a model with causal=True and head=True")
+    refuse_linear(config, "Generator, whose cache is in pages,")
     if config.context_dim is not None:
         raise ValueError(f"Generator needs a model without a context; got context_dim={config.context_dim}")
     if config.relative:

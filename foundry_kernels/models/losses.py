@@ -25,7 +25,7 @@ def token_loss(
     shard = model.sequence_shard
     reduction = "mean" if shard is None else "sum"
     logits: Tensor | None = None
-    if not return_logits and (head := _head(model)) is not None:
+    if not return_logits and (head := head_of(model)) is not None:
         loss = _without_logits(model, y, head, targets, ignore_index, reduction)
     else:
         logits = model._logits(y)
@@ -46,7 +46,7 @@ def add_router_losses(model: Transformer, loss: Tensor, stats: list[RouterStats]
     return loss + z * router_z_loss(stats) if z else loss
 
 
-def _head(model: Transformer) -> tuple[Tensor, Tensor | None] | None:
+def head_of(model: Transformer) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of the head, or None if `output` must be called."""
     return (model.tok_embeddings.weight, None) if model.output is None else matrix_of(model.output)
 

@@ -14,12 +14,16 @@ from foundry_kernels.core.checks import check_int
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.count import Parts
 from foundry_kernels.models.transformer import Transformer
-from foundry_kernels.nn import MLP, Attention, GatedMLP, LayerNorm, MoE, RMSNorm
+from foundry_kernels.nn import MLP, Attention, GatedDeltaNet, GatedMLP, LayerNorm, MoE, RMSNorm
 from foundry_kernels.nn._backend import Backend
 
 #: Numbers that an optimizer stores for each parameter, in the parameter's dtype, as in torch.
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1}
-_PARTS: dict[str, Any] = {"attention": Attention, "feed_forward": (GatedMLP, MLP, MoE), "norms": (RMSNorm, LayerNorm)}
+_PARTS: dict[str, Any] = {
+    "attention": (Attention, GatedDeltaNet),
+    "feed_forward": (GatedMLP, MLP, MoE),
+    "norms": (RMSNorm, LayerNorm),
+}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from foundry_kernels.core.checks import check_int
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.pages import Pages
+from foundry_kernels.models.validate import refuse_linear
 from foundry_kernels.nn._paged import PagedKeyValues, PagedStep
 
 
@@ -49,6 +50,7 @@ class PagedKVCache:
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        refuse_linear(config, "PagedKVCache")
         check_int("n_pages", n_pages, minimum=1)
         check_int("page_size", page_size, minimum=1)
         shape = (n_pages, page_size, config.kv_heads, config.head_width)

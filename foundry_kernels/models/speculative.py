@@ -23,6 +23,7 @@ from foundry_kernels.models.inputs import ends_before, table_of
 from foundry_kernels.models.paged_cache import PagedKVCache
 from foundry_kernels.models.sampling import GenerationStats, Sampling, choose, draw, now
 from foundry_kernels.models.transformer import Transformer
+from foundry_kernels.models.validate import refuse_linear
 from foundry_kernels.nn._tables import PositionTables
 
 #: Positions of a page.
@@ -50,6 +51,7 @@ def check_draft(model: Transformer, draft: object, **refused: Any) -> None:
     if draft.tok_embeddings.weight.device != device:
         raise ValueError(f"draft must be on the model's device {device}; got {draft.tok_embeddings.weight.device}")
     for name, one in (("draft", draft), ("model", model)):
+        refuse_linear(one.config, f"speculative decoding, which discards positions, with this {name}")
         if one.config.context_dim is not None or one.config.relative:
             raise ValueError(f"{name} must be a decoder without a context or a bias of positions")
 

@@ -20,6 +20,7 @@ from foundry_kernels.models.cross_blocks import block_class
 from foundry_kernels.models.decode_block import decode_all
 from foundry_kernels.models.embeddings import embed, needs_preparing, position_embedding, prepare
 from foundry_kernels.models.extend import extended
+from foundry_kernels.models.hybrid_cache import HybridCache
 from foundry_kernels.models.init import init_weights
 from foundry_kernels.models.inputs import check_context, check_targets, check_tokens, check_types
 from foundry_kernels.models.losses import add_router_losses, token_loss
@@ -39,6 +40,7 @@ from foundry_kernels.ops.rope import RopeScaling
 
 if TYPE_CHECKING:
     from foundry_kernels.models.generate import generate
+    from foundry_kernels.models.log_probs import LogProbs, log_probs
 
 
 class Transformer(nn.Module):
@@ -48,8 +50,9 @@ class Transformer(nn.Module):
     Parameters have the names and shapes of Meta's Llama, whose checkpoints load: `tok_embeddings`,
     `layers.N.{attention_norm, attention.{wq, wk, wv, wo}, ffn_norm, feed_forward.{w1, w2, w3}}`, `norm`, `output`. Some
     choices add `pos_embeddings`, `type_embeddings`, `embedding_norm`, `relative_bias`, `layers.N.attention.{q_norm,
-    k_norm}` and `layers.N.{cross_norm, cross_attention}`; without a gate there is no `w3`, with a shared norm no
-    `ffn_norm`, with "post" norms no `norm`; with experts `feed_forward` is a :class:`foundry_kernels.nn.MoE`.
+    k_norm, wg}` and `layers.N.{cross_norm, cross_attention}`; without a gate there is no `w3`, with a shared norm no
+    `ffn_norm`, with "post" norms no `norm`; with experts `feed_forward` is a :class:`foundry_kernels.nn.MoE`, and with
+    linear attention `attention` a :class:`foundry_kernels.nn.GatedDeltaNet`.
     :meth:`from_hf` takes the models of transformers.
 
     Under autocast the residual stream keeps the dtype of the embedding; only the branches are in low precision.
@@ -116,9 +119,9 @@ class Transformer(nn.Module):
             self.relative_bias = RelativeBias(
                 config.n_heads, *buckets, causal=config.causal, device=device, dtype=dtype
             )
-        block = block_class(config)
-        self.layers = nn.ModuleList(block(config, rope, alibi, factory, n) for n in range(config.n_layers))
-        self._late_dropout = config.residual_dropout if block.drops_late else 0.0
+        blocks = [block_class(config, layer) for layer in range(config.n_layers)]
+        self.layers = nn.ModuleList(block(config, rope, alibi, factory, n) for n, block in enumerate(blocks))
+        self._late_dropout = config.residual_dropout if blocks[0].drops_late else 0.0
         self.norm = make_norm(config, factory) if config.ends_with_norm else None
         # A tied weight has only one name, because `to_empty` would split two names into two parameters.
         self.output = None
@@ -145,9 +148,9 @@ class Transformer(nn.Module):
 
         Supported are the causal language models of GPT-2, LLaMA, BLOOM and Falcon, and of Mistral, Qwen2, Qwen3,
         GPT-NeoX, OPT, Phi, StarCoder2, StableLM, Gemma and the first GPT; with experts Mixtral, Qwen2-MoE, Qwen3-MoE,
-        OLMoE, GLM-4-MoE and dots.llm1; and the encoders of BERT, RoBERTa and XLM-RoBERTa without a head (a pooler is
-        left out). Logits, or the last hidden states, are equal up to rounding. The mode and the checkpoint's dropout
-        probabilities are preserved.
+        OLMoE, GLM-4-MoE and dots.llm1; with linear attention Qwen3-Next and Qwen3.5; and the encoders of BERT, RoBERTa
+        and XLM-RoBERTa without a head (a pooler is left out). Logits, or the last hidden states, are equal up to
+        rounding. The mode and the checkpoint's dropout probabilities are preserved.
 
         Args:
             model: a model of transformers.
@@ -193,6 +196,8 @@ class Transformer(nn.Module):
         last_only: bool = False,
         ignore_index: int = -100,
         return_logits: bool = False,
+        return_hidden: bool = False,
+        return_log_probs: LogProbs | None = None,
         return_router_stats: bool = False,
     ) -> Tensor | tuple[Any, ...]:
         """Returns logits, or the loss if there are targets; a model without a head returns the last hidden states.
@@ -226,6 +231,9 @@ class Transformer(nn.Module):
                 and a cache of the last token of each sequence, ``[1, N, V]``.
             ignore_index: positions with this target are ignored.
             return_logits: with targets, return the logits too.
+            return_hidden: return the head's input instead of logits, for :mod:`foundry_kernels.losses`; not together
+                with targets.
+            return_log_probs: return these of the targets instead of the loss; see :meth:`log_probs`.
             return_router_stats: also return the routers' statistics; needs a model with experts.
 
         Returns:
@@ -262,6 +270,10 @@ class Transformer(nn.Module):
         check_types(token_types, tokens, config)
         check_context(context, context_lengths, tokens, weight, config)
         seen = block_inputs(self, tokens, cache, attn_mask, lengths, cu_seqlens, max_seqlen)
+        if return_hidden and targets is not None:
+            raise ValueError("return_hidden must be False with targets, of which the loss is returned; got True")
+        if return_log_probs is not None and (targets is None or return_logits):
+            raise ValueError("return_log_probs needs targets, and return_logits must be False")
         if return_router_stats and self.config.n_experts is None:
             raise ValueError(
                 "return_router_stats needs a model with experts, whose configuration has n_experts; got True"
@@ -270,7 +282,7 @@ class Transformer(nn.Module):
         if isinstance(cache, PagedBatch):
             paged = cache.begin(tokens, cu_seqlens, self._key_dtype(), config.n_layers)
         stored = cache if isinstance(cache, KVCache) else paged
-        balances = targets is not None and self.training and self.config.balances
+        balances = targets is not None and return_log_probs is None and self.training and self.config.balances
         stream = self._embed(tokens)
         if self._prepares:
             start, positions, end = 0 if cache is None else cache.length, seen[1] if seen else None, max_seqlen
@@ -301,9 +313,12 @@ class Transformer(nn.Module):
         if stored is not None:
             stored.advance(tokens.shape[1])
         asked = (stats,) if return_router_stats else ()
-        if targets is None:
-            logits = self._logits(y)
-            return (logits, *asked) if asked else logits
+        if targets is None or return_log_probs is not None:
+            if targets is not None and return_log_probs is not None:
+                found = return_log_probs.of(self, y, targets, ignore_index)
+            else:
+                found = y if return_hidden else self._logits(y)
+            return (found, *asked) if asked else found
         kept, loss = token_loss(self, y, targets, ignore_index, return_logits)
         return kept, add_router_losses(self, loss, stats) if balances else loss, *asked
 
@@ -344,16 +359,17 @@ class Transformer(nn.Module):
 
     def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
         """Returns an empty cache on the model's device, in the dtype of its keys (autocast's dtype, under autocast)."""
-        weight = self.tok_embeddings.weight
-        return KVCache(self.config, batch_size, max_len, device=weight.device, dtype=self._key_dtype())
+        weight, kind = self.tok_embeddings.weight, HybridCache if self.config.linear_layers else KVCache
+        return kind(self.config, batch_size, max_len, device=weight.device, dtype=self._key_dtype())
 
     def extended(self, max_seq_len: int, rope_scaling: RopeScaling | str | None = None) -> Self:
         """Returns the model for `max_seq_len` positions, with this one's parameters; see
         :func:`foundry_kernels.models.extend.extended`."""
         return extended(self, max_seq_len, rope_scaling)
 
-    if TYPE_CHECKING:  # assigned by `models.generate`, which needs this class
+    if TYPE_CHECKING:  # assigned by modules that need this class
         generate = generate
+        log_probs = log_probs
 
     def serving(self, device: str | None = None, dtype: torch.dtype | None = None) -> dict[str, str]:
         """Returns `backends` with "auto" resolved: for each operation the backend that tensors of `dtype` on `device`

@@ -4,11 +4,13 @@ support."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foundry_kernels.core.checks import check_int
 from foundry_kernels.core.choices import GATES, why_no_buckets, why_no_groups
+from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM
+from foundry_kernels.ops.short_conv1d import MAX_TAPS
 
 if TYPE_CHECKING:
     from foundry_kernels.models.config import ModelConfig
@@ -19,6 +21,41 @@ EXPERT_FIELDS = (
     "weight_expert_inputs", "shared_expert_dim", "shared_expert_gate", "load_balancing_coef", "router_z_coef",
     "dense_layers", "dense_hidden_dim", "router_groups", "router_top_groups",
 )  # fmt: skip
+
+
+#: The kinds of layers, by their names in transformers.
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+class LinearHeads(NamedTuple):
+    """The sizes of linear attention: heads and widths."""
+
+    v_heads: int
+    k_heads: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def values(self) -> int:
+        return self.v_heads * self.v_dim
+
+    @property
+    def channels(self) -> int:
+        """Those of the convolution: queries, keys and values."""
+        return 2 * self.k_heads * self.k_dim + self.values
+
+
+def layer_kinds(kinds: object, n_layers: int) -> tuple[str, ...] | None:
+    """`kinds` as a tuple, or None if all are full attention."""
+    if kinds is None:
+        return None
+    if not isinstance(kinds, Sequence) or isinstance(kinds, str) or not all(isinstance(kind, str) for kind in kinds):
+        raise TypeError(f"layer_types must be a tuple of strings; got {kinds!r:.60}")
+    if unknown := [kind for kind in kinds if kind not in (FULL, LINEAR)]:
+        raise ValueError(f"layer_types must be of {FULL!r} and {LINEAR!r}; got {unknown[0]!r}")
+    if len(kinds) != n_layers:
+        raise ValueError(f"layer_types must have one for each of n_layers={n_layers}; got {len(kinds)}")
+    return tuple(kinds) if LINEAR in kinds else None
 
 
 def refuse_choices(
@@ -74,7 +111,33 @@ def contradictions(config: ModelConfig) -> Iterator[str]:
         yield "context_dim needs parallel_residual=False: the context is attended to between the two branches"
     if not config.head:
         yield from _without("head=True", config, "tie_embeddings", "output_bias", "logit_scale")
+    if config.qk_norm_weight_offset and not config.qk_norm:
+        yield f"qk_norm_weight_offset needs qk_norm=True; got {config.qk_norm_weight_offset}"
+    yield from _contradictions_of_linear_attention(config)
     yield from _contradictions_of_experts(config)
+
+
+def _contradictions_of_linear_attention(config: ModelConfig) -> Iterator[str]:
+    if not config.linear_layers:
+        for name in ("linear_v_heads", "linear_k_heads", "linear_k_dim", "linear_v_dim", "linear_conv_size"):
+            value = getattr(config, name)
+            if value != config.__dataclass_fields__[name].default:
+                yield f"{name} needs a layer of linear attention in layer_types; got {value}"
+        return
+    needs = {"causal": True, "norm_placement": "pre", "parallel_residual": False, "context_dim": None}
+    for name, value in needs.items():
+        if getattr(config, name) != value:
+            yield f"layer_types with linear attention needs {name}={value!r}; got {getattr(config, name)!r}"
+    heads = config.linear_heads
+    if heads.v_heads % heads.k_heads:
+        yield f"linear_v_heads must be a multiple of linear_k_heads={heads.k_heads}; got {heads.v_heads}"
+    for name, width, most in (
+        ("linear_k_dim", heads.k_dim, MAX_HEAD_DIM),
+        ("linear_v_dim", heads.v_dim, MAX_HEAD_DIM),
+        ("linear_conv_size", config.linear_conv_size, MAX_TAPS),
+    ):
+        if width > most:
+            yield f"{name} must be at most {most}; got {width}"
 
 
 def _contradictions_of_experts(config: ModelConfig) -> Iterator[str]:
@@ -110,6 +173,12 @@ def _without(needed: str, config: ModelConfig, *names: str) -> Iterator[str]:
         value = getattr(config, name)
         if value != config.__dataclass_fields__[name].default:
             yield f"{name} needs {needed}; got {value} with {choice}={getattr(config, choice)!r}"
+
+
+def refuse_linear(config: ModelConfig, what: str) -> None:
+    """Raises ValueError for a model with linear attention, which `what` does not support."""
+    if config.linear_layers:
+        raise ValueError(f"{what} does not support linear attention; got a model with layer_types={config.layer_types}")
 
 
 def check_cache(config: ModelConfig, batch_size: int, max_len: int) -> None:

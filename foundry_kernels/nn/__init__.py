@@ -4,6 +4,7 @@ Every module takes `backend`: the name of a backend, or a mapping from operation
 """
 
 from foundry_kernels.nn.attention import Attention, ContextKeyValues, KeyValueStore
+from foundry_kernels.nn.gated_delta_net import GatedDeltaNet, GatedDeltaState
 from foundry_kernels.nn.loss import LinearCrossEntropy
 from foundry_kernels.nn.mlp import MLP, GatedMLP
 from foundry_kernels.nn.moe import Experts, MoE
@@ -21,6 +22,8 @@ __all__ = [
     "Attention",
     "ContextKeyValues",
     "Experts",
+    "GatedDeltaNet",
+    "GatedDeltaState",
     "GatedMLP",
     "KeyValueStore",
     "LayerNorm",

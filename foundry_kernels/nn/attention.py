@@ -21,6 +21,7 @@ from foundry_kernels.nn.rotary import RotaryEmbedding
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.rope import qk_norm_rope
+from foundry_kernels.ops.swiglu import glu
 
 
 class KeyValueStore(Protocol):
@@ -73,7 +74,8 @@ class Attention(torch.nn.Module):
             module does not support self-attention.
         qk_norm: an RMSNorm of queries and of keys, before the rotation: `q_norm` and `k_norm`.
         qk_norm_over: "head", of each head by itself, or "projection", of all heads together.
-        norm_eps, norm_round_before_weight: options of these two norms, as in :class:`RMSNorm`.
+        norm_eps, norm_round_before_weight, norm_weight_offset: options of these two norms, as in :class:`RMSNorm`.
+        output_gate: multiply the heads' results by ``sigmoid(wg x)`` before the output projection (Qwen3-Next).
         dropout: probability of dropping attention weights in training (`dropout_p` of :func:`flash_attention`), with a
             seed from torch's generator.
         backend: a backend's name, or a mapping of operations to names. The rotary embedding has its own backend.
@@ -106,6 +108,8 @@ class Attention(torch.nn.Module):
         qk_norm_over: str = "head",
         norm_eps: float | None = None,
         norm_round_before_weight: bool = False,
+        norm_weight_offset: float = 0.0,
+        output_gate: bool = False,
         dropout: float = 0.0,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -119,7 +123,8 @@ class Attention(torch.nn.Module):
         sliding_window = None if sliding_window == -1 else sliding_window
         over_heads = qk_norm_over == "head"
         fused = ("qk_norm_rope",) if qk_norm and over_heads and rope is not None else ()
-        self.backends = plan(backend, ("flash_attention", *fused))  # packed or not
+        gates = ("glu",) if output_gate else ()
+        self.backends = plan(backend, ("flash_attention", *fused, *gates))  # packed or not
         self.dim, self.n_heads, self.n_kv_heads, self.head_dim = dim, n_heads, n_kv_heads, head_dim
         self.causal, self.sliding_window, self.dropout = causal, sliding_window, dropout
         self.scale, self.context_dim, self.qk_norm_over = scale, context_dim, qk_norm_over
@@ -128,11 +133,13 @@ class Attention(torch.nn.Module):
         self.wk = torch.nn.Linear(context_dim, n_kv_heads * head_dim, bias=bias, **factory)
         self.wv = torch.nn.Linear(context_dim, n_kv_heads * head_dim, bias=bias, **factory)
         self.wo = torch.nn.Linear(n_heads * head_dim, dim, bias=bias if out_bias is None else out_bias, **factory)
+        self.wg = torch.nn.Linear(dim, n_heads * head_dim, bias=bias, **factory) if output_gate else None
         self.rope, self.alibi, self.norm_eps = rope, alibi, norm_eps
         self.attend: Attend | None = None
         self.q_norm = self.k_norm = None
         if qk_norm:
             norm: dict[str, Any] = {**factory, "round_before_weight": norm_round_before_weight, "backend": backend}
+            norm["weight_offset"] = norm_weight_offset
             widths = (head_dim * (1 if over_heads else heads) for heads in (n_heads, n_kv_heads))
             self.q_norm, self.k_norm = (RMSNorm(width, norm_eps, **norm) for width in widths)
 
@@ -207,7 +214,7 @@ class Attention(torch.nn.Module):
         q, k, v = self._queries_keys_values(layers, x, positions, cache, cu_seqlens, max_seqlen)
         options = self._options(self.causal, return_lse, return_stats)
         found = self._attend(q, k, v, attn_mask, cu_seqlens, max_seqlen, options)
-        return self._merge_heads(layers, *found)
+        return self._merge_heads(layers, x, *found)
 
     def _attend_to_pages(
         self, x: Tensor, cache: PagedKeyValues, given: dict[str, Any], return_lse: bool, return_stats: bool
@@ -218,7 +225,7 @@ class Attention(torch.nn.Module):
         layers = layers_for(x, self.backends["flash_attention"])
         q, k, v = self._queries_keys_values(layers, x, cache.positions, None, None, cache.step.max_seqlen_k)
         options = self._options(self.causal, return_lse, return_stats)
-        return self._merge_heads(layers, *cache.attend(q, k, v, options))
+        return self._merge_heads(layers, x, *cache.attend(q, k, v, options))
 
     def keys_values(self, context: Tensor) -> ContextKeyValues:
         """Computes keys and values of a context ``[B, S, context_dim]``, for calls with ``context=``.
@@ -258,7 +265,7 @@ class Attention(torch.nn.Module):
         layers = layers_for(x, self.backends["flash_attention"])
         q = self._heads(layers.linear(x, self.wq), self.q_norm)
         options = self._options(False, return_lse, return_stats)
-        return self._merge_heads(layers, *self._attend(q, k, v, attn_mask, None, None, options))
+        return self._merge_heads(layers, x, *self._attend(q, k, v, attn_mask, None, None, options))
 
     def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """Splits a projection ``[B, T, H D]`` into heads ``[B, H, T, D]`` and normalises it."""
@@ -267,9 +274,12 @@ class Attention(torch.nn.Module):
         heads = x.unflatten(-1, (-1, self.head_dim))
         return (heads if norm is None else norm(heads)).transpose(1, 2)
 
-    def _merge_heads(self, layers: Layers, out: Tensor, *rows: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def _merge_heads(self, layers: Layers, x: Tensor, out: Tensor, *rows: Tensor) -> Tensor | tuple[Tensor, ...]:
         # A view where the operation kept q's storage order, as it promises.
-        y = layers.linear(out.transpose(1, 2).flatten(2), self.wo)
+        y = out.transpose(1, 2).flatten(2)
+        if self.wg is not None:
+            y = glu(layers.linear(x, self.wg), y, backend=self.backends["glu"])
+        y = layers.linear(y, self.wo)
         return (y, *rows) if rows else y
 
     def _check_context(self, given: dict[str, Any]) -> None:
@@ -375,14 +385,15 @@ class Attention(torch.nn.Module):
         weights = weight_of_norm(q_norm, q), weight_of_norm(k_norm, k)
         return qk_norm_rope(
             q, k, *weights, cos, sin, eps=self.norm_eps, positions=positions,
-            round_before_weight=q_norm.round_before_weight, interleaved=rope.interleaved,
-            backend=self.backends["qk_norm_rope"],
+            weight_offset=q_norm.weight_offset, round_before_weight=q_norm.round_before_weight,
+            interleaved=rope.interleaved, backend=self.backends["qk_norm_rope"],
         )  # fmt: skip
 
     def extra_repr(self) -> str:
         extra = "" if self.sliding_window is None else f"sliding_window={self.sliding_window}, "
         extra += f"dropout={self.dropout}, " if self.dropout else ""
         extra += f"scale={self.scale}, " if self.scale is not None else ""
+        extra += "output_gate=True, " if self.wg is not None else ""
         extra += f"context_dim={self.context_dim}, " if self.context_dim != self.dim else ""
         return (
             f"{self.dim}, n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, "

@@ -6,6 +6,7 @@ from foundry_kernels.ops import (
     cross_entropy,
     decode_linear,
     flash_attention,
+    gated_delta_rule,
     grouped_mm,
     kl_div,
     linear_cross_entropy,
@@ -14,6 +15,7 @@ from foundry_kernels.ops import (
     log_probs,
     rms_norm,
     rope,
+    short_conv1d,
     swiglu,
 )
 
@@ -23,6 +25,7 @@ __all__ = [
     "cross_entropy",
     "decode_linear",
     "flash_attention",
+    "gated_delta_rule",
     "grouped_mm",
     "kl_div",
     "linear_cross_entropy",
@@ -31,5 +34,6 @@ __all__ = [
     "log_probs",
     "rms_norm",
     "rope",
+    "short_conv1d",
     "swiglu",
 ]

@@ -22,7 +22,17 @@ def register_op(
     native_devices: tuple[str, ...] = ("cpu", "cuda"),
     cuda_order: tuple[str, ...] = AUTO_ORDER["cuda"],
 ) -> OpSpec:
-    """Register the operation whose public function is `public`.
+    """Registers the operation whose public function is `public`; see `make_spec`."""
+    return register(make_spec(public, reference, native_devices, cuda_order))
+
+
+def make_spec(
+    public: Callable[..., Any],
+    reference: Callable[..., Any],
+    native_devices: tuple[str, ...] = ("cpu", "cuda"),
+    cuda_order: tuple[str, ...] = AUTO_ORDER["cuda"],
+) -> OpSpec:
+    """The operation whose public function is `public`.
 
     Its Triton and native kernels are the functions of the same name in the folder's modules `triton` and `native`; an
     operation whose folder lacks one of them does not have this backend. `native_devices` are the devices for which csrc
@@ -34,4 +44,4 @@ def register_op(
         impls.append(_triton.impl(package, name))
     if find_spec(f"{package}.native") is not None:
         impls.append(extension.impl(package, name, native_devices))
-    return register(OpSpec(name, public, tuple(impls), package, cuda_order))
+    return OpSpec(name, public, tuple(impls), package, cuda_order)

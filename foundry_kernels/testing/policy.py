@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.case import Case, generator_of, lay_out, storage
-from foundry_kernels.core.registry import OpSpec, short_dtype
+from foundry_kernels.core.registry import OpSpec, is_subclass, short_dtype
 
 MAX_FACTOR, RMS_FACTOR = 2.0, 1.1
 #: The error of the arithmetic (float32, or float64 for float64 inputs), relative to the summed terms.
@@ -63,9 +63,19 @@ def options_on(device: torch.device | str, options: Mapping[str, Any]) -> dict[s
 def call(
     op: OpSpec, args: Mapping[str, Tensor | None], options: Mapping[str, Any], *, backend: str
 ) -> tuple[Tensor, ...]:
-    """The op's public function, its result always a tuple."""
-    result = op.public(**args, **options_on(device_of(args), options), backend=backend)
-    return result if isinstance(result, tuple) else (result,)
+    """The op's public function, its result always a tuple. Arguments that it overwrites are copied before, and are
+    further results."""
+    written = {name: copy_of(args[name]) for name in op.cases.MUTATED.get(op.name, ())}
+    result = op.public(**{**args, **written}, **options_on(device_of(args), options), backend=backend)
+    return (*(result if isinstance(result, tuple) else (result,)), *written.values())
+
+
+def copy_of(x: Tensor | None) -> Tensor:
+    """A copy with x's strides, in memory of its own; of a DTensor, one that is laid out as it likes."""
+    assert x is not None
+    if is_subclass(x):
+        return x.detach().clone()
+    return storage(x).clone().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def device_of(args: Mapping[str, Tensor | None]) -> torch.device:

@@ -26,6 +26,27 @@ def test_selective_log_softmax(dtype: torch.dtype, more: tuple[int, ...]) -> Non
     )
 
 
+@pytest.mark.parametrize("more", [(), (3,)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_temperature_and_mask(more: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A masked row has the value 0, whatever its logits, and gives them no gradient."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 5, 11, generator=g)
+    index = torch.randint(11, (2, 5, *more), generator=g).to(dtype)
+    mask = torch.ones(2, 5, *more)
+    mask[0, 2:] = 0
+    leaves = [logits.clone().requires_grad_() for _ in range(2)]
+    found = selective_log_softmax(leaves[0], index, 0.6, mask)
+    log_p = (leaves[1] / 0.6).log_softmax(-1)
+    expected = log_p.gather(-1, (index if more else index.unsqueeze(-1)).long()).view(index.shape) * mask
+    torch.testing.assert_close(found, expected)
+    assert not found[0, 2:].any()
+    for result in (found, expected):
+        result.square().sum().backward()
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
+    assert not leaves[0].grad[0, 2:].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_entropy_from_logits(dtype: torch.dtype) -> None:
     logits = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
@@ -45,6 +66,10 @@ def test_bad_input() -> None:
         selective_log_softmax(logits, torch.zeros(2, 4, 1, dtype=torch.int64))
     with pytest.raises(TypeError, match="index must be"):
         selective_log_softmax(logits, torch.zeros(2, 5))
+    with pytest.raises(ValueError, match="temperature must be"):
+        selective_log_softmax(logits, torch.zeros(2, 5, dtype=torch.int64), temperature=0.0)
+    with pytest.raises(ValueError, match=r"row_mask must"):
+        selective_log_softmax(logits, torch.zeros(2, 5, dtype=torch.int64), row_mask=torch.ones(2, 4))
     with pytest.raises(IndexError, match="got -1"):
         selective_log_softmax(logits, torch.full((2, 5), -1))
     with pytest.raises(ValueError, match="chunk_size"):

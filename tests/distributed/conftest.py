@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import processes
 import pytest
+import torch.distributed as dist
 from processes import scenarios
 from processes.example import OPTIONS
 
@@ -60,3 +61,13 @@ def resumed(script: Any) -> Callable[..., None]:
             assert (result["weights"][key] - weight).abs().max() <= weights_within * weight.abs().max(), key
 
     return check
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Six processes in two dimensions, of which this is one and the others do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=6)
+    yield dist.device_mesh.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "cp"))
+    dist.destroy_process_group()

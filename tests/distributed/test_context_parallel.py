@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,15 +169,6 @@ def test_a_process_whose_neighbour_died_ends_with_an_error(tmp_path: Path):
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=6)
-    yield dist.device_mesh.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "cp"))
-    dist.destroy_process_group()
 
 
 def test_parts_are_two_chunks_from_both_ends(mesh):

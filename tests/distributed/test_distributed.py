@@ -221,6 +221,24 @@ def test_a_patched_model_with_transformers_own_plan_gathers_no_logits(results):
                 near(f"{name}: {key}", actual[key], value)
 
 
+def test_log_probabilities_of_a_sharded_model(results):
+    """The values and gradients of one process. No logits are gathered, except by a head that only torch's own style
+    shards, which must be called."""
+    pytest.importorskip("transformers")
+    for found in outcome(results, "log_probs"):
+        none, expected = found.pop("alone")
+        assert none == {}
+        assert found.keys() >= {"fsdp", "ddp", "tp", "vocabulary"}
+        for name, (collectives, actual) in found.items():
+            assert actual.keys() == expected.keys()
+            for key, value in expected.items():
+                near(f"{name}: {key}", actual[key], value)
+            if name == "vocabulary":
+                assert collectives == {"all_reduce": 2}
+            if name == "own plan":
+                assert collectives.keys() == {"all_reduce"}
+
+
 def test_mixtures_behave_as_torch_operations_do(results):
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(4, 6, generator=generator), torch.randn(6, generator=generator)

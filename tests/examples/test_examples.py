@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
         ("patch_hugging_face.py", []),
         pytest.param("nanogpt_style.py", [], marks=pytest.mark.slow),
         pytest.param("plain_loop.py", [], marks=pytest.mark.slow),
+        ("hybrid.py", ["--steps", "80"]),
         ("reverse.py", ["--steps", "90"]),
         pytest.param("reverse.py", [], marks=pytest.mark.slow),
         pytest.param("reverse.py", ["--positions", "relative", "--norm-placement", "pre"], marks=pytest.mark.slow),
@@ -38,3 +39,34 @@ def test_example(script: str, options: list[str]) -> None:
     if script == "reverse.py" and "--steps" not in options:
         correct = int(done.stdout.split("%")[0].split()[-1])
         assert correct >= 60, done.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--steps", "40", "--prompts", "12", "--examples", "15", "--lr", "1e-3"],
+        pytest.param(
+            ["--steps", "20", "--beta", "0.05", "--updates", "2", "--loss-type", "grpo"], marks=pytest.mark.slow
+        ),
+        pytest.param([], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_rewards(options: list[str], tmp_path: Path) -> None:
+    """They rise, by the same numbers in each run; and the sampler has the trainer's log-probabilities."""
+    found = []
+    for threads in ("1", "2"):
+        picture = tmp_path / f"{threads}.png"
+        done = limits.run(
+            [sys.executable, str(EXAMPLES / "grpo.py"), *options, "--plot", str(picture)],
+            env={**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": str(EXAMPLES.parent)},
+        )
+        assert done.returncode == 0, done.stderr
+        assert picture.stat().st_size > 5000
+        lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step")]
+        assert all(line[-1] == "0.0e+00" for line in lines)
+        found.append([float(line[3]) for line in lines])
+        after = [int(word[:-1]) for word in done.stdout.split() if word.endswith("%")][-1]
+    assert found[0] == found[1]
+    assert found[0][-1] > found[0][0] + 0.05
+    assert options or after > 90

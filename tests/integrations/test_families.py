@@ -23,6 +23,10 @@ LEFT[0, :4] = LEFT[1, :1] = 0
 RIGHT[0, 8:] = RIGHT[2, 3:] = 0
 PADDING = {"no padding": None, "left padding": LEFT, "right padding": RIGHT}
 
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe")
+#: Families whose documents are kept apart in a patched model alone: with linear attention, and GPT-OSS.
+APART_IF_PATCHED = ("gpt_oss", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+
 every_family = pytest.mark.parametrize("family", LLAMA_LIKE)
 
 
@@ -90,9 +94,7 @@ def test_bfloat16_is_no_farther_from_float32() -> None:
     """
     ratios: dict[tuple[str, str], list[float]] = {}
     for family in LLAMA_LIKE:
-        routing = (
-            {"num_experts_per_tok": 4} if family in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss") else {}
-        )  # all: no expert comes and goes
+        routing = {"num_experts_per_tok": 4} if family in MIXTURES else {}  # all: no expert comes and goes
         for seed in range(4):
             model = tiny_model(family, dtype=torch.bfloat16, seed=seed, **routing)
             exact = step(tiny_model(family, dtype=torch.bfloat16, seed=seed, **routing).float(), LEFT)
@@ -181,9 +183,9 @@ def test_prefill_in_chunks(family: str) -> None:
         close(chunks(), expected)
 
 
-@pytest.mark.parametrize("family", [family for family in LLAMA_LIKE if family != "gpt_oss"])
+@pytest.mark.parametrize("family", [family for family in LLAMA_LIKE if family not in APART_IF_PATCHED])
 def test_packed_sequences(family: str) -> None:
-    """Position ids that restart, without a cache, as without a patch, where GPT-OSS does not keep documents apart.
+    """Position ids that restart, without a cache, as without a patch, where some do not keep documents apart.
     All ways to give documents, for all families, are in test_packing.py."""
     model = tiny_model(family)
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3], range(12), [*range(7), *range(5)]])

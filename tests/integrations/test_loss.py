@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from patching import IDS, close
+from patching import CHANGES, IDS, LABELS, close
 from slow import rest_slow
 from table import Allocations
 from torch import Tensor, nn
@@ -20,18 +20,6 @@ import foundry_kernels as fk
 from foundry_kernels.integrations.causal_lm import NO_LOGITS
 from foundry_kernels.integrations.table import LLAMA_LIKE
 from foundry_kernels.integrations.tiny import tiny_model
-
-#: What makes the heads differ, large enough to be seen.
-CHANGES: dict[str, dict[str, Any]] = {
-    "gemma2": {"final_logit_softcapping": 2.0},
-    "gemma3": {"final_logit_softcapping": 2.0},
-    "granite": {"logits_scaling": 4.0},
-    "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
-    "gpt_oss": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
-    "qwen3": {"tie_word_embeddings": True},
-}
-LABELS = IDS.clone()
-LABELS[0, :5] = LABELS[1, 9:] = -100
 
 
 def train(model: Any, **given: Any) -> tuple[Any, Tensor]:

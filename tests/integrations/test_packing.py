@@ -27,6 +27,9 @@ from foundry_kernels.integrations.tiny import tiny_config, tiny_model
 from foundry_kernels.integrations.tiny_encoders import FAMILIES as ENCODERS
 from foundry_kernels.integrations.tiny_encoders import tiny_encoder
 
+#: Families with linear attention, which keeps documents apart in a patched model alone.
+LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+
 
 @pytest.fixture(autouse=True)
 def _no_gradients() -> Iterator[None]:
@@ -134,7 +137,7 @@ def test_documents_of_a_bidirectional_decoder() -> None:
         assert close(model(IDS, **given).logits, alone), name
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon", "opt"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon", "opt", *LINEAR])
 def test_gradients_of_layers_that_are_computed_again(family: str) -> None:
     """No loss of one document has a gradient in the tokens of another, and all are those without checkpointing."""
     model = (built(family) if family == "opt" else tiny_model(family)).train()
@@ -226,7 +229,7 @@ def test_a_model_that_tells_its_attention_nothing(monkeypatch: pytest.MonkeyPatc
 # By name, and masks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", [f for f in BUILDABLE if f not in ("bloom", "falcon")])
+@pytest.mark.parametrize("family", [f for f in BUILDABLE if f not in ("bloom", "falcon", *LINEAR)])
 def test_by_name(family: str) -> None:
     """Without a patch, attention knows what it is given; GPT-2's learned positions are not given to it."""
     model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="foundry").eval()
@@ -299,7 +302,7 @@ def test_no_warning_without_documents() -> None:
         model(IDS, attention_mask=ONES)
 
 
-@pytest.mark.parametrize("family", rest_slow(["llama", "falcon", "gpt_oss", "opt"]))
+@pytest.mark.parametrize("family", rest_slow(["llama", "falcon", "gpt_oss", "opt", "qwen3_5"]))
 def test_compiled(family: str) -> None:
     """Lengths are honoured without a value read; what would have to be read fails when the graph runs."""
     model = built(family) if family == "opt" else tiny_model(family)

@@ -25,6 +25,9 @@ LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.
 LLAMA_3 |= {"rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
 
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
+DELTA |= {"head_dim": 16, "linear_conv_kernel_dim": 3, "layer_types": ["linear_attention", "full_attention"]}
+
 #: Model type and options of its configuration.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", SIZES),
@@ -45,6 +48,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe",
         {**GROUPED, **EXPERTS, "shared_expert_intermediate_size": 24, "num_hidden_layers": 3, "decoder_sparse_step": 2},
     ),
+    "qwen3-next": (
+        "qwen3_next",
+        {**GROUPED, **EXPERTS, **DELTA, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    ),
+    "qwen3.5": ("qwen3_5_text", {**GROUPED, **DELTA, "num_hidden_layers": 4, "layer_types": None}),
+    "qwen3.5 full": ("qwen3_5_text", {**GROUPED, **DELTA, "layer_types": ["full_attention"] * 2}),
     "olmoe": ("olmoe", {**GROUPED, "num_experts": 5, "num_experts_per_tok": 3}),
     "gemma": ("gemma", {**GROUPED, "head_dim": 6}),
     "dots1": (
@@ -87,6 +96,9 @@ FIELDS = {
     "qwen2-moe": {"shared_expert_dim": 24, "shared_expert_gate": True, "router_renormalize": False, "ffn_width": 20},
     "qwen3-moe mixed": {"dense_layers": (1,), "dense_hidden_dim": 48, "ffn_width": 20},
     "qwen2-moe mixed": {"dense_layers": (0, 2)},
+    "qwen3-next": {"linear_layers": (0,), "attention_gate": True, "rope_dim": 4, "dense_layers": (1,)},
+    "qwen3.5": {"linear_layers": (0, 1, 2), "linear_heads": (4, 2, 8, 6), "linear_conv_size": 3},
+    "qwen3.5 full": {"layer_types": None, "qk_norm_weight_offset": 1.0, "attention_gate": True},
     "olmoe": {"qk_norm_over": "projection", "router_renormalize": False},
     "gemma": {"norm_weight_offset": 1.0, "embedding_scale": 32**0.5, "activation": "geglu_tanh"},
     "dots1": {"router_groups": 4, "router_top_groups": 2, "dense_layers": (0,), "shared_expert_dim": 40},

@@ -14,17 +14,19 @@ from foundry_kernels.models import EncoderDecoder, ModelConfig, Transformer
 
 WIDE = ModelConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=1, vocab_size=600, max_seq_len=16, init_std=0.05)
 EXPERTS = dataclasses.replace(WIDE, n_experts=4, hidden_dim=96, shared_expert_dim=80, shared_expert_gate=True)
+HYBRID = ("linear_attention", "full_attention", "linear_attention")
 MODELS = {
     "llama": lambda init: Transformer(dataclasses.replace(WIDE, init=init)),
     "gpt2": lambda init: Transformer(
         dataclasses.replace(WIDE, init=init, positions="learned", activation="silu", mlp_bias=True, tie_embeddings=True)
     ),
     "experts": lambda init: Transformer(dataclasses.replace(EXPERTS, init=init)),
+    "hybrid": lambda init: Transformer(dataclasses.replace(WIDE, init=init, layer_types=HYBRID, attention_gate=True)),
     "t5": lambda init: EncoderDecoder(
         dataclasses.replace(WIDE, init=init, positions="relative", activation="reglu"), share_embeddings=True
     ),
 }
-INTO_STREAM = ("wo.weight", "w2.weight", "down_proj")
+INTO_STREAM = ("wo.weight", "w2.weight", "down_proj", "out_proj.weight")
 
 
 def deviation(init: str, name: str, weight: Tensor) -> float:
@@ -43,8 +45,16 @@ def test_the_weights_have_the_deviation_of_their_formula(kind, init):
     model = MODELS[kind](init)
     for name, parameter in model.named_parameters():
         values = parameter.detach().double()
+        if name.endswith("A_log"):
+            assert values.exp().min() >= 0.01
+            assert values.exp().max() <= 16.0
+            continue
+        if "conv1d" in name:  # uniform, as of nn.Conv1d
+            assert values.abs().max() <= 0.5
+            assert abs(values.square().mean().sqrt() - 0.5 / 3**0.5) < 0.02
+            continue
         if parameter.dim() == 1:  # a norm's weight, or a bias
-            assert torch.equal(values, torch.full_like(values, float("norm" in name)))
+            assert torch.equal(values, torch.full_like(values, float("norm" in name or "dt_bias" in name)))
             continue
         expected, n = deviation(init, name, values), values.numel()
         assert abs(values.mean()) < 5 * expected / math.sqrt(n), name

@@ -48,6 +48,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], Callable[[
         (ROWS,),
         lambda m, x: m(x, torch.ones(5, 1), dispatch(torch.tensor([[0], [3], [1], [3], [0]]), 4)),
     ),
+    "GatedDeltaNet": (lambda: fk.nn.GatedDeltaNet(16, 4, 2, 8), (X,), None),
     "GatedMLP": (lambda: fk.nn.GatedMLP(16, 24), (X,), None),
     "LayerNorm": (lambda: fk.nn.LayerNorm(16), (X,), None),
     "LinearCrossEntropy": (lambda: fk.nn.LinearCrossEntropy(16, 9), (ROWS, TARGETS), None),

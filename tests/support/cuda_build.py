@@ -15,26 +15,30 @@ import sysconfig
 from pathlib import Path
 
 import nvcc
+import sanitize
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "cuda"
 
-#: In a process of its own: the extension in place of the package's, then its operators.
-LOAD = """
-import importlib.util, sys, torch
-spec = importlib.util.spec_from_file_location("foundry_kernels._C", sys.argv[1])
-sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-import foundry_kernels as fk
+#: In a process of its own: operators by name, for which the package's extension must have CUDA kernels.
+REGISTERED = """
+import sys, torch, foundry_kernels as fk
 from foundry_kernels.core import extension
 assert fk.OPS["rms_norm"].impl("native").devices == ("cpu", "cuda"), extension.build_info()
-for name in sys.argv[2:]:
+for name in sys.argv[1:]:
     assert torch._C._dispatch_has_kernel_for_dispatch_key("foundry_kernels::" + name, "CUDA"), name
 x, w = torch.randn(5, 96), torch.randn(96)
 torch.testing.assert_close(fk.rms_norm(x, w, backend="native"), fk.rms_norm(x, w, backend="reference"))
 assert extension.HAS_HOPPER
-print(f"loads: CUDA kernels for {extension.build_info()['cuda_architectures']}: {', '.join(sys.argv[2:])}")
+print(f"loads: CUDA kernels for {extension.build_info()['cuda_architectures']}: {', '.join(sys.argv[1:])}")
 """
+#: The same of the extension whose path comes first, which takes the place of the package's.
+LOAD = f"""
+import importlib.util, sys, torch
+spec = importlib.util.spec_from_file_location("foundry_kernels._C", sys.argv.pop(1))
+sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+{REGISTERED}"""
 
 #: What the library has by default: machine code ("elf"), of which that for sm_90a is attention's for Hopper, and PTX,
 #: which newer GPUs compile.
@@ -46,6 +50,15 @@ def toolkit(dryrun: str) -> Path:
     found = re.search(r"^#\$ TOP=(.+)$", dryrun, re.MULTILINE)
     assert found is not None, dryrun
     return Path(os.path.normpath(found[1].strip()))
+
+
+def variables() -> dict[str, str]:
+    """Those of a build by the nvcc at hand, for the default architectures."""
+    program = nvcc.nvcc()
+    assert program is not None
+    said = subprocess.run([program, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    found = environment(toolkit(said), Path(sysconfig.get_path("purelib")))
+    return found | {"TORCH_CUDA_ARCH_LIST": sanitize.build_script().CUDA_ARCHITECTURES}
 
 
 def environment(home: Path, packages: Path) -> dict[str, str]:
@@ -71,11 +84,7 @@ def main() -> int:
     if (reason := why_not()) is not None:
         print(f"cuda-build stops here: {reason}", file=sys.stderr)
         return 3
-    program = nvcc.nvcc()
-    assert program is not None
-    said = subprocess.run([program, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
-    env = os.environ | environment(toolkit(said), Path(sysconfig.get_path("purelib")))
-    env.pop("TORCH_CUDA_ARCH_LIST", None)
+    env = os.environ | variables()
     FOLDER.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "setup.py", "build_ext", f"--build-lib={FOLDER}", f"--build-temp={FOLDER / 'temp'}"]
     print(f"compiling with the toolkit in {env['CUDA_HOME']}; log: build/cuda/log.txt", flush=True)
@@ -86,10 +95,13 @@ def main() -> int:
         return code
     [library] = (FOLDER / "foundry_kernels").glob("_C*.so")
     print(f"compiled: {library.relative_to(ROOT)}, {library.stat().st_size >> 20} MB", flush=True)
-    if (found := code_of(library)) != CODE:
-        print(f"it has code for {sorted(found)}, not for {sorted(CODE)}", file=sys.stderr)
-        return 1
+    check_code(library)
     return subprocess.run([sys.executable, "-c", LOAD, str(library), *operators()], cwd=ROOT).returncode
+
+
+def check_code(library: Path) -> None:
+    found = code_of(library)
+    assert found == CODE, f"it has code for {sorted(found)}, not for {sorted(CODE)}"
 
 
 def code_of(library: Path) -> set[tuple[str, str]]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
+from foundry_kernels.integrations.families import text_type
 from foundry_kernels.integrations.table import PATCHED
 
 
@@ -15,7 +16,7 @@ def _can_be_built(family: str) -> bool:
     """Whether transformers can create a configuration: with a newer huggingface_hub, its oldest releases refuse some of
     their own defaults."""
     try:
-        CONFIG_MAPPING["gemma3_text" if family == "gemma3" else family]()
+        CONFIG_MAPPING[text_type(family)]()
     except Exception:
         return False
     return True
@@ -25,6 +26,18 @@ def _can_be_built(family: str) -> bool:
 BUILDABLE = tuple(family for family in PATCHED if _can_be_built(family))
 
 IDS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(0))
+LABELS = IDS.clone()
+LABELS[0, :5] = LABELS[1, 9:] = -100
+
+#: What makes the heads differ, large enough to be seen.
+CHANGES: dict[str, dict[str, Any]] = {
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "gemma3": {"final_logit_softcapping": 2.0},
+    "granite": {"logits_scaling": 4.0},
+    "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "gpt_oss": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "qwen3": {"tie_word_embeddings": True},
+}
 
 
 def logits(model: Any, **options: Any) -> Tensor:

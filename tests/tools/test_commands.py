@@ -40,6 +40,8 @@ HELP = [
     ("foundry_kernels.diagnostics", "positions", "sinusoidal"),
     ("foundry_kernels.diagnostics", "positions rope", "--scaling"),
     ("foundry_kernels.diagnostics", "initialization", "--schemes"),
+    ("examples.grpo", "", "--steps"),
+    ("examples.hybrid", "", "--steps"),
     ("benchmarks", "", "compare"),
     ("benchmarks", "report", "RUN.json"),
     ("benchmarks", "readme", "NAME"),

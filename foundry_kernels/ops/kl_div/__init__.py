@@ -119,9 +119,9 @@ def make_options(
     check_positive("temperature", temperature)
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}; got {direction!r}")
-    if not 0.0 <= beta <= 1.0:  # also false for NaN
-        raise ValueError(f"beta must be in 0 .. 1; got {beta}")
     check_not_negative("beta", beta)
+    if beta > 1.0:
+        raise ValueError(f"beta must be in 0 .. 1; got {beta}")
     check_int("ignore_index", ignore_index)
     if reduction not in losses.REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(losses.REDUCTIONS)}; got {reduction!r}")

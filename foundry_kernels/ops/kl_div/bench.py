@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
     return {"forward": 2, "backward": 3, "both": 5}[direction] * logits.numel() * logits.element_size()
 
 
-def eager(logits: Tensor, teacher_logits: Tensor, direction: str = "forward") -> Tensor:
+def eager(logits: Tensor, teacher_logits: Tensor, direction: str) -> Tensor:
     """As TRL's `GKDTrainer.generalized_jsd_loss`, with logits as they are."""
     log_q, log_p = (torch.log_softmax(x, -1) for x in (logits, teacher_logits))
     if direction == "jsd":
@@ -70,4 +71,4 @@ def _kl(log_b: Tensor, log_a: Tensor) -> Tensor:
 
 def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any]]:
     """What else computes this, by name; "eager" is also what torch.compile is given."""
-    return {"eager": eager}
+    return {"eager": partial(eager, direction=case.options["direction"])}

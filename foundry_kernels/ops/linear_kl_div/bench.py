@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +24,7 @@ _BENCH_SHAPES = {
     "cuda": ((8192, 2048, 4096, 128256, "llama-3-1b-of-8b"),),
 }
 
-BENCH_QUICK = ("tiny-forward", "tiny-jsd", "few-tokens-forward", "llama-3-1b-of-8b-forward")
+BENCH_QUICK = ("tiny-forward", "tiny-jsd", "llama-3-1b-of-8b-forward")
 
 #: The forward pass makes the gradients.
 DIRECTIONS = ("forward", "both")
@@ -79,12 +80,10 @@ def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], directi
     return {"forward": forward, "backward": 2 * student, "both": forward + 2 * student}[direction]
 
 
-def _eager(
-    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, direction: str = "forward"
-) -> Tensor:
+def _eager(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, direction: str) -> Tensor:
     return eager(linear(hidden, weight), linear(teacher_hidden, teacher_weight), direction)
 
 
 def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any]]:
     """What else computes this, by name; "eager" is also what torch.compile is given."""
-    return {"eager": _eager}
+    return {"eager": partial(_eager, direction=case.options["direction"])}

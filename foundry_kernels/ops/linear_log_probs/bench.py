@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch.nn.functional import linear
 from foundry_kernels.core.contract import Sample, sample_rows
 from foundry_kernels.ops.cross_entropy.cases import targets
 from foundry_kernels.ops.linear_cross_entropy.bench import bytes_moved, flops, parity_case
+from foundry_kernels.ops.log_probs.bench import picked_of
 from foundry_kernels.testing import Arg, Case, normal
 
-__all__ = ["BENCH_QUICK", "bench_cases", "bytes_moved", "flops", "parity_case", "peers", "sample"]
+__all__ = ["BENCH_QUICK", "DIRECTIONS", "bench_cases", "bytes_moved", "flops", "parity_case", "peers", "sample"]
 
 #: Shapes to time, by device: tokens, width, vocabulary, name.
 _BENCH_SHAPES = {
@@ -23,6 +25,9 @@ _BENCH_SHAPES = {
 }
 
 BENCH_QUICK = ("tiny", "few-tokens", "few-tokens-entropy", "llama-3-8b")
+
+#: The backward pass makes the logits again, which peers keep: only both passes together compare.
+DIRECTIONS = ("forward", "both")
 
 
 def _bench_case(tokens: int, width: int, n_classes: int, name: str, **options: Any) -> Case:
@@ -47,14 +52,10 @@ def sample(case: Case) -> Sample | None:
     return sample_rows(case, {"target": 0, "hidden": 0}, {"target": -100})
 
 
-def _eager(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, return_entropy: bool = False
-) -> Any:
-    log_p = torch.log_softmax(linear(hidden, weight, bias).float(), -1)
-    picked = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-    return (picked, -(log_p.exp() * log_p).sum(-1)) if return_entropy else picked
+def _eager(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, return_entropy: bool) -> Any:
+    return picked_of(torch.log_softmax(linear(hidden, weight, bias).float(), -1), target, return_entropy)
 
 
 def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any]]:
     """What else computes this, by name; "eager" is also what torch.compile is given."""
-    return {"eager": _eager}
+    return {"eager": partial(_eager, return_entropy=case.options["return_entropy"])}

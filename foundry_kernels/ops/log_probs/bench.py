@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from foundry_kernels.ops.cross_entropy.bench import bytes_moved, parity_case
 from foundry_kernels.ops.cross_entropy.cases import targets
 from foundry_kernels.testing import Arg, Case
 
-__all__ = ["BENCH_QUICK", "bench_cases", "bytes_moved", "parity_case", "peers", "sample"]
+__all__ = ["BENCH_QUICK", "bench_cases", "bytes_moved", "parity_case", "peers", "picked_of", "sample"]
 
 #: Shapes to time, by device: tokens, vocabulary, name.
 _BENCH_SHAPES = {
@@ -42,12 +43,19 @@ def sample(case: Case) -> Sample | None:
     return sample_rows(case, {"target": 0, "logits": 0}, {"target": -100})
 
 
-def _eager(logits: Tensor, target: Tensor, return_entropy: bool = False) -> Any:
-    log_p = torch.log_softmax(logits, -1)
-    picked = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1).float()
-    return (picked, -(log_p.exp() * log_p).sum(-1).float()) if return_entropy else picked
+def picked_of(log_p: Tensor, target: Tensor, return_entropy: bool) -> Any:
+    """The log-probabilities of the targets, 0 where they are ignored, and the entropies."""
+    ignored = target < 0
+    picked = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1).float().masked_fill(ignored, 0.0)
+    if not return_entropy:
+        return picked
+    return picked, -(log_p.exp() * log_p).sum(-1).float().masked_fill(ignored, 0.0)
+
+
+def _eager(logits: Tensor, target: Tensor, return_entropy: bool) -> Any:
+    return picked_of(torch.log_softmax(logits, -1), target, return_entropy)
 
 
 def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any]]:
     """What else computes this, by name; "eager" is also what torch.compile is given."""
-    return {"eager": _eager}
+    return {"eager": partial(_eager, return_entropy=case.options["return_entropy"])}

@@ -194,7 +194,7 @@ def _unfilled(case: Case, dtype: torch.dtype) -> dict[str, Tensor | None]:
     """Arguments in uninitialised memory; large ones are never touched."""
     args: dict[str, Tensor | None] = {}
     for name, arg in case.args.items():
-        if arg is None or arg.dtype is not None:  # tables and indices are small, and their values are checked
+        if arg is None or arg.dtype is not None or arg.wide:  # small, and the values are checked
             args[name] = made = None if arg is None else arg.make(torch.Generator(), dtype, "cpu")
             if made is not None and arg is not None and made.is_floating_point():
                 made.requires_grad_(arg.grad)

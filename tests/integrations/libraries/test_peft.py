@@ -100,3 +100,20 @@ def test_an_adapter_of_the_head_keeps_the_logits() -> None:
         results.append(step(model))
     for actual, expected in zip(*results, strict=True):
         assert near(actual, expected)
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]], ids=" ".join)
+def test_log_probabilities(targets: list[str]) -> None:
+    """Patched below the adapters or with them; a head with an adapter is called. Tokens that PEFT adds are refused."""
+    adapters = peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
+    model: Any = peft.get_peft_model(tiny_model("llama"), adapters).eval()
+    expected = model(IDS).logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
+    with fk.patch(model) as handle:
+        torch.testing.assert_close(handle.log_probs(IDS, IDS)[:, 1:], expected)
+    with fk.patch(model.get_base_model()) as handle:
+        torch.testing.assert_close(handle.log_probs(IDS, IDS, model=model)[:, 1:], expected)
+    prompted: Any = peft.get_peft_model(
+        tiny_model("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
+    with fk.patch(prompted) as handle, pytest.raises(ValueError, match="PeftModelForCausalLM does not hand the call"):
+        handle.log_probs(IDS, IDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,48 @@ def vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     return found
 
 
+def log_probs(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+    """What `PatchHandle.log_probs` returns for a model that is sharded in each way, and for one without sharding:
+    the collectives of the forward pass, the results and every gradient."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    import foundry_kernels as fk
+    from foundry_kernels.distributed import VocabularyParallel
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,), mesh_dim_names=("tp",))
+    vocabulary = {"lm_head": VocabularyParallel(output_layouts=Replicate())}
+    ways: dict[str, Any] = {
+        "alone": lambda model: model,
+        "fsdp": lambda model: _fsdp(model, mesh),
+        "ddp": lambda model: _ddp(model, mesh),
+        "tp": lambda model: _tensor_parallel(model, mesh),
+        "vocabulary": lambda model: parallelize_module(model, mesh, vocabulary),
+    }
+    if importlib.util.find_spec("transformers.distributed.tensor_parallel") is not None:
+        ways["own plan"] = lambda model: _own_plan(model, mesh)
+    tokens = torch.arange(3, 15).view(2, 6)
+    labels = tokens.clone()
+    labels[0, :2] = -100
+    found = {}
+    for name, shard in ways.items():
+        model = make_llama().train()
+        handle = fk.patch(model)
+        wrapped = shard(model)
+        options = {"temperature": 0.7, "return_entropy": True, "return_lse": True}
+        with Collectives() as collectives:
+            results = handle.log_probs(tokens, labels, model=wrapped if name == "ddp" else None, **options)
+        sum((n + 1) * x.square().sum() for n, x in enumerate(results)).backward()
+        grads = {key: full(p.grad) for key, p in model.named_parameters()}
+        values = dict(zip(("log_probs", "entropy", "lse"), (x.detach() for x in results), strict=True))
+        found[name] = (dict(collectives.counts), values | grads)
+    return found
+
+
 def own_plan(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     """One step of patched models that transformers shards by their own `tp_plan`, before or after the patch, or whose
     heads are sharded by parallel styles, and of one process: whether there are logits, the collectives, the loss and
     every gradient."""
-    from transformers.distributed import DistributedConfig
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
     import foundry_kernels as fk
     from foundry_kernels.integrations.tiny import tiny_model
 
@@ -89,9 +125,8 @@ def own_plan(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
                     fk.patch(model)
                 elif sharded and what == "styles":
                     _heads_parallel(model, mesh)
-                elif sharded:  # like `from_pretrained`, which needs accelerate
-                    plan = model._resolve_parallel_plans(DistributedConfig(tp_size=SIZE))[0]
-                    apply_tensor_parallelism(model, mesh, plan)
+                elif sharded:
+                    _own_plan(model, mesh)
             with Collectives() as collectives:
                 output = model(tokens, labels=tokens, use_cache=False)
             output.loss.backward()
@@ -100,6 +135,16 @@ def own_plan(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
             steps.append((output.logits is None, kinds, {"loss": output.loss.detach(), **grads}))
         found[f"{family}, {order}"] = steps
     return found
+
+
+def _own_plan(model: Any, mesh: Any) -> Any:
+    """Shards by the model's `tp_plan`, like `from_pretrained`, which needs accelerate."""
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan = model._resolve_parallel_plans(DistributedConfig(tp_size=SIZE))[0]
+    apply_tensor_parallelism(model, mesh, plan)
+    return model
 
 
 def _heads_parallel(model: Any, mesh: Any) -> None:

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from processes import context, example, experts, operators, patched, training
+from processes import context, example, experts, operators, patched, states, training
 from processes.example import Resume
 from processes.training import Train
 
@@ -18,6 +18,9 @@ TRAINING: dict[str, Callable[..., Any]] = {
     "fsdp, accumulated": Train("fsdp", parts=2),
     "tp, accumulated": Train("tp", parts=2),
     "loss parallel": training.loss_parallel,
+    "ddp, log_probs": Train("ddp", loss_of=training.loss_of_log_probs),
+    "fsdp, log_probs": Train("fsdp", loss_of=training.loss_of_log_probs),
+    "tp, log_probs": Train("tp", loss_of=training.loss_of_log_probs),
 }
 PATCHED = {f"patched, {kind}": patched.Sharded(kind) for kind in ("ddp", "fsdp", "tp")}
 RESUMING = {
@@ -51,9 +54,13 @@ CONTEXT: dict[str, Callable[..., Any]] = {
     "context, fsdp": context.Train("fsdp"),
     "context, choices": context.choices,
     "context, collectives": context.collectives,
+    "linear attention": states.linear_attention,
 }
 OF_FOUR = {
-    **{name: CONTEXT[name] for name in ("ring", "traffic", "dropout", "context, fsdp", "context, choices")},
+    **{
+        name: CONTEXT[name]
+        for name in ("ring", "traffic", "dropout", "context, fsdp", "context, choices", "linear attention")
+    },
     "context, compiled": context.Train("compiled"),
     "context, dp": context.with_data_parallelism,
     "context, tp": context.with_tensor_parallelism,
@@ -66,7 +73,7 @@ OF_FOUR = {
 def of_two() -> dict[str, Callable[..., Any]]:
     found = FIRST | TRAINING | RESUMING | CONTEXT | OTHERS
     if importlib.util.find_spec("transformers") is not None:
-        found |= PATCHED | {"patched vocabulary": patched.vocabulary}
+        found |= PATCHED | {"patched vocabulary": patched.vocabulary, "log_probs": patched.log_probs}
         if importlib.util.find_spec("transformers.distributed.tensor_parallel") is not None:
             found |= {"own plan": patched.own_plan}
     return found

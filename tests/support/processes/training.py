@@ -35,6 +35,13 @@ def loss_of_ours(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch[:, :-1], batch[:, 1:])[1]
 
 
+def loss_of_log_probs(model: nn.Module, batch: Tensor) -> Tensor:
+    """The same loss, from the tokens' log-probabilities."""
+    from foundry_kernels.models import LogProbs
+
+    return -model(batch[:, :-1], batch[:, 1:], return_log_probs=LogProbs()).mean()
+
+
 def train(
     model: nn.Module,
     *,
@@ -74,8 +81,10 @@ class Train:
 
     GROUPS = 1
 
-    def __init__(self, kind: str, parts: int = 1) -> None:
-        self.kind, self.parts = kind, parts
+    def __init__(
+        self, kind: str, parts: int = 1, loss_of: Callable[[nn.Module, Tensor], Tensor] = loss_of_ours
+    ) -> None:
+        self.kind, self.parts, self.loss_of = kind, parts, loss_of
 
     def __call__(self, rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
         from examples.training.parallel import Parallel
@@ -85,7 +94,8 @@ class Train:
         processes = Parallel(self.kind, "cpu")
         model = processes.divide(make_model())
         with Collectives() as collectives:
-            result = train(model, share=processes.share, accumulating=processes.accumulating, parts=self.parts)
+            how: dict[str, Any] = {"accumulating": processes.accumulating, "parts": self.parts, "loss_of": self.loss_of}
+            result = train(model, share=processes.share, **how)
         return result | {"collectives": collectives.counts}
 
 

@@ -1,0 +1,74 @@
+// Rows of tiles of the gated delta rule: reading, writing, sums.
+#pragma once
+
+#include <cmath>
+
+#include "flash_attention_tile_io.h"
+#include "gated_delta_rule.h"
+
+namespace foundry {
+namespace FK_ISA {
+
+constexpr float kL2NormEps = 1e-6f;
+
+// The sum of the products; both rows have `width` floats.
+inline float dot(const float* a, const float* b, int64_t width) {
+  Vec acc[4] = {};
+  for_each_vec(width, [&](int64_t i, auto at, int k) FK_INLINE { acc[k] += at.load(a + i) * at.load(b + i); });
+  return sum(acc);
+}
+
+inline void scale_row(float* x, int64_t width, float by) {
+  for_each_vec(width,
+               [&](int64_t i, auto at, int) FK_INLINE { at.store(x + i, at.load(x + i) * by); });
+}
+
+// y += x * by
+inline void add_scaled(float* y, const float* x, int64_t width, float by) {
+  for_each_vec(width, [&](int64_t i, auto at, int) FK_INLINE { at.store(y + i, at.load(y + i) + at.load(x + i) * by); });
+}
+
+// y = x * by
+inline void scaled_copy(float* y, const float* x, int64_t width, float by) {
+  for_each_vec(width,
+               [&](int64_t i, auto at, int) FK_INLINE { at.store(y + i, at.load(x + i) * by); });
+}
+
+// Rows [0, n) of memory, as floats; zeros up to `rows` and `ld`.
+inline void read_rows(Dtype type, const void* data, int64_t offset, int64_t stride, int64_t n, int64_t width,
+                      float* out, int64_t rows, int64_t ld) {
+  with_type(type, [&](auto* t) {
+    const auto* in = static_cast<decltype(t)>(const_cast<void*>(data)) + offset;
+    for (int64_t i = 0; i < n; ++i) widen(in + i * stride, width, out + i * ld, ld);
+  });
+  std::fill(out + n * ld, out + rows * ld, 0.0f);
+}
+
+inline void write_rows(Dtype type, const float* in, int64_t ld, int64_t n, int64_t width, void* data, int64_t offset,
+                       int64_t stride) {
+  with_type(type, [&](auto* t) {
+    auto* out = static_cast<decltype(t)>(data) + offset;
+    for (int64_t i = 0; i < n; ++i) narrow(in + i * ld, width, out + i * stride);
+  });
+}
+
+inline float read_number(const DeltaRuleNumbers& x, int64_t offset) {
+  float found = 0.0f;
+  with_type(x.type,
+            [&](auto* t) { found = Part{1}.load(static_cast<decltype(t)>(const_cast<void*>(x.data)) + offset)[0]; });
+  return found;
+}
+
+inline int64_t offset_of(const HeadStrides& s, int64_t batch, int64_t head, int64_t token) {
+  return batch * s.batch + head * s.head + token * s.token;
+}
+
+// Divides a row by its length; returns what it was multiplied by.
+inline float l2_normalize(float* x, int64_t width) {
+  const float by = 1.0f / std::sqrt(dot(x, x, width) + kL2NormEps);
+  scale_row(x, width, by);
+  return by;
+}
+
+}  // namespace FK_ISA
+}  // namespace foundry

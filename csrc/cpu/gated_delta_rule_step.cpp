@@ -1,0 +1,75 @@
+// One token of the gated delta rule: each head's state is read and written once from memory, a panel of columns at a
+// time, which stays in a near cache between reading it for the key and updating it.
+#include "gated_delta_rule_rows.h"
+
+namespace foundry {
+namespace FK_ISA {
+namespace {
+
+// Registers of a panel's columns, of which there are two sets. Wide panels read memory in long pieces.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kPanel = 8;
+#else
+constexpr int kPanel = 4;
+#endif
+
+// kVecs registers of columns; `at` reads and writes the last of them.
+template <int kVecs, class Access>
+inline void panel(float* state, int64_t ld, int64_t rows, const float* q, const float* k, const float* v, float decay,
+                  float beta, float* out, Access at) {
+  constexpr int kLast = kVecs - 1;
+  const auto load = [&](const float* p, int i) FK_INLINE {
+    return i < kLast ? Whole::load(p + i * kLanes) : at.load(p + i * kLanes);
+  };
+  Vec known[kVecs], read[kVecs];
+#pragma GCC unroll 8
+  for (int i = 0; i < kVecs; ++i) known[i] = read[i] = Vec{};
+  for (int64_t r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) known[i] += load(state + r * ld, i) * k[r];
+#pragma GCC unroll 8
+  for (int i = 0; i < kVecs; ++i) known[i] = (load(v, i) - known[i] * decay) * beta;
+  for (int64_t r = 0; r < rows; ++r) {
+    float* row = state + r * ld;
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) {
+      const Vec now = load(row, i) * decay + known[i] * k[r];
+      read[i] += now * q[r];
+      if (i < kLast) Whole::store(row + i * kLanes, now);
+      else at.store(row + i * kLanes, now);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kVecs; ++i) Whole::store(out + i * kLanes, read[i]);
+}
+
+}  // namespace
+
+void gated_delta_rule_step(const DeltaRuleStep& a, int64_t begin, int64_t end, float* scratch) {
+  const int64_t dk = a.key_width, dv = a.value_width, ldk = round_up(dk, kAttentionPad);
+  float *q = scratch, *k = q + ldk, *v = k + ldk, *out = v + round_up(dv, kDeltaRuleColumns);
+  int64_t read = -1;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t b = i / a.n_heads, h = i % a.n_heads, shared = i / a.group;
+    if (shared != read) {
+      read = shared;
+      read_rows(a.type, a.q, offset_of(a.q_strides, b, h / a.group, 0), 0, 1, dk, q, 1, ldk);
+      read_rows(a.type, a.k, offset_of(a.k_strides, b, h / a.group, 0), 0, 1, dk, k, 1, ldk);
+      if (a.l2norm) l2_normalize(q, dk), l2_normalize(k, dk);
+      scale_row(q, dk, a.scale);
+    }
+    read_rows(a.type, a.v, offset_of(a.v_strides, b, h, 0), 0, 1, dv, v, 1, round_up(dv, kAttentionPad));
+    const float decay = a.g.data ? std::exp(read_number(a.g, offset_of(a.g.strides, b, h, 0))) : 1.0f;
+    const float beta = a.beta.data ? read_number(a.beta, offset_of(a.beta.strides, b, h, 0)) : 1.0f;
+    float* state = a.state + b * a.state_batch + h * a.state_head;
+    int64_t c = 0;
+    for (; c + kPanel * kLanes <= dv; c += kPanel * kLanes)
+      panel<kPanel>(state + c, dv, dk, q, k, v + c, decay, beta, out + c, Whole{});
+    for (; c + kLanes <= dv; c += kLanes) panel<1>(state + c, dv, dk, q, k, v + c, decay, beta, out + c, Whole{});
+    if (c < dv) panel<1>(state + c, dv, dk, q, k, v + c, decay, beta, out + c, Part{int(dv - c)});
+    write_rows(a.type, out, 0, 1, dv, a.out, i * dv, 0);
+  }
+}
+
+}  // namespace FK_ISA
+}  // namespace foundry

@@ -1,0 +1,272 @@
+r"""The gated delta rule, and the short convolution before it, of a sequence that is sharded over processes.
+
+A chunk of a sequence maps the state before it to the state behind it: :math:`S \mapsto M S + B`, where B is the chunk's
+final state from zeros, and M, of :math:`D_k \times D_k`, is the product of its tokens' decays and corrections. One call
+of the kernel with values of 0 and the unit matrix as the state computes M beside B. Every process sends M and B of its
+two chunks (`shard_sequence`) to all, combines those of the chunks before its own in their order, and computes its
+tokens from the states that it finds. Where a document begins in a chunk, nothing of earlier chunks passes on.
+
+Of B sequences with H_v heads each process sends ``2 B H_v D_k (D_k + D_v)`` float32 numbers forward, whatever the
+number of tokens, and receives their gradients backward. It computes each of its tokens twice, once for the states (with
+:math:`D_k + D_v` columns for :math:`D_v`) and once for the outputs. The convolution sends the last W - 1 tokens of each
+chunk.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from foundry_kernels.core.checks import check_integer, check_rank, check_tensor
+from foundry_kernels.core.registry import is_dtensor, wide_dtype
+from foundry_kernels.distributed.zigzag import Place
+from foundry_kernels.ops.flash_attention.checks import check_lengths
+from foundry_kernels.ops.gated_delta_rule import gated_delta_rule
+from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM, check_sequence
+from foundry_kernels.ops.short_conv1d import short_conv1d
+
+
+def sharded_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    mesh: DeviceMesh,
+    *,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """:func:`foundry_kernels.gated_delta_rule` of a sequence that `shard_sequence` has sharded over the processes.
+
+    All processes of `mesh` must call it together with the same options, and also run the backward pass together.
+
+    Args:
+        q, k, v, g, beta: as of `gated_delta_rule`, with the T / n tokens of this process.
+        mesh: of one dimension, the n processes.
+        cu_seqlens: ``[N + 1]`` int32 or int64: the whole sequence holds N packed documents; B is 1. It may be on any
+            device; on the CPU, reading it does not wait.
+        scale, qk_l2norm, chunk_size, backend: as of `gated_delta_rule`.
+
+    Returns:
+        ``[B, H_v, T / n, D_v]`` of v's dtype.
+
+    Raises:
+        TypeError, ValueError: as `gated_delta_rule`, and if mesh has several dimensions, the parts an odd number of
+            tokens, or `cu_seqlens` does not go from 0 to the T tokens of all.
+        BackendUnavailable: as there.
+    """
+    numbers = {name: x for name, x in (("g", g), ("beta", beta)) if x is not None}
+    parts = _Parts.of(mesh, {"q": q, "k": k, "v": v, **numbers}, 2, cu_seqlens)
+    q, k, v, _ = check_sequence(q, k, v, g, beta, None, scale, False, None, qk_l2norm, chunk_size, delta=True)
+    options: dict[str, Any] = {"qk_l2norm": qk_l2norm, "chunk_size": chunk_size, "backend": backend}
+    chunks = [_Tokens(*(None if x is None else _half(x, i, 2) for x in (k, v, g, beta))) for i in (0, 1)]  # type: ignore[arg-type]
+    maps = [_map(parts, number, chunk, **options) for number, chunk in zip(parts.place.chunks, chunks, strict=True)]
+    gathered = _gather(torch.stack(maps), parts, q, k, v, g, beta)
+    before = _states(parts, gathered, k.shape[-1])
+    found = []
+    for i, (number, chunk) in enumerate(zip(parts.place.chunks, chunks, strict=True)):
+        documents, state = parts.inside(number, v.device), before[number]
+        if documents is not None and state is not None:  # the others of this chunk begin in it
+            state = torch.cat([state, state.new_zeros(len(documents) - 2, *state.shape[1:])])
+        found.append(
+            gated_delta_rule(_half(q, i, 2), *chunk, scale=scale, initial_state=state, cu_seqlens=documents, **options)
+        )
+    return _tied(torch.cat(found, 2), gathered)
+
+
+def sharded_short_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    mesh: DeviceMesh,
+    *,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """:func:`foundry_kernels.short_conv1d` of a sequence that `shard_sequence` has sharded over the processes.
+
+    All processes of `mesh` must call it together with the same options, and also run the backward pass together.
+
+    Args:
+        x: ``[B, T / n, C]``, the tokens of this process. A chunk must have at least W - 1 tokens.
+        weight, bias, activation, backend: as of `short_conv1d`. Gradients are this process's part of the whole's.
+        mesh, cu_seqlens: as of :func:`sharded_gated_delta_rule`.
+
+    Returns:
+        ``[B, T / n, C]`` of x's dtype.
+
+    Raises:
+        TypeError, ValueError: as `short_conv1d` and :func:`sharded_gated_delta_rule`, and if a chunk has fewer than
+            W - 1 tokens.
+        BackendUnavailable: as there.
+    """
+    parts = _Parts.of(mesh, {"x": x}, 1, cu_seqlens)
+    check_tensor("weight", weight)
+    check_rank("weight", weight, 2, "[C, W]")
+    past = weight.shape[1] - 1
+    if parts.chunk < past:
+        raise ValueError(f"x must have at least W - 1 = {past} tokens in each of its two chunks; got {parts.chunk}")
+    halves = [_half(x, i, 1) for i in (0, 1)]
+    ends = _gather(torch.stack([half[:, parts.chunk - past :].transpose(1, 2) for half in halves]), parts, x)
+    found = []
+    for number, half in zip(parts.place.chunks, halves, strict=True):
+        documents, state = parts.inside(number, x.device), None
+        if number and (reach := parts.reach(number)):
+            state = ends[number - 1]
+            if reach < past:  # what lies before the document
+                state = torch.cat([torch.zeros_like(state[..., : past - reach]), state[..., past - reach :]], -1)
+            if documents is not None:
+                state = torch.cat([state, state.new_zeros(len(documents) - 2, *state.shape[1:])])
+        found.append(
+            short_conv1d(half, weight, bias, activation, cu_seqlens=documents, initial_state=state, backend=backend)
+        )
+    return _tied(torch.cat(found, 1), ends)
+
+
+class _Tokens(NamedTuple):
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+
+
+def _half(x: Tensor, index: int, dim: int) -> Tensor:
+    return x.narrow(dim, index * (x.shape[dim] // 2), x.shape[dim] // 2)
+
+
+class _Parts(NamedTuple):
+    """The chunks of a sequence. documents: where each begins, and the length of the whole; None for one."""
+
+    place: Place
+    group: dist.ProcessGroup
+    chunk: int
+    documents: Sequence[int] | None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, given: dict[str, Tensor], dim: int, cu_seqlens: Tensor | None) -> _Parts:
+        place, (first, x) = Place.of(mesh), next(iter(given.items()))
+        for name, each in given.items():
+            check_tensor(name, each)
+            if is_dtensor(each):
+                raise TypeError(f"{name} must be a plain tensor, the part of this process; got a DTensor")
+            if each.dim() <= dim or each.shape[dim] % 2:
+                raise ValueError(f"{name} must have two chunks of tokens in dimension {dim}; got {tuple(each.shape)}")
+        documents = None
+        if cu_seqlens is not None:
+            check_integer("cu_seqlens", cu_seqlens)
+            check_rank("cu_seqlens", cu_seqlens, 1, "[N + 1]")
+            if x.shape[0] != 1:
+                raise ValueError(f"{first} must hold one row with cu_seqlens; got shape {tuple(x.shape)}")
+            on_cpu, length = cu_seqlens.cpu(), x.shape[dim] * place.size
+            check_lengths("cu_seqlens", on_cpu, "length", length, length)
+            documents = sorted(set(on_cpu.tolist()))  # without those of no token
+        return cls(place, mesh.get_group(), x.shape[dim] // 2, documents)
+
+    def start(self, number: int) -> int:
+        """Where the document of a chunk's last token begins."""
+        if self.documents is None:
+            return 0
+        return self.documents[bisect_left(self.documents, (number + 1) * self.chunk) - 1]
+
+    def reach(self, number: int) -> int:
+        """How many tokens before a chunk belong to the document of its first token."""
+        at = number * self.chunk
+        return at if self.documents is None else at - self.documents[bisect_right(self.documents, at) - 1]
+
+    def inside(self, number: int, device: torch.device) -> Tensor | None:
+        """`cu_seqlens` of a chunk; None where no document begins within it."""
+        at = number * self.chunk
+        begin = [d - at for d in self.documents or () if at < d < at + self.chunk]
+        return torch.tensor([0, *begin, self.chunk], dtype=torch.int32, device=device) if begin else None
+
+
+def _map(parts: _Parts, number: int, tokens: _Tokens, **options: Any) -> Tensor:
+    """``[B, H_v, D_k, D_k + D_v]``: M and B of a chunk, as far as later chunks need them."""
+    k, v = tokens.k, tokens.v
+    width, wide = k.shape[-1], wide_dtype(v.dtype)
+    shape = (*v.shape[:2], width, v.shape[-1])
+    if number == 2 * parts.place.size - 1 or parts.reach(number + 1) == 0:  # nothing passes on
+        return v.new_zeros((*shape[:-1], width + shape[-1]), dtype=wide)
+    first = max(parts.start(number) - number * parts.chunk, 0)
+    k, v = k[:, :, first:], v[:, :, first:]
+    g, beta = (None if x is None else x[:, :, first:] for x in (tokens.g, tokens.beta))
+    nothing = v.new_zeros(*v.shape[:3], width)
+    unit = torch.eye(width, dtype=wide, device=v.device).expand(*v.shape[:2], width, width)
+    zeros = unit.new_zeros(shape)
+    begins = parts.start(number) >= number * parts.chunk
+    if begins:
+        calls = [(v, zeros)]  # what was before has ended
+    elif width + v.shape[-1] > MAX_HEAD_DIM:
+        calls = [(nothing, unit), (v, zeros)]
+    else:
+        calls = [(torch.cat([nothing, v], -1), torch.cat([unit, zeros], -1))]
+    found = [
+        gated_delta_rule(k, k, values, g, beta, initial_state=state, return_final_state=True, **options)[1]
+        for values, state in calls
+    ]
+    return torch.cat([torch.zeros_like(unit), *found] if begins else found, -1)
+
+
+def _states(parts: _Parts, maps: Tensor, width: int) -> list[Tensor | None]:
+    """The state before each chunk up to this process's last one, from all chunks' maps in the order of the sequence."""
+    found: list[Tensor | None] = [None]
+    for number in range(max(parts.place.chunks)):
+        carry, own = maps[number].split([width, maps.shape[-1] - width], -1)
+        state = found[-1]
+        if parts.reach(number + 1) == 0:
+            found.append(None)
+        elif state is None or parts.start(number) >= number * parts.chunk:
+            found.append(own)
+        else:
+            found.append(carry @ state + own)
+    return found
+
+
+def _gather(x: Tensor, parts: _Parts, *inputs: Tensor | None) -> Tensor:
+    """What each chunk gives, ``[2 n, ..]`` in the order of the sequence, of this process's ``[2, ..]``."""
+    both: Tensor = _Gather.apply(_tied(x, *inputs), parts.group, parts.place)
+    return both
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, place: Place) -> Tensor:
+        ctx.group, ctx.place = group, place
+        gathered = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(place.size)]
+        dist.all_gather(gathered, x.contiguous(), group=group)
+        return torch.stack([*(part[0] for part in gathered), *(part[1] for part in reversed(gathered))])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad[list(ctx.place.chunks)], None, None
+
+
+def _tied(x: Tensor, *inputs: Tensor | None) -> Tensor:
+    """x, whose backward pass reaches all `inputs`. Processes whose documents need nothing of others would otherwise
+    leave out the collective of the backward pass, for which the others wait."""
+    tied: Tensor = _Tied.apply(x, *inputs)
+    return tied
+
+
+class _Tied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *inputs: Tensor | None) -> Tensor:
+        ctx.inputs = len(inputs)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *[None] * ctx.inputs

@@ -1,0 +1,83 @@
+"""What layers of the gated delta rule compute between their projections, here and in patched models of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
+
+#: The operations of a layer besides the norm and the gate of its result.
+DELTA_OPS = ("short_conv1d", "gated_delta_rule", "gated_delta_rule_step")
+
+
+def decay_and_step(
+    a: Tensor, b: Tensor, decay_log: Tensor, dt_bias: Tensor, step_limit: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Returns ``g = -exp(decay_log) softplus(a + dt_bias)`` and ``beta = step_limit sigmoid(b)``, ``[B, H, T]`` in
+    float32 (float64), for a and b ``[B, T, H]``."""
+    wide = wide_dtype(a.dtype)
+    g = -decay_log.to(wide).exp() * F.softplus(a.to(wide) + dt_bias.to(wide))
+    beta = b.to(wide).sigmoid()
+    return g.transpose(1, 2), (beta if step_limit == 1.0 else beta * step_limit).transpose(1, 2)
+
+
+def delta_rule_of(
+    mixed: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    backends: Mapping[str, str],
+    *,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Runs the rule on the convolution's result ``[B, T, C]``, which holds queries, keys and values in this order.
+
+    heads, dims: (H_k, H_v) and (D_k, D_v). in_place: T is 1, and `initial_state` becomes the state after the token,
+    without gradients.
+
+    Returns:
+        ``[B, T, H_v, D_v]``, contiguous, and the final state or None.
+    """
+    (k_heads, v_heads), (k_dim, v_dim) = heads, dims
+    sizes = (k_heads * k_dim, k_heads * k_dim, v_heads * v_dim)
+    split = zip(mixed.split(sizes, -1), (k_heads, k_heads, v_heads), strict=True)
+    q, k, v = (part.unflatten(-1, (n, -1)).transpose(1, 2) for part, n in split)
+    if in_place:
+        assert initial_state is not None
+        q, k, v, g, beta = (x.squeeze(2) for x in (q, k, v, g, beta))
+        backend = backends["gated_delta_rule_step"]
+        out = gated_delta_rule_step(q, k, v, g, beta, initial_state, qk_l2norm=True, backend=backend)
+        return out.unsqueeze(1), None
+    found = gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state=initial_state,
+        return_final_state=return_final_state,
+        cu_seqlens=cu_seqlens,
+        qk_l2norm=True,
+        backend=backends["gated_delta_rule"],
+    )
+    out, final = found if isinstance(found, tuple) else (found, None)
+    return out.transpose(1, 2), final
+
+
+def taps_of(weight: Tensor) -> Tensor:
+    """The filters ``[C, W]`` of the weight ``[C, 1, W]`` of a ``torch.nn.Conv1d`` with a group for each channel."""
+    return weight.squeeze(1) if weight.dim() == 3 else weight
+
+
+def continues_in_place(*tensors: Tensor | None) -> bool:
+    """Whether a step may overwrite its state: nothing needs a gradient."""
+    return not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors)

@@ -1,0 +1,136 @@
+"""What is timed, against what, and what it moves and computes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.core.contract import Sample
+from foundry_kernels.ops.gated_delta_rule.cases import sequence_case, step_case
+from foundry_kernels.testing import Case
+
+#: (B, H_k, H_v, T, D), by device.
+_SEQUENCES = {
+    "cpu": ((1, 4, 8, 512, 128), (1, 4, 8, 2048, 128), (2, 4, 8, 2048, 128), (1, 8, 8, 2048, 64)),
+    "cuda": ((2, 16, 32, 2048, 128), (1, 16, 32, 16384, 128), (2, 16, 32, 4096, 128), (8, 16, 16, 2048, 64)),
+}
+_STEPS = {"cpu": ((1, 4, 8, 128), (1, 16, 32, 128)), "cuda": ((1, 16, 32, 128), (64, 16, 32, 128))}
+#: Tokens of which a result is checked: the reference takes one after another and keeps a state of each.
+_CHECKED = 128
+
+BENCH_QUICK = ("T=512 D=128-linear", "B=1 H=4.8 T=2048 D=128-linear", "B=2 H=16.32 T=2048 D=128-linear", "decode")
+
+
+def _sequence(b: int, hk: int, hv: int, t: int, d: int, op: str) -> Case:
+    options: dict[str, Any] = {"qk_l2norm": True, "layout": "swapped"}
+    if op == "gated_linear_attention":
+        options["beta"] = None
+    return replace(sequence_case(b, (hk, hv), t, (d, d), **options), id=f"B={b} H={hk}.{hv} T={t} D={d}-linear")
+
+
+def _step(b: int, hk: int, hv: int, d: int) -> Case:
+    return replace(step_case(b, (hk, hv), (d, d), qk_l2norm=True), id=f"B={b} H={hk}.{hv} D={d}-decode")
+
+
+def bench_cases(op: str, device: str) -> tuple[Case, ...]:
+    if op == "gated_delta_rule_step":
+        return tuple(_step(*shape) for shape in _STEPS[device])
+    return tuple(_sequence(*shape, op) for shape in _SEQUENCES[device])
+
+
+def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
+    """Growing shapes: T is the tokens, B the sequences, D the width of a head."""
+    if op != "gated_delta_rule":
+        return {}
+    hk, hv, tokens = (4, 8, range(9, 16)) if device == "cpu" else (16, 32, range(10, 17))
+    return {
+        "T": tuple((2**i, _sequence(1, hk, hv, 2**i, 128, op)) for i in tokens),
+        "B": tuple((2**i, _sequence(2**i, hk, hv, 512, 128, op)) for i in range(4)),
+        "D": tuple((2**i, _sequence(1, hk, hv, 512, 2**i, op)) for i in range(5, 9)),
+    }
+
+
+def parity_case(case: Case) -> Case:
+    """`case` of one sequence of `_CHECKED` tokens."""
+    v = case.args["v"]
+    if v is None or len(v.shape) == 3 or v.shape[2] <= _CHECKED:
+        return case
+    args = {n: a and replace(a, shape=(1, a.shape[1], _CHECKED, *a.shape[3:])) for n, a in case.args.items()}
+    return replace(case, id=f"{case.id}, of T={_CHECKED}", args=args)
+
+
+def sample(case: Case) -> Sample | None:
+    """The first tokens, which do not depend on those after them."""
+    v = case.args["v"]
+    if v is None or len(v.shape) == 3 or v.shape[2] <= _CHECKED:
+        return None
+    return Sample(torch.arange(_CHECKED), dict.fromkeys(("v", *(n for n in case.args if n != "v")), 2))
+
+
+def workspace_bytes(case: Case) -> int:
+    """The reference keeps about eight states of each token for the backward pass, in float64."""
+    k, v = case.args["k"], case.args["v"]
+    if k is None or v is None or len(v.shape) == 3:
+        return 0
+    return 8 * 8 * v.shape[0] * v.shape[1] * min(v.shape[2], _CHECKED) * k.shape[-1] * v.shape[-1]
+
+
+def tokens_made(case: Case) -> int | None:
+    v = case.args["v"]
+    return v.shape[0] if v is not None and len(v.shape) == 3 else None
+
+
+def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
+    """The least that must be read and written: inputs and output, and with gradients these again and dout. A step
+    reads and writes the state."""
+    q, v, state = args["q"], args["v"], args.get("state")
+    assert q is not None
+    assert v is not None
+    once = (2 * q.numel() + 2 * v.numel()) * v.element_size()
+    if state is not None:
+        return once + 2 * state.numel() * state.element_size()
+    return {"forward": once, "backward": 2 * once, "both": 3 * once}[direction]
+
+
+def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
+    """The products of the recurrence, two per multiply-add: a token reads the state for its key and its query and adds
+    to it. Gradients take twice as many."""
+    q, v = args["q"], args["v"]
+    assert q is not None
+    assert v is not None
+    products = 3 if "beta" in args else 2
+    forward = 2 * products * v.numel() * q.shape[-1]
+    return {"forward": forward, "backward": 2 * forward, "both": 3 * forward}[direction]
+
+
+def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any] | str]:
+    """The functions of Hugging Face's transformers in plain PyTorch, on tensors of [B, T, H, D]."""
+    if op == "gated_linear_attention":
+        return {}
+    try:
+        model = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    except ImportError as error:
+        return {"transformers": f"transformers has no Qwen3-Next ({error})"}
+    chunks = getattr(model.torch_chunk_gated_delta_rule, "__wrapped__", model.torch_chunk_gated_delta_rule)
+    tokens = getattr(model.torch_recurrent_gated_delta_rule, "__wrapped__", model.torch_recurrent_gated_delta_rule)
+
+    normalizes = bool(case.options.get("qk_l2norm"))
+
+    def sequence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        rows = (x.transpose(1, 2) for x in (q, k, v, g, beta))
+        out: Tensor = chunks(*rows, use_qk_l2norm_in_kernel=normalizes)[0]
+        return out.transpose(1, 2)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+        rows = (x.unsqueeze(1) for x in (q, k, v, g, beta))
+        flags = {"output_final_state": True, "use_qk_l2norm_in_kernel": normalizes}
+        out, after = tokens(*rows, initial_state=state, **flags)
+        state.copy_(after)
+        return out.squeeze(1)
+
+    return {"transformers": step if op == "gated_delta_rule_step" else sequence}

@@ -1,0 +1,248 @@
+"""Sample inputs, which the parity suite enumerates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.ops.flash_attention.bench import CuSeqlens
+from foundry_kernels.ops.gated_delta_rule import reference
+from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
+from foundry_kernels.ops.gated_delta_rule.reference import L2NORM_EPS
+from foundry_kernels.testing import Arg, Case, Values, normal
+
+
+@dataclass(frozen=True)
+class Between:
+    """Independent values between two numbers, and some of them other numbers."""
+
+    low: float
+    high: float
+    others: tuple[float, ...] = ()
+
+    def __call__(self, g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+        x = torch.rand(shape, generator=g, dtype=torch.float64) * (self.high - self.low) + self.low
+        for other in self.others:
+            x = torch.where(torch.rand(shape, generator=g, dtype=torch.float64) < 0.2, other, x)
+        return x
+
+
+DECAYS, STEPS = Between(-0.6, 0.0), Between(0.0, 1.0)
+
+
+def sequence_case(
+    batch: int,
+    heads: tuple[int, int],
+    tokens: int | tuple[int, ...],
+    dims: tuple[int, int] = (16, 16),
+    note: str = "",
+    *,
+    g: Values | None = DECAYS,
+    beta: Values | None = STEPS,
+    k: Values | None = None,
+    q: Values | None = None,
+    v: Values | None = None,
+    layout: str = "contiguous",
+    rows_layout: str = "contiguous",
+    wide_rows: bool = True,
+    state: bool = False,
+    state_layout: str = "contiguous",
+    index: torch.dtype = torch.int32,
+    frozen: str = "",
+    cotangent: str = "contiguous",
+    interpreted: bool = True,
+    **options: Any,
+) -> Case:
+    """heads: (H_k, H_v); tokens: T, or the lengths of packed documents; dims: (D_k, D_v); rows: g and beta; frozen:
+    letters of the inputs without gradient. Keys have a length of about 1 if `k` is not given, as after a norm."""
+    (hk, hv), (dk, dv) = heads, dims
+    packed = isinstance(tokens, tuple)
+    t = sum(tokens) if isinstance(tokens, tuple) else tokens
+    args: dict[str, Arg | None] = {
+        "q": Arg((batch, hk, t, dk), layout, q or normal(), grad="q" not in frozen),
+        "k": Arg((batch, hk, t, dk), layout, k or normal(dk**-0.5), grad="k" not in frozen),
+        "v": Arg((batch, hv, t, dv), layout, v or normal(), grad="v" not in frozen),
+    }
+    for name, values in (("g", g), ("beta", beta)):
+        if values is not None:
+            args[name] = Arg((batch, hv, t), rows_layout, values, grad=name[0] not in frozen, wide=wide_rows)
+    if state:
+        n = len(tokens) if isinstance(tokens, tuple) else batch
+        args["initial_state"] = Arg((n, hv, dk, dv), state_layout, grad="s" not in frozen, wide=True)
+    if isinstance(tokens, tuple):
+        args["cu_seqlens"] = Arg((len(tokens) + 1,), values=CuSeqlens(tokens), dtype=index, grad=False)
+    lengths = "+".join(map(str, tokens)) if isinstance(tokens, tuple) else str(tokens)
+    id = f"{batch}x{hk}.{hv}x{lengths}x{dk}.{dv}" + "-packed" * packed + ("-" + note if note else "")
+    return Case(id, args, options, cotangent, interpreted)
+
+
+_FINAL: dict[str, Any] = {"return_final_state": True}
+
+
+def _sequences(delta: bool) -> tuple[Case, ...]:
+    """What both the delta rule and linear attention are tried on."""
+
+    def case(*args: Any, **kw: Any) -> Case:
+        made = sequence_case(*args, **kw)
+        return made if delta else replace(made, args={n: a for n, a in made.args.items() if n != "beta"})
+
+    return (
+        case(1, (1, 1), 3, (2, 2), "tiny", state=True, **_FINAL),  # for finite differences
+        *(case(1, (1, 2), t, note="lengths", **_FINAL) for t in (1, 2, 15, 16, 17, 63, 64, 65, 130)),
+        *(case(1, (1, 1), 21, d) for d in ((1, 1), (7, 7), (7, 20), (40, 7), (64, 64), (128, 128), (64, 128))),
+        case(1, (1, 1), 19, (256, 256), "wide", state=True, **_FINAL),
+        replace(case(1, (1, 2), 150, (128, 64), "long", state=True, **_FINAL), interpreted=False),
+        case(2, (2, 4), 20, note="group-2", state=True, **_FINAL),
+        case(2, (1, 3), 20, (16, 8), "group-3"),
+        case(2, (2, 2), 37, note="l2norm", k=normal(), qk_l2norm=True, state=True, **_FINAL),
+        case(1, (1, 2), 37, note="l2norm-group", k=normal(9.0), qk_l2norm=True),
+        case(1, (2, 2), 37, note="no-decay", g=None, **_FINAL),
+        case(1, (2, 2), 37, note="g-0", g=normal(0.0), **_FINAL),
+        case(1, (2, 2), 70, note="g-strong", g=Between(-0.3, 0.0, (-50.0,)), state=True, **_FINAL),
+        case(1, (2, 2), 70, note="g-all-strong", g=Between(-60.0, -40.0), state=True, **_FINAL),
+        case(1, (2, 2), 70, note="g-mild", g=Between(-1e-3, 0.0), state=True, **_FINAL),
+        case(1, (2, 2), 37, note="g-positive", g=Between(-0.1, 0.05), state=True, **_FINAL),
+        case(1, (2, 2), 37, note="scale", scale=1.7, q=normal(3.0)),
+        case(2, (2, 2), 37, note="state-only", state=True),
+        case(2, (2, 2), 37, note="final-only", **_FINAL),
+        case(1, (2, 2), 37, note="rows-of-its-dtype", wide_rows=False, state=True, **_FINAL),
+        case(1, (1, 2), 70, note="chunk-16", chunk_size=16, state=True, **_FINAL),
+        case(1, (1, 2), 70, note="chunk-32", chunk_size=32, state=True, **_FINAL),
+        case(1, (1, 2), 70, note="chunk-64", chunk_size=64, state=True, **_FINAL),
+        case(1, (1, 1), 140, note="chunk-128", chunk_size=128, state=True, **_FINAL),
+        *(
+            case(2, (2, 4), 18, note=x, layout=x, rows_layout=x, cotangent=x, state=True, state_layout=x, **_FINAL)
+            for x in ("swapped", "sliced", "offset", "expanded", "strided")
+        ),
+        *(
+            case(1, (1, 2), 33, note=f"frozen-{x}", frozen=x, state=True, **_FINAL)
+            for x in (("q", "k", "v", "g", "b", "s", "qk", "kvgbs") if delta else ("q", "k", "v", "g", "s", "vgs"))
+        ),
+        case(1, (1, 2), 33, note="frozen-all-but-g", frozen="qkvbs", state=True, **_FINAL),
+        case(1, (1, 2), (5, 0, 40, 1, 17)),
+        case(1, (2, 2), (5, 0, 40, 1, 17, 0), note="final", state=True, **_FINAL),
+        case(1, (1, 2), (64, 3), note="int64", index=torch.int64, **_FINAL),
+        case(1, (2, 2), (1, 1, 1), note="tokens", state=True, layout="swapped", **_FINAL),
+        case(1, (1, 2), (20, 33), note="l2norm", qk_l2norm=True, chunk_size=16, state=True, **_FINAL),
+        case(1, (1, 1), (0, 0), note="empty-documents", state=True, **_FINAL),
+        case(2, (1, 2), 0, note="no-tokens", state=True, **_FINAL),
+        case(0, (1, 2), 9, note="no-batch", **_FINAL),
+    )
+
+
+_SEQUENCES = (
+    *_sequences(True),
+    sequence_case(1, (2, 2), 37, note="no-beta", beta=None, state=True, **_FINAL),
+    sequence_case(1, (2, 2), 37, note="delta-rule", g=None, state=True, **_FINAL),
+    sequence_case(1, (2, 2), 37, note="neither", g=None, beta=None),
+    sequence_case(1, (2, 2), 70, note="beta-0-1-2", beta=Between(0.0, 1.0, (0.0, 1.0, 2.0)), state=True, **_FINAL),
+    sequence_case(1, (2, 2), 70, note="beta-2", beta=Between(1.9, 2.0), k=normal(), qk_l2norm=True, **_FINAL),
+    sequence_case(1, (2, 2), 70, note="beta-0", beta=normal(0.0), state=True, **_FINAL),
+    sequence_case(1, (2, 2), 37, note="beta-negative", beta=Between(-0.5, 0.0), state=True, **_FINAL),
+    sequence_case(1, (1, 1), 20, note="large-keys", k=normal(0.75), **_FINAL),
+    sequence_case(1, (1, 1), 70, note="large-keys-small-steps", k=normal(4.0), beta=Between(0.0, 0.005), **_FINAL),
+    sequence_case(1, (1, 1), 40, note="equal-keys", k=normal(0.0, 0.25), beta=Between(0.9, 1.0), **_FINAL),
+)
+
+
+def step_case(
+    batch: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    note: str = "",
+    *,
+    g: Values | None = DECAYS,
+    beta: Values | None = STEPS,
+    layout: str = "contiguous",
+    state_layout: str = "contiguous",
+    wide_rows: bool = True,
+    **options: Any,
+) -> Case:
+    (hk, hv), (dk, dv) = heads, dims
+    args: dict[str, Arg | None] = {
+        "q": Arg((batch, hk, dk), layout, grad=False),
+        "k": Arg((batch, hk, dk), layout, normal(dk**-0.5), grad=False),
+        "v": Arg((batch, hv, dv), layout, grad=False),
+        "g": None if g is None else Arg((batch, hv), values=g, grad=False, wide=wide_rows),
+        "beta": None if beta is None else Arg((batch, hv), values=beta, grad=False, wide=wide_rows),
+        "state": Arg((batch, hv, dk, dv), state_layout, grad=False, wide=True),
+    }
+    return Case(f"{batch}x{hk}.{hv}x{dk}.{dv}" + ("-" + note if note else ""), args, options)
+
+
+_STEPS = (
+    *(step_case(2, (1, 2), d) for d in ((1, 1), (7, 7), (16, 16), (40, 20), (20, 40), (64, 64), (128, 128))),
+    step_case(1, (1, 1), (256, 256)),
+    step_case(1, (16, 32), (128, 128), "qwen3-next", qk_l2norm=True),
+    step_case(3, (2, 6), (16, 33), "group-3", qk_l2norm=True, scale=0.5),
+    step_case(2, (2, 2), (16, 16), "no-decay", g=None),
+    step_case(2, (2, 2), (16, 16), "no-beta", beta=None),
+    step_case(2, (2, 2), (16, 16), "neither", g=None, beta=None),
+    step_case(2, (2, 2), (16, 16), "rows-of-its-dtype", wide_rows=False),
+    step_case(2, (2, 2), (16, 16), "strong", g=Between(-60.0, -40.0), beta=Between(0.0, 2.0, (0.0, 2.0))),
+    *(step_case(2, (2, 4), (16, 24), x, layout=x) for x in ("swapped", "sliced", "offset", "expanded", "strided")),
+    step_case(2, (2, 4), (16, 24), "state-offset", state_layout="offset"),
+    step_case(0, (2, 4), (16, 24), "no-batch"),
+)
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "gated_delta_rule": _SEQUENCES,
+    "gated_linear_attention": _sequences(False),
+    "gated_delta_rule_step": _STEPS,
+}
+
+MUTATED = {"gated_delta_rule_step": ("state",)}
+
+
+def scales(
+    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
+) -> dict[str, float]:
+    """Size of the terms that a gradient sums (float64 inputs).
+
+    Of a query or key that is divided by its length, the gradient loses its part along it, which may be nearly all: its
+    size is that of the gradient before. The gradient of g is a sum over the state: its size is the root of the sum of
+    squares. (Linear attention is taken for the delta rule without beta, whose terms are of the same size.)
+    """
+    q, k, v, g, beta = (None if (x := args.get(n)) is None else x.detach() for n in ("q", "k", "v", "g", "beta"))
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    if "state" in args or v.numel() == 0 or not (g is not None or options.get("qk_l2norm")):
+        return {}
+    state, factors = args.get("initial_state"), {}
+    if options.get("qk_l2norm"):
+        factors = {n: torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS) for n, x in (("q", q), ("k", k))}
+        q, k = q * factors["q"], k * factors["k"]
+    leaves = {"q": q.requires_grad_(), "k": k.requires_grad_()}
+    if g is not None:
+        g = leaves["g"] = g[..., None, None].repeat(1, 1, 1, q.shape[-1], v.shape[-1]).requires_grad_()
+    scale = options.get("scale") or q.shape[-1] ** -0.5
+    final = bool(options.get("return_final_state"))
+    call = DeltaRuleOptions(args.get("cu_seqlens"), scale, False, True, None, final)
+    outputs = reference.gated_delta_rule(q, k, v, g, beta, None if state is None else state.detach(), call)
+    results = [x for x in outputs if x is not None]
+    grads = dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), cotangents), strict=True))
+    found = {n: float((grads[n] * by).abs().max()) for n, by in factors.items()}
+    return found | ({"g": float(grads["g"].square().sum((-1, -2)).sqrt().max())} if g is not None else {})
+
+
+def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
+    """What `inspect` compiles without --all: heads of Qwen3-Next, dense and packed, and narrower ones in float32."""
+    if op == "gated_delta_rule_step":
+        step = step_case(2, (2, 4), (128, 128), qk_l2norm=True)
+        return (step, torch.bfloat16), (step, torch.float32)
+    packed: dict[str, Any] = {"qk_l2norm": True, "state": True, **_FINAL}
+    kinds = (
+        (sequence_case(1, (2, 4), 128, (128, 128)), torch.bfloat16),
+        (sequence_case(1, (2, 4), (100, 28), (64, 64), **packed), torch.bfloat16),
+        (sequence_case(1, (2, 4), 128, (64, 64)), torch.float32),
+    )
+    if op == "gated_delta_rule":
+        return kinds
+    return tuple(
+        (replace(case, args={n: a for n, a in case.args.items() if n != "beta"}), dtype) for case, dtype in kinds
+    )

@@ -1,0 +1,91 @@
+"""The autograd function around the two operators of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.core.inference import refuse_second_derivative
+from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
+
+#: `states` are those at the starts of chunks of `chunk_length`, which the backward operator needs:
+#: ``[B, H_v, n_chunks, D_k, D_v]``, n_chunks by :func:`chunks_of`. Empty without `save_states`.
+FWD = (
+    "gated_delta_rule_fwd(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, "
+    f"{DeltaRuleOptions.SCHEMA}, bool need_final_state, bool save_states) "
+    "-> (Tensor out, Tensor final_state, Tensor states)"
+)
+#: A gradient that is not needed is an empty tensor.
+BWD = (
+    "gated_delta_rule_bwd(Tensor dout, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
+    f"Tensor? initial_state, Tensor states, {DeltaRuleOptions.SCHEMA}, bool need_dq, bool need_dk, bool need_dv, "
+    "bool need_dg, bool need_dbeta, bool need_dinitial_state) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dinitial_state)"
+)
+STEP = (
+    "gated_delta_rule_step(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor(a!) state, float scale, "
+    "bool qk_l2norm) -> Tensor out"
+)
+
+#: The forward and the backward operator by the prefix of their names, which torch.compile can look up.
+_OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+
+def chunks_of(tokens: int, chunk_length: int, n_documents: int | None) -> int:
+    """The number of chunks of a sequence, or a bound of it for that many packed documents."""
+    if n_documents is None:
+        return (tokens + chunk_length - 1) // chunk_length
+    return tokens // chunk_length + n_documents
+
+
+def make_backend(
+    prefix: str, forward: Callable[..., Any], backward: Callable[..., Any]
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The backend's function, from its operators, whose schemas are `FWD` and `BWD`."""
+    _OPERATORS[prefix] = forward, backward
+
+    def gated_delta_rule(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        beta: Tensor | None,
+        initial_state: Tensor | None,
+        options: DeltaRuleOptions,
+    ) -> tuple[Tensor, Tensor | None]:
+        tensors = q, k, v, g, beta, initial_state
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            out, final = _DeltaRule.apply(prefix, options, *tensors)
+        else:
+            out, final, _ = forward(*tensors, *options.operator_args(), options.return_final_state, False)
+        return out, final if options.return_final_state else None
+
+    return gated_delta_rule
+
+
+class _DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, prefix: str, options: DeltaRuleOptions, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.prefix, ctx.options = prefix, options._replace(cu_seqlens=None)
+        out, final, states = _OPERATORS[prefix][0](*tensors, *options.operator_args(), options.return_final_state, True)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, states, options.cu_seqlens)
+        if not any(ctx.needs_input_grad[3:]):  # the state depends on no query
+            ctx.mark_non_differentiable(final)
+        return out, final
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> Any:
+        refuse_second_derivative("gated_delta_rule")
+        *tensors, states, cu_seqlens = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(tensors[2])
+        if not ctx.options.return_final_state:
+            dfinal = None  # torch.compile materializes the gradients of results that nobody gets
+        options = ctx.options._replace(cu_seqlens=cu_seqlens).operator_args()
+        needs = ctx.needs_input_grad[2:]
+        grads = _OPERATORS[ctx.prefix][1](dout, dfinal, *tensors, states, *options, *needs)
+        return None, None, *(dx if need else None for dx, need in zip(grads, needs, strict=True))

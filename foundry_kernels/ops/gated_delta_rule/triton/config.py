@@ -1,0 +1,101 @@
+"""Blocks, warps and pipeline stages: a table keyed on kernel, dtype and width of the heads.
+
+A config must not spill registers and must fit the class's shared memory, according to the compiler's report
+(`python -m foundry_kernels inspect gated_delta_rule`). In float32, heads wider than 64 do spill in the kernels that
+visit chunks one after another, because every warp has a copy of their operands. None has been measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from foundry_kernels._triton.devices import device_of
+
+#: The most tokens of a chunk by the bytes of an element, then by the width of the heads: more would take more registers
+#: than a program has. In the interpreter, cases are small.
+_MOST = {2: {128: 64, 256: 32}, 4: {64: 32, 256: 16}}
+_INTERPRETED_CHUNK = 32
+
+#: BLOCK_D, BLOCK_V, warps, stages; 0 is the whole width. "prepare" has no columns of v.
+Row = tuple[int, int, int, int]
+
+_INTERPRETED: dict[str, list[Row]] = {
+    "prepare": [(32, 0, 4, 1)],
+    "states": [(0, 32, 4, 1), (0, 16, 4, 1)],
+    "outputs": [(32, 32, 4, 1), (16, 32, 4, 1)],
+    "du": [(32, 32, 4, 1), (16, 32, 4, 1)],
+    "dstates": [(0, 32, 4, 1), (0, 16, 4, 1)],
+    "pairs": [(32, 32, 4, 1), (16, 16, 4, 1)],
+    "dq": [(32, 32, 4, 1), (16, 16, 4, 1)],
+    "dk": [(32, 32, 4, 1), (16, 16, 4, 1)],
+}
+
+#: For 16-bit inputs, by class of device and by the width of the heads. "hopper" has wgmma, for which 4 warps have 64
+#: rows together.
+_HALF: dict[str, dict[str, dict[int, list[Row]]]] = {
+    "hopper": {
+        "prepare": {256: [(64, 0, 4, 2), (64, 0, 4, 1)]},
+        "states": {64: [(0, 32, 4, 2), (0, 16, 4, 2)], 128: [(0, 16, 4, 2)], 256: [(0, 16, 4, 2)]},
+        "outputs": {256: [(64, 64, 4, 2), (64, 32, 4, 2)]},
+        "du": {256: [(64, 64, 4, 2), (64, 32, 4, 2)]},
+        "dstates": {64: [(0, 32, 4, 2), (0, 16, 4, 2)], 128: [(0, 16, 4, 2)], 256: [(0, 16, 8, 1)]},
+        "pairs": {256: [(64, 32, 4, 2), (32, 16, 4, 1)]},
+        "dq": {256: [(64, 32, 4, 2), (64, 32, 4, 1)]},
+        "dk": {64: [(64, 32, 4, 1), (32, 16, 4, 1)], 256: [(64, 32, 4, 2), (32, 16, 4, 1)]},
+    },
+    # mma.sync
+    "ampere": {
+        "prepare": {256: [(32, 0, 4, 1)]},
+        "states": {128: [(0, 16, 4, 2), (0, 16, 4, 1)], 256: [(0, 16, 4, 1)]},
+        "outputs": {256: [(32, 32, 4, 1)]},
+        "du": {256: [(64, 64, 4, 2), (64, 32, 4, 2)]},
+        "dstates": {256: [(0, 16, 4, 1)]},
+        "pairs": {256: [(32, 16, 4, 1)]},
+        "dq": {256: [(64, 32, 4, 2), (64, 32, 4, 1)]},
+        "dk": {256: [(32, 16, 4, 1)]},
+    },
+}
+#: For float32.
+_SINGLE: dict[str, dict[int, list[Row]]] = {
+    "prepare": {256: [(32, 0, 4, 1)]},
+    "states": {256: [(0, 16, 4, 1)]},
+    "outputs": {256: [(32, 32, 4, 1)]},
+    "du": {256: [(32, 32, 4, 1)]},
+    "dstates": {256: [(0, 16, 4, 1)]},
+    "pairs": {256: [(32, 16, 4, 1)]},
+    "dq": {256: [(32, 32, 4, 1)]},
+    "dk": {256: [(32, 16, 4, 1)]},
+}
+
+
+def chunk_length(chunk_size: int | None, head_dim: int, dtype: torch.dtype, capability: int) -> int:
+    """The number of tokens of a chunk, for the option of this name. `head_dim` is the larger of D_k and D_v, and
+    capability 0 is the interpreter."""
+    if capability == 0:
+        return min(chunk_size or _INTERPRETED_CHUNK, 64)
+    return min(chunk_size or 64, next(most for width, most in _MOST[dtype.itemsize].items() if head_dim <= width))
+
+
+def configs(kernel: str, capability: int, head_dim: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """The launch configs of a kernel, the default first; `head_dim` as for `chunk_length`."""
+    if capability == 0:
+        rows = _INTERPRETED[kernel]
+    else:
+        name = "hopper" if device_of(capability).name in ("hopper", "blackwell") else "ampere"
+        table = _HALF[name] if dtype.itemsize == 2 else _SINGLE
+        rows = next(rows for width, rows in table[kernel].items() if head_dim <= width)
+    names = ("BLOCK_D", "BLOCK_V", "num_warps", "num_stages")
+    found = [dict(zip(names, row, strict=True)) for row in rows]
+    if capability != 0 and device_of(capability).name != "cdna":
+        # Otherwise ptxas spills some of fewer registers, for an occupancy that it guesses.
+        found = [config | {"maxnreg": min(255, 65536 // (32 * config["num_warps"]))} for config in found]
+    return found
+
+
+def kind(dtype: torch.dtype, capability: int) -> str:
+    """How operands of float32 are multiplied, see `products`."""
+    if capability != 0 and device_of(capability).name == "cdna":
+        return "bf16" if dtype == torch.bfloat16 else "ieee"
+    return "bf16" if dtype == torch.bfloat16 else "tf32"

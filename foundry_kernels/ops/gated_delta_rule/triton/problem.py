@@ -1,0 +1,149 @@
+"""What the launches have in common for calls with the same shapes, dtypes and options."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from foundry_kernels._triton.devices import capability
+from foundry_kernels._triton.launch import Plan
+from foundry_kernels._triton.plans import planned
+from foundry_kernels._triton.rows import compute_dtype
+from foundry_kernels._triton.tuning import choose
+from foundry_kernels.ops.gated_delta_rule.operators import chunks_of
+from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
+from foundry_kernels.ops.gated_delta_rule.triton.config import chunk_length, configs, kind
+
+Strides = tuple[int, ...] | None
+
+
+class Problem(NamedTuple):
+    """Sizes of a call. `n_documents` is None for a dense batch."""
+
+    n_batch: int
+    n_kv_heads: int
+    n_heads: int
+    tokens: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    device: torch.device
+    n_documents: int | None
+    scale: float
+    l2norm: bool
+    delta: bool
+    chunk_size: int | None
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, options: DeltaRuleOptions) -> Problem:
+        cu_seqlens = options.cu_seqlens
+        return cls(
+            v.shape[0], k.shape[1], v.shape[1], v.shape[2], k.shape[3], v.shape[3], v.dtype, v.device,
+            None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+            options.scale, options.qk_l2norm, options.delta, options.chunk_size,
+        )  # fmt: skip
+
+    @property
+    def width(self) -> int:
+        return max(self.head_dim, self.head_dim_v)
+
+    @property
+    def chunk(self) -> int:
+        return chunk_length(self.chunk_size, self.width, self.dtype, capability(self.device))
+
+    @property
+    def n_chunks(self) -> int:
+        return chunks_of(self.tokens, self.chunk, self.n_documents)
+
+    @property
+    def n_states(self) -> int:
+        return self.n_batch if self.n_documents is None else self.n_documents
+
+    @property
+    def compute(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def block(self, kernel: str) -> dict[str, Any]:
+        """The launch config of a kernel by its name without "gated_delta_rule_"; blocks are not wider than heads."""
+        tags = f"{str(self.dtype)[6:]} D<={max(64, triton.next_power_of_2(self.width))}"
+        name = f"gated_delta_rule_{kernel}_kernel"
+        found = configs(kernel, capability(self.device), self.width, self.dtype)
+        config = choose(name, tags, found, self.device)
+        whole_d, whole_v = (max(16, triton.next_power_of_2(n)) for n in (self.head_dim, self.head_dim_v))
+        config["BLOCK_D"] = min(config["BLOCK_D"] or whole_d, whole_d)
+        config["BLOCK_V"] = min(config["BLOCK_V"], whole_v)
+        return config
+
+    def blocks(self, kernel: str) -> int:
+        """The number of blocks of q's columns."""
+        return triton.cdiv(self.head_dim, self.block(kernel)["BLOCK_D"])
+
+    def by_chunk(self) -> tuple[tuple[Any, ...], int]:
+        """The first numbers and the constant DOCUMENTS of a kernel whose programs find their chunk by `place_of`."""
+        documents = self.n_documents or 0
+        sizes = (self.tokens, self.n_chunks, self.n_heads, self.n_heads // self.n_kv_heads, self.size)
+        return (documents, *sizes), triton.next_power_of_2(documents) if documents else 0
+
+    @property
+    def size(self) -> int:
+        """Numbers of one for each token and head."""
+        return self.n_batch * self.n_heads * self.tokens
+
+
+def _strides(*tensors: Strides) -> tuple[int, ...]:
+    """The strides of each tensor without that of its last dimension, 0 for None; a tensor of numbers has three."""
+    return tuple(s for strides in tensors for s in (strides or (0, 0, 0, 1))[:3])
+
+
+@planned
+def plan(kernel: str, p: Problem, strides: tuple[Strides, ...], **flags: Any) -> Plan:
+    """The launch of a kernel by its name without "gated_delta_rule_". `strides`: of the tensors that are not
+    contiguous, in the order of the kernel's parameters."""
+    block = p.block(kernel)
+    constants: dict[str, Any] = {"D": p.head_dim, "CHUNK": p.chunk, "COMPUTE": compute_dtype(p.dtype)}
+    constants |= {"KIND": kind(p.dtype, capability(p.device))} | flags
+    sizes, constants["DOCUMENTS"] = p.by_chunk()
+    programs = p.n_batch * p.n_chunks
+    if kernel in ("states", "dstates"):
+        sizes, programs = sizes[1:], p.n_states
+        del constants["DOCUMENTS"]
+        constants["VARLEN"] = p.n_documents is not None
+    programs *= p.n_kv_heads if kernel in ("dq", "dk") else p.n_heads
+    if kernel == "prepare":
+        constants["MERGES"] = (p.chunk // 16).bit_length() - 1
+        del block["BLOCK_V"]
+    else:
+        constants["DV"] = p.head_dim_v
+        if kernel in ("dq", "dk"):
+            programs *= p.blocks(kernel)
+        elif kernel != "pairs":
+            programs *= triton.cdiv(p.head_dim_v, block["BLOCK_V"])
+    if kernel not in ("prepare", "states", "dk"):
+        sizes = (*sizes, p.scale)
+    return Plan((programs,), (*sizes, *_strides(*strides)), constants | block)
+
+
+@planned
+def plan_finish(p: Problem, beta: Strides) -> Plan:
+    sizes, documents = p.by_chunk()
+    numbers = (*sizes, p.blocks("dq"), p.blocks("dk"), *_strides(beta))
+    constants = {"COMPUTE": compute_dtype(p.dtype), "DELTA": p.delta, "DOCUMENTS": documents, "CHUNK": p.chunk}
+    return Plan((p.n_batch * p.n_chunks * p.n_heads,), numbers, constants | {"num_warps": 4})
+
+
+@planned
+def plan_dnorm(p: Problem, x: Strides, dx: Strides) -> Plan:
+    whole = max(16, triton.next_power_of_2(p.head_dim))
+    rows = max(16, 4096 // whole)
+    constants = {
+        "COMPUTE": compute_dtype(p.dtype),
+        "D": p.head_dim,
+        "BLOCK_D": whole,
+        "BLOCK_ROWS": rows,
+        "num_warps": 4,
+    }
+    programs = p.n_batch * p.n_kv_heads * triton.cdiv(p.tokens, rows)
+    return Plan((programs,), (p.tokens, p.n_kv_heads, *_strides(x, dx)), constants)

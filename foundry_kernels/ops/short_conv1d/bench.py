@@ -1,0 +1,59 @@
+"""What is timed, against what, and what it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.ops.short_conv1d.cases import make_case
+from foundry_kernels.testing import Case
+
+#: Shapes to time, by device: rows, tokens, channels, name. Qwen3-Next-80B-A3B's convolution has 8192 channels.
+_BENCH_SHAPES = {
+    "cpu": ((1, 256, 512, "cached"), (2, 2048, 2048, "large"), (1, 512, 8192, "qwen3-next")),
+    "cuda": ((8, 2048, 2048, "large"), (4, 4096, 8192, "qwen3-next")),
+}
+
+#: Endings of the cases that are timed without --full.
+BENCH_QUICK = ("cached", "large", "4x4096x8192-W=4-qwen3-next")
+
+
+def bench_cases(op: str, device: str) -> tuple[Case, ...]:
+    return tuple(make_case(b, t, c, name, bias=None) for b, t, c, name in _BENCH_SHAPES[device])
+
+
+def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
+    """Growing shapes: T is the tokens, N the channels."""
+    tokens = range(6, 13, 2) if device == "cpu" else range(8, 17, 2)
+    return {
+        "T": tuple((2**i, make_case(1, 2**i, 2048, "tokens", bias=None)) for i in tokens),
+        "N": tuple((2**i, make_case(1, 1024, 2**i, "channels", bias=None)) for i in range(7, 14, 2)),
+    }
+
+
+def parity_case(case: Case) -> Case:
+    """`case`: sums of a few taps need no smaller one."""
+    return case
+
+
+def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
+    """The least that must be read and written. Forward: x and y. Backward: dy, x and dx. The filter is small and left
+    out."""
+    x = args["x"]
+    assert x is not None
+    return {"forward": 2, "backward": 3, "both": 5}[direction] * x.numel() * x.element_size()
+
+
+def eager(x: Tensor, weight: Tensor, bias: Tensor | None = None, **absent: None) -> Tensor:
+    """Computes it as Hugging Face's transformers do without the causal_conv1d package."""
+    filters = weight.unsqueeze(1)
+    y = torch.nn.functional.conv1d(x.transpose(1, 2), filters, bias, padding=weight.shape[1] - 1, groups=x.shape[2])
+    return torch.nn.functional.silu(y[..., : x.shape[1]]).transpose(1, 2)
+
+
+def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any]]:
+    """What else computes this, by name; "eager" is also what torch.compile is given."""
+    return {"eager": eager}

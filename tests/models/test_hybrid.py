@@ -1,0 +1,208 @@
+"""Models with linear attention in some layers: packed sequences, padding, the cache, what they cost and refuse."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tiny_model import TINY, draw, make
+
+from foundry_kernels.models import Generator, HybridCache, KVCache, ModelConfig, PagedKVCache, Transformer
+from foundry_kernels.models.count import flops_by_part
+from foundry_kernels.nn import Attention, GatedDeltaNet
+
+KINDS = ("linear_attention", "full_attention", "linear_attention")
+HYBRID = dataclasses.replace(TINY, n_layers=3, layer_types=KINDS)
+CONFIGS: dict[str, ModelConfig] = {
+    "defaults": HYBRID,
+    "qwen": dataclasses.replace(
+        HYBRID, attention_gate=True, qk_norm=True, qk_norm_weight_offset=1.0, norm_weight_offset=1.0, rope_dim=2,
+        linear_v_heads=6, linear_k_heads=3, linear_k_dim=5, linear_v_dim=7, linear_conv_size=3,
+    ),
+    "only linear": dataclasses.replace(TINY, layer_types=["linear_attention"] * 2, positions="none"),
+    "experts": dataclasses.replace(HYBRID, n_experts=3, hidden_dim=6, dense_layers=(0,), shared_expert_dim=4),
+    "gates alone": dataclasses.replace(TINY, attention_gate=True, attention_bias=True),
+    "alibi": dataclasses.replace(HYBRID, positions="alibi", sliding_window=3, residual_dropout=0.1),
+}  # fmt: skip
+every = pytest.mark.parametrize("name", CONFIGS)
+
+
+@every
+def test_layers_and_costs(name: str) -> None:
+    of = CONFIGS[name]
+    model = make(of)
+    kinds = of.layer_types or ("full_attention",) * of.n_layers
+    classes = {"linear_attention": GatedDeltaNet, "full_attention": Attention}
+    assert [type(block.attention) for block in model.layers] == [classes[kind] for kind in kinds]
+    parts = of.parameters_by_part()
+    norms = sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
+    attention = sum(p.numel() for n, p in model.named_parameters() if ".attention." in n and "norm" not in n)
+    assert (parts["attention"], parts["norms"]) == (attention, norms)
+    assert of.n_parameters == sum(p.numel() for p in model.parameters())
+    matrices = [
+        m.weight.numel() for block in model.layers for m in block.attention.modules() if isinstance(m, torch.nn.Linear)
+    ]
+    assert flops_by_part(of, 24)["attention"] == 2.0 * sum(matrices)
+    cache = model.make_cache(3, 17)
+    held = [*cache.k, *cache.v, *(x for state in getattr(cache, "states", ()) for x in state or ())]
+    assert of.cache_bytes(3, 17, torch.float32) == sum(x.untyped_storage().nbytes() for x in held)
+
+
+def test_work_of_linear_attention_does_not_grow_with_the_length() -> None:
+    of = CONFIGS["only linear"]
+    assert of.flops_per_token(10) == of.flops_per_token(1000)
+    assert flops_by_part(of, 10)["attention_scores"] == of.n_layers * 6 * of.n_heads * of.head_width**2
+    of = dataclasses.replace(of, dim=64, head_dim=16)
+    assert of.training_bytes(1, 8).activations["attention"] > 0
+
+
+@every
+def test_packed_and_padded_sequences_are_read_one_by_one(name: str) -> None:
+    model, lengths = make(CONFIGS[name]).eval(), (4, 7, 1)
+    rows = [draw(1, length, seed=length) for length in lengths]
+    expected = torch.cat([model(row) for row in rows], 1)
+    bounds = torch.tensor([0, 4, 11, 12])
+    packed = model(torch.cat(rows, 1), cu_seqlens=bounds, max_seqlen=7)
+    torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
+    padded = torch.cat([torch.nn.functional.pad(row, (0, 7 - row.shape[1])) for row in rows])
+    found = model(padded, lengths=torch.tensor(lengths))
+    found = torch.cat([row[:length] for row, length in zip(found, lengths, strict=True)])
+    torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-4)
+
+
+@every
+def test_generation_with_a_cache_is_the_argmax_of_the_whole_model(name: str) -> None:
+    model = make(CONFIGS[name]).eval()
+    prompts = [draw(1, length, seed=length)[0] for length in (6, 2, 4)]
+    for prompt, row in zip(prompts, model.generate(prompts, 9), strict=True):
+        expected = prompt
+        with torch.no_grad():
+            for _ in range(9):
+                expected = torch.cat([expected, model(expected[None])[0, -1:].argmax(-1)])
+        assert torch.equal(row, expected)
+    with torch.no_grad():
+        cache = model.make_cache(3)
+        assert type(cache) is (HybridCache if model.config.linear_layers else KVCache)
+        for _ in range(2):
+            parts = [model(part, cache=cache) for part in draw(3, 11).split((5, 1, 5), 1)]
+            torch.testing.assert_close(torch.cat(parts, 1), model(draw(3, 11)), rtol=1e-4, atol=1e-4)
+            cache.length = 0
+
+
+@pytest.mark.parametrize("backend", ["auto", "native"])
+@pytest.mark.filterwarnings("ignore:backend 'native' has no kernel")
+def test_backends_agree(backend: str) -> None:
+    reference = make(CONFIGS["qwen"])
+    model = Transformer(CONFIGS["qwen"], backend)
+    model.load_state_dict(reference.state_dict())
+    tokens, losses = draw(), []
+    for one in (reference, model):
+        _, loss = one(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        losses.append(loss)
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).norm() <= 1e-4 * theirs.grad.norm()
+    prompt = [draw(1, 5)[0]]
+    assert torch.equal(model.generate(prompt, 6)[0], reference.generate(prompt, 6)[0])
+
+
+def test_steps_that_are_compiled() -> None:
+    torch.compiler.reset()
+    model, prompts = make(CONFIGS["qwen"]), [draw(1, 5)[0], draw(1, 3)[0]]
+    expected = model.generate(prompts, 4)
+    for found, row in zip(model.generate(prompts, 4, compile={"backend": "aot_eager"}), expected, strict=True):
+        assert torch.equal(found, row)
+
+
+def test_copies_and_state_dicts() -> None:
+    model = make(CONFIGS["qwen"])
+    expected = model(draw())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(draw()), expected)
+    fresh = Transformer(CONFIGS["qwen"], "reference")
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(draw()), expected)
+    assert pickle.loads(pickle.dumps(model.config)) == model.config
+    torch.testing.assert_close(model.extended(48)(draw()), expected)
+
+
+def test_gradients_through_a_cache_are_refused() -> None:
+    model = make(HYBRID)
+    with pytest.raises(RuntimeError, match="cache is for inference"):
+        model(draw(), cache=model.make_cache(3)).sum().backward()
+
+
+@torch.no_grad()
+def test_a_cache_does_not_go_back_and_knows_a_pass_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(HYBRID).eval()
+    cache = model.make_cache(3)
+    model(draw(), cache=cache)
+    assert cache.length == 7
+    with pytest.raises(ValueError, match="length must be set to 0 or stay 7"):
+        cache.length = 3
+    assert "HybridCache(layers=3, of linear attention=2, batch_size=3, n_kv_heads=2" in repr(cache)
+    last = model.layers[2].feed_forward
+    monkeypatch.setattr(last, "forward", lambda x: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(draw(3, 1), cache=cache)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="cache holds states of a forward pass that failed"):
+        model(draw(3, 1), cache=cache)
+    cache.length = 0
+    torch.testing.assert_close(model(draw(), cache=cache), model(draw()), rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_hybrid_refuses() -> None:
+    model, dense = make(HYBRID), make(dataclasses.replace(TINY, n_layers=3))
+    with pytest.raises(ValueError, match="attn_mask must be None: linear attention"):
+        model(draw(), attn_mask=torch.ones(7, 7, dtype=torch.bool))
+    with pytest.raises(ValueError, match="lengths and cache exclude each other with linear attention"):
+        model(draw(), lengths=torch.tensor([7, 3, 2]), cache=model.make_cache(3))
+    with pytest.raises(ValueError, match=r"KVCache .* does not support linear attention"):
+        KVCache(HYBRID, 3)
+    for one, cache in ((model, dense.make_cache(3)), (dense, model.make_cache(3))):
+        with pytest.raises(ValueError, match="cache must be made for the model, whose linear attention is in"):
+            one(draw(), cache=cache)
+    with pytest.raises(ValueError, match="PagedKVCache does not support linear attention"):
+        PagedKVCache(HYBRID, 4)
+    with pytest.raises(ValueError, match=r"Generator, .* does not support linear attention"):
+        Generator(model, n_pages=4)
+    with pytest.raises(ValueError, match="does not support linear attention"):
+        model.generate([[1, 2]], 3, draft=dense)
+    with pytest.raises(ValueError, match="does not support linear attention"):
+        dense.generate([[1, 2]], 3, draft=model)
+    with pytest.raises(ValueError, match=r"cache must be made for the model|pages does not support"):
+        model(draw(), cache=PagedKVCache(dense.config, 9).batch([]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"layer_types": "linear_attention"}, TypeError, "layer_types must be a tuple of strings"),
+        ({"layer_types": ("linear_attention",)}, ValueError, "layer_types must have one for each of n_layers=2; got 1"),
+        ({"layer_types": ("mamba",) * 2}, ValueError, "layer_types must be of 'full_attention' and 'linear_attention'"),
+        ({"linear_k_dim": 8}, ValueError, "linear_k_dim needs a layer of linear attention"),
+        ({"linear_conv_size": 3}, ValueError, "linear_conv_size needs a layer of linear attention"),
+        ({"qk_norm_weight_offset": 1.0}, ValueError, "qk_norm_weight_offset needs qk_norm=True"),
+        ({"attention_gate": 1}, TypeError, "attention_gate must be a bool"),
+        ({"layer_types": KINDS[:2], "causal": False}, ValueError, "needs causal=True"),
+        ({"layer_types": KINDS[:2], "norm_placement": "post"}, ValueError, "needs norm_placement='pre'"),
+        ({"layer_types": KINDS[:2], "parallel_residual": True}, ValueError, "needs parallel_residual=False"),
+        ({"layer_types": KINDS[:2], "context_dim": 8}, ValueError, "needs context_dim=None"),
+        ({"layer_types": KINDS[:2], "linear_k_heads": 3}, ValueError, "linear_v_heads must be a multiple"),
+        ({"layer_types": KINDS[:2], "linear_v_dim": 300}, ValueError, "linear_v_dim must be at most 256; got 300"),
+        ({"layer_types": KINDS[:2], "linear_conv_size": 9}, ValueError, "linear_conv_size must be at most 8; got 9"),
+    ],
+)
+def test_contradictions(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        dataclasses.replace(TINY, **fields)
+
+
+def test_all_full_attention_is_no_pattern() -> None:
+    assert dataclasses.replace(TINY, layer_types=("full_attention",) * 2) == TINY

@@ -1,0 +1,212 @@
+"""`GatedDeltaNet`: its formula, Qwen3.5's own layer, packed sequences, states, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foundry_kernels import gated_delta_rule, nn
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "equal heads": {"n_v_heads": 2, "head_k_dim": 8},
+    "groups": {"n_v_heads": 6, "n_k_heads": 2, "head_k_dim": 4, "head_v_dim": 7, "conv_size": 3},
+    "one tap": {"n_v_heads": 2, "n_k_heads": 1, "head_k_dim": 8, "conv_size": 1, "negative_eigenvalues": True},
+}
+
+
+def make(name: str = "groups", dtype: torch.dtype = torch.float32, **changes: Any) -> nn.GatedDeltaNet:
+    layer = nn.GatedDeltaNet(20, **{**SHAPES[name], **changes}, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(drawn * 0.4 + (0.5 if parameter.dim() == 1 else 0.0))
+    return layer
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def formula(layer: nn.GatedDeltaNet, x: Tensor) -> Tensor:
+    """As the docstring has it, with PyTorch's own functions and the operation's reference."""
+    taps, channels = layer.conv_size, layer.conv1d.weight.shape[0]
+    qkv = F.linear(x, layer.in_proj_qkv.weight).transpose(1, 2)
+    mixed = F.silu(F.conv1d(F.pad(qkv, (taps - 1, 0)), layer.conv1d.weight, groups=channels)).transpose(1, 2)
+    keys = layer.n_k_heads * layer.head_k_dim
+    parts = mixed.split([keys, keys, channels - 2 * keys], -1)
+    heads = layer.n_k_heads, layer.n_k_heads, layer.n_v_heads
+    q, k, v = (part.unflatten(-1, (n, -1)).transpose(1, 2) for part, n in zip(parts, heads, strict=True))
+    q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    beta = F.linear(x, layer.in_proj_b.weight).sigmoid() * (2.0 if layer.negative_eigenvalues else 1.0)
+    g = -layer.A_log.exp() * F.softplus(F.linear(x, layer.in_proj_a.weight) + layer.dt_bias)
+    o = gated_delta_rule(q, k, v, g.transpose(1, 2), beta.transpose(1, 2), backend="reference").transpose(1, 2)
+    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-6) * layer.norm.weight
+    return F.linear(o.flatten(2) * F.silu(F.linear(x, layer.in_proj_z.weight)), layer.out_proj.weight)
+
+
+def gradients_are_close(y: Tensor, expected: Tensor, inputs: tuple[Tensor, ...], error: float) -> None:
+    dy = draw(*y.shape, dtype=y.dtype, seed=2)
+    found, wanted = (torch.autograd.grad(each, inputs, dy) for each in (y, expected))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_formula_and_its_gradients(name: str, dtype: torch.dtype) -> None:
+    layer = make(name, dtype)
+    x = draw(2, 11, 20, dtype=dtype).requires_grad_()
+    expected = formula(layer, x)
+    y = layer(x)
+    error = 1e-10 if dtype == torch.float64 else 2e-5
+    torch.testing.assert_close(y, expected, rtol=error, atol=error)
+    dy, inputs = draw(2, 11, 20, dtype=dtype, seed=2), (x, *layer.parameters())
+    for found, wanted in zip(
+        torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=10 * error, atol=10 * error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_qwens_own_layer_and_its_state_dict(dtype: torch.dtype) -> None:
+    pytest.importorskip("transformers.models.qwen3_5")
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
+    sizes = {"linear_key_head_dim": 4, "linear_value_head_dim": 7, "linear_conv_kernel_dim": 3}
+    config = Qwen3_5TextConfig(hidden_size=20, num_hidden_layers=1, **heads, **sizes)
+    theirs = Qwen3_5GatedDeltaNet(config, 0).to(dtype)
+    ours = make(dtype=dtype, norm_round_before_weight=True)
+    theirs.load_state_dict(ours.state_dict())
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    x = draw(2, 70, 20, dtype=dtype)
+    expected, found = theirs(x), ours(x)
+    error = 2e-5 if dtype == torch.float32 else 0.03
+    assert (found - expected).abs().max() <= error * expected.abs().max()
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_packed_sequences_are_read_one_by_one(index: torch.dtype) -> None:
+    layer, lengths = make(), (3, 0, 1, 9, 2)
+    bounds = [0, *itertools.accumulate(lengths)]
+    x = draw(1, 15, 20).requires_grad_()
+    y = layer(x, cu_seqlens=torch.tensor(bounds, dtype=index))
+    parts = [layer(x[:, start:end]) for start, end in itertools.pairwise(bounds)]
+    expected = torch.cat(parts, 1)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    dy, inputs = draw(1, 15, 20, seed=2), (x, *layer.parameters())
+    for found, wanted in zip(
+        torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("parts", [(11,), (1,) * 11, (2, 1, 5, 3), (0, 4, 7)])
+def test_a_state_continues(name: str, parts: tuple[int, ...]) -> None:
+    layer, x = make(name), draw(2, 11, 20)
+    state = layer.make_state(2)
+    with torch.no_grad():
+        found = torch.cat([layer(part, state=state) for part in x.split(parts, 1)], 1)
+        torch.testing.assert_close(found, layer(x), rtol=2e-5, atol=2e-5)
+        state.reset()
+        torch.testing.assert_close(layer(x[:, :1], state=state), layer(x[:, :1]), rtol=2e-5, atol=2e-5)
+
+
+@torch.no_grad()
+def test_states_of_packed_sequences() -> None:
+    layer, x = make(), draw(1, 9, 20)
+    state = layer.make_state(3)
+    layer(x, cu_seqlens=torch.tensor([0, 4, 4, 9]), state=state)
+    after = layer(draw(3, 1, 20, seed=3), state=state)
+    expected = [
+        layer(torch.cat([part, draw(3, 1, 20, seed=3)[n : n + 1]], 1))[:, -1:]
+        for n, part in enumerate((x[:, :4], x[:, 4:4], x[:, 4:]))
+    ]
+    torch.testing.assert_close(after, torch.cat(expected), rtol=2e-5, atol=2e-5)
+
+
+def test_a_state_has_no_gradient() -> None:
+    layer, x = make(), draw(2, 3, 20)
+    for tokens in (3, 1):
+        y = layer(x[:, :tokens], state=layer.make_state(2))
+        assert y.requires_grad
+        with pytest.raises(RuntimeError, match="cache is for inference"):
+            y.sum().backward()
+
+
+@torch.no_grad()
+def test_states_under_autocast() -> None:
+    layer, x = make(), draw(2, 9, 20)
+    state = layer.make_state(2, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        parts = [layer(part, state=state) for part in x.split((5, 1, 3), 1)]
+        expected = layer(x)
+    assert expected.dtype == torch.bfloat16
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0.05, atol=0.05)
+
+
+def test_copies_pickles_and_text() -> None:
+    layer, x = make(), draw(1, 5, 20)
+    expected = layer(x)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x), expected)
+    fresh = make("groups")
+    fresh.load_state_dict(layer.state_dict())
+    assert torch.equal(fresh(x), expected)
+    assert "20, n_v_heads=6, n_k_heads=2, head_k_dim=4, head_v_dim=7, conv_size=3, backend='auto'" in repr(layer)
+    assert "negative_eigenvalues=True" in repr(make("one tap"))
+
+
+def test_initial_gates() -> None:
+    layer = nn.GatedDeltaNet(16, 64)
+    assert layer.head_v_dim == layer.head_k_dim == 128
+    assert 0.01 <= layer.A_log.exp().min() < layer.A_log.exp().max() <= 16.0
+    assert torch.equal(layer.dt_bias, torch.ones(64))
+    assert nn.GatedDeltaNet(16, 2, device="meta").A_log.is_meta
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"n_v_heads": 3, "n_k_heads": 2}, ValueError, "n_v_heads must be a multiple of n_k_heads=2; got 3"),
+        ({"n_v_heads": 0}, ValueError, "n_v_heads must be"),
+        ({"n_v_heads": 2.0}, TypeError, "n_v_heads must be an int"),
+        ({"n_v_heads": 2, "head_k_dim": 257}, ValueError, "head_k_dim must be at most 256; got 257"),
+        ({"n_v_heads": 2, "head_v_dim": 300}, ValueError, "head_v_dim must be at most 256; got 300"),
+        ({"n_v_heads": 2, "conv_size": 9}, ValueError, "conv_size must be at most 8; got 9"),
+        ({"n_v_heads": 2, "norm_eps": -1.0}, ValueError, "norm_eps"),
+        ({"n_v_heads": 2, "negative_eigenvalues": 1}, TypeError, "negative_eigenvalues must be a bool"),
+        ({"n_v_heads": 2, "backend": "fast"}, ValueError, "backend must be one of"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        nn.GatedDeltaNet(16, **options)
+
+
+def test_bad_calls() -> None:
+    layer, x = make(), draw(2, 3, 20)
+    with pytest.raises(ValueError, match="x must have dim=20"):
+        layer(x[..., :19])
+    with pytest.raises(ValueError, match=r"x must be \[1, total, 20\] with cu_seqlens"):
+        layer(x, cu_seqlens=torch.tensor([0, 3]))
+    with pytest.raises(TypeError, match="cu_seqlens"):
+        layer(x[:1], cu_seqlens=torch.tensor([0.0, 3.0]))
+    with pytest.raises(ValueError, match=r"state\.conv must have shape \(2, 58, 2\)"):
+        layer(x, state=layer.make_state(3))
+    with pytest.raises(TypeError, match="state must be a GatedDeltaState; got tuple"):
+        layer(x, state=(1, 2))
+    with pytest.raises(
+        ValueError, match=r"state\.conv must have the projection's dtype torch\.float32; got torch\.bfloat16"
+    ):
+        layer(x[:, :1], state=layer.make_state(2, dtype=torch.bfloat16))
