@@ -108,13 +108,9 @@ def linear_kl_div(
             )
     reduces = reduction != "none" and is_dtensor(hidden)  # torch reduces over devices
     options = LinearKlDivOptions(
-        of_options.ignore_index,
-        of_options.temperature,
-        of_options.beta,
-        "none" if reduces else reduction,
-        chunk_size,
+        of_options.ignore_index, of_options.temperature, of_options.beta, "none" if reduces else reduction, chunk_size,
         batch_invariant or invariance.on,
-    )
+    )  # fmt: skip
     function = resolve(LINEAR_KL_DIV, backend, hidden)
     found: Tensor = function(hidden, weight, target, bias, teacher.detached(), options)
     return of_logits.reduced(found, target, options.ignore_index, reduction) if reduces else found

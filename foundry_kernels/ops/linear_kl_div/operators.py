@@ -88,8 +88,8 @@ class Strategy(NamedTuple):
 
 def _call(args: tuple[Any, ...]) -> tuple[Inputs, Teacher, LinearKlDivOptions, Needs]:
     options, needs = LinearKlDivOptions.from_operator_args(args[8:])
-    hidden, weight, target, bias = args[:4]
-    return Inputs(hidden, weight, target, bias, class_weight=None), Teacher(*args[4:8]), options, Needs(*needs)
+    hidden, weight, target, bias, *of_teacher = args[:8]
+    return Inputs(hidden, weight, target, bias, None), Teacher(*of_teacher), options, Needs(*needs)
 
 
 def _results(found: Any) -> tuple[Tensor, ...]:
