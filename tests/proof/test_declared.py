@@ -357,7 +357,15 @@ ENCODERS = {"context_dim", "head", "relative_buckets", "relative_max_distance", 
 NOT_SHARDED |= {*ENCODERS, "activation_dropout", "output_dropout", "causal", "logit_scale", "attention_scale"}
 NOT_SHARDED |= {"alibi_scaled", "norm_weight_offset", "final_norm", "embedding_scale", "qk_norm_over"}
 NOT_SHARDED |= {*LINEAR_FIELDS, "qk_norm_weight_offset", "attention_gate"}
-NOT_CLIPPED = {*LINEAR_FIELDS, "qk_norm_weight_offset", "attention_gate", *ENCODERS, "qk_norm", "qk_norm_over", "alibi_scaled"}
+NOT_CLIPPED = {
+    *LINEAR_FIELDS,
+    "qk_norm_weight_offset",
+    "attention_gate",
+    *ENCODERS,
+    "qk_norm",
+    "qk_norm_over",
+    "alibi_scaled",
+}
 
 
 @dataclass(frozen=True)

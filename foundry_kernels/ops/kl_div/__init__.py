@@ -37,7 +37,7 @@ from foundry_kernels.core.checks import (
     check_float,
     check_int,
     check_integer,
-    check_number,
+    check_not_negative,
     check_positive,
     check_shape,
 )
@@ -119,8 +119,8 @@ def make_options(
     check_positive("temperature", temperature)
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}; got {direction!r}")
-    check_number("beta", beta)
-    if not 0.0 <= beta <= 1.0:  # also false for NaN
+    check_not_negative("beta", beta)
+    if beta > 1.0:
         raise ValueError(f"beta must be in 0 .. 1; got {beta}")
     check_int("ignore_index", ignore_index)
     if reduction not in losses.REDUCTIONS:
