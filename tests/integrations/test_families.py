@@ -15,6 +15,8 @@ from foundry_kernels.integrations.tiny import tiny_model
 from foundry_kernels.testing import MAX_FACTOR, RMS_FACTOR
 
 TOLERANCE = 1e-5  # of float32 results, relative to the largest value; of a gradient, in norm
+#: Steps of up to 2 amplify rounding: from float64, transformers' own gradients differ by 2e-5, the kernels' by 3e-5.
+AMPLIFIED = {"olmo_hybrid": 5.0}
 
 IDS = torch.randint(3, 128, (3, 12), generator=torch.Generator().manual_seed(0))
 NONE = torch.ones_like(IDS)
@@ -67,7 +69,9 @@ def test_logits_loss_and_gradients(family: str, padding: str) -> None:
     largest = max(float(g.norm()) for g in grads.values())
     for name, grad in grads.items():
         error, norm = float((patched_grads[name] - grad).norm()), float(grad.norm())
-        assert error <= TOLERANCE * max(norm, 1e-2 * largest), f"{name}: {error:.1e} of {norm:.1e}"
+        assert error <= AMPLIFIED.get(family, 1.0) * TOLERANCE * max(norm, 1e-2 * largest), (
+            f"{name}: {error:.1e} of {norm:.1e}"
+        )
 
 
 @every_family
