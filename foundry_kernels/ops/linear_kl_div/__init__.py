@@ -69,8 +69,8 @@ def linear_kl_div(
         no token counts.
 
     Raises:
-        As :func:`foundry_kernels.kl_div`; ValueError also if a tensor does not fit, the vocabularies differ, `chunk_size`
-            is below 1, a weight is sharded by its classes, or the teacher is given twice or not at all.
+        As :func:`foundry_kernels.kl_div`; ValueError also if a tensor does not fit, the vocabularies differ,
+            `chunk_size` is below 1, a weight is sharded by its classes, or the teacher is given twice or not at all.
 
     Gradients go to hidden, weight and bias. All tensors of the teacher are constants: they get no gradient, whether
     they require one or not. Under autocast the tensors of both sides, except teacher_logits, are first cast to its
