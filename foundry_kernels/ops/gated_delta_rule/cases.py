@@ -198,6 +198,10 @@ CASES: dict[str, tuple[Case, ...]] = {
 MUTATED = {"gated_delta_rule_step": ("state",)}
 
 
+#: A size whose rounding is below the smallest normal number of float32.
+_TINY = 1e-32
+
+
 def scales(
     args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
 ) -> dict[str, float]:
@@ -205,14 +209,16 @@ def scales(
 
     Of a query or key that is divided by its length, the gradient loses its part along it, which may be nearly all: its
     size is that of the gradient before. The gradient of g is a sum over the state: its size is the root of the sum of
-    squares. (Linear attention is taken for the delta rule without beta, whose terms are of the same size.)
+    squares, also without the correction, which may cancel nearly all of the state. (Linear attention is taken for the
+    delta rule without beta, whose terms are of the same size.)
     """
     q, k, v, g, beta = (None if (x := args.get(n)) is None else x.detach() for n in ("q", "k", "v", "g", "beta"))
     assert q is not None
     assert k is not None
     assert v is not None
+    tiny = dict.fromkeys((*args, "output 0", "output 1"), _TINY)
     if "state" in args or v.numel() == 0 or not (g is not None or options.get("qk_l2norm")):
-        return {}
+        return tiny
     state, factors = args.get("initial_state"), {}
     if options.get("qk_l2norm"):
         factors = {n: torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS) for n, x in (("q", q), ("k", k))}
@@ -222,12 +228,17 @@ def scales(
         g = leaves["g"] = g[..., None, None].repeat(1, 1, 1, q.shape[-1], v.shape[-1]).requires_grad_()
     scale = options.get("scale") or q.shape[-1] ** -0.5
     final = bool(options.get("return_final_state"))
-    call = DeltaRuleOptions(args.get("cu_seqlens"), scale, False, True, None, final)
-    outputs = reference.gated_delta_rule(q, k, v, g, beta, None if state is None else state.detach(), call)
-    results = [x for x in outputs if x is not None]
-    grads = dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), cotangents), strict=True))
-    found = {n: float((grads[n] * by).abs().max()) for n, by in factors.items()}
-    return found | ({"g": float(grads["g"].square().sum((-1, -2)).sqrt().max())} if g is not None else {})
+    found = {}
+    for delta in (True, False):
+        call = DeltaRuleOptions(args.get("cu_seqlens"), scale, False, delta, None, final)
+        outputs = reference.gated_delta_rule(q, k, v, g, beta, None if state is None else state.detach(), call)
+        results = [x for x in outputs if x is not None]
+        grads = dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), cotangents), strict=True))
+        if delta:
+            found = {n: float((grads[n] * by).abs().max()) for n, by in factors.items()}
+        if g is not None:
+            found["g"] = max(found.get("g", 0.0), float(grads["g"].square().sum((-1, -2)).sqrt().max()))
+    return tiny | found
 
 
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
