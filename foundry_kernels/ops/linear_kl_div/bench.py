@@ -21,10 +21,10 @@ _BENCH_SHAPES = {
         (512, 512, 512, 32768, "few-tokens"),
         (256, 256, 512, 8192, "tiny"),
     ),
-    "cuda": ((8192, 2048, 4096, 128256, "llama-3-1b-of-8b"),),
+    "cuda": ((8192, 2048, 4096, 32000, "llama-2"),),
 }
 
-BENCH_QUICK = ("tiny-forward", "tiny-jsd", "llama-3-1b-of-8b-forward")
+BENCH_QUICK = ("tiny-forward", "tiny-jsd", "llama-2-forward")
 
 #: The forward pass makes the gradients.
 DIRECTIONS = ("forward", "both")

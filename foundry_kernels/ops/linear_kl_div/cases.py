@@ -102,22 +102,24 @@ def scales(
     hidden, weight, target = args["hidden"], args["weight"], args.get("target")
     assert hidden is not None
     assert weight is not None
-    counts = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
-    if target is not None:
-        counts = target != options.get("ignore_index", IGNORED)
-    if not counts.any():
+    counts = None if target is None else target != options.get("ignore_index", IGNORED)
+    if hidden.numel() == 0 or (counts is not None and not counts.any()):
         return {}
-    x, w = hidden.detach()[counts], weight.detach()
+
+    def counting(rows: Tensor) -> Tensor:  # the meta device has no number of rows for a mask
+        return rows.detach().flatten(0, -2) if counts is None else rows.detach()[counts]
+
+    x, w = counting(hidden), weight.detach()
     logits, size = _logits(x, w, args.get("bias"))
     teacher = args.get("teacher_logits")
     if teacher is None:
         of_teacher, head = args["teacher_hidden"], args["teacher_weight"]
         assert of_teacher is not None
         assert head is not None
-        of_teacher_logits, of_teacher_size = _logits(of_teacher.detach()[counts], head, args.get("teacher_bias"))
+        of_teacher_logits, of_teacher_size = _logits(counting(of_teacher), head, args.get("teacher_bias"))
         size = max(size, of_teacher_size)
     else:
-        of_teacher_logits = teacher.detach()[counts]
+        of_teacher_logits = counting(teacher)
     found = terms(logits, of_teacher_logits, options, cotangents[0])
     many = x.shape[0] if options.get("reduction", "mean") == "sum" else 1
     size /= options.get("temperature", 1.0)
