@@ -43,7 +43,7 @@ def context_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
     Raises:
         TypeError: `model` is not a Transformer, `mesh` no DeviceMesh.
         ValueError: the mesh has several dimensions, the model is sharded already, or it has an option that combines all
-            tokens outside of attention: relative positions, a context, router losses.
+            tokens outside of attention: linear attention, relative positions, a context, router losses.
     """
     if not isinstance(model, Transformer):
         raise TypeError(f"model must be a foundry_kernels.models.Transformer; got {type(model).__name__}")
@@ -61,6 +61,7 @@ def context_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
 def _check_config(config: ModelConfig) -> None:
     refused = {
         "positions=relative": (config.relative, "relative positions are not sharded"),
+        "layer_types": (bool(config.linear_layers), "the states of linear attention are not handed on"),
         "context_dim": (config.context_dim is not None, "a context is not sharded"),
         "load_balancing_coef or router_z_coef": (config.balances, "the routers' losses would be those of parts"),
     }

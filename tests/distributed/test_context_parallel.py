@@ -201,10 +201,11 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_sent(mesh):
     ("choice", "message"),
     [
         ({"positions": "relative"}, "positions=relative is not context parallel"),
+        ({"layer_types": ("linear_attention",)}, "layer_types is not context parallel"),
         ({"context_dim": 8}, "context_dim is not context parallel"),
         ({"n_experts": 2, "load_balancing_coef": 0.1}, "load_balancing_coef or router_z_coef is not context parallel"),
     ],
-    ids=["relative", "context", "experts"],
+    ids=["relative", "linear", "context", "experts"],
 )
 def test_models_that_look_at_all_tokens_elsewhere_are_refused(choice, message, mesh):
     with pytest.raises(ValueError, match=message):

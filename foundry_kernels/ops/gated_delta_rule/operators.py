@@ -11,8 +11,8 @@ from torch import Tensor
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
 
-#: `states` are those at the starts of chunks of `chunk_length`, which the backward operator needs:
-#: ``[B, H_v, n_chunks, D_k, D_v]``, n_chunks by :func:`chunks_of`. Empty without `save_states`.
+#: `states` is what the backward operator needs of each chunk: from C++ the states at the chunks' starts, ``[B, H_v,
+#: n_chunks, D_k, D_v]``; from Triton the inverses of their triangles. Empty without `save_states`.
 FWD = (
     "gated_delta_rule_fwd(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, "
     f"{DeltaRuleOptions.SCHEMA}, bool need_final_state, bool save_states) "
