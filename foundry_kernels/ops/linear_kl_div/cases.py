@@ -107,7 +107,7 @@ def scales(
         return {}
 
     def counting(rows: Tensor) -> Tensor:  # the meta device has no number of rows for a mask
-        return rows.detach().flatten(0, -2) if counts is None else rows.detach()[counts]
+        return rows.detach().reshape(-1, rows.shape[-1]) if counts is None else rows.detach()[counts]
 
     x, w = counting(hidden), weight.detach()
     logits, size = _logits(x, w, args.get("bias"))
