@@ -29,7 +29,7 @@ COPIED, BFLOAT16, FLOAT64, HOST = 2.9e12, 700e12, 34e12, 10e-6
 MOST, FREE = 3.0, 84e9
 #: Operations whose reference reads indices on the host, which the meta device has not.
 READ_ON_THE_HOST = ("flash_attention_varlen",)
-#: Their reference takes one token after another, which takes minutes to meter.
+#: Their reference takes one token after another, and on the meta device, which a meter needs, none.
 RECURRENT = ("gated_delta_rule", "gated_linear_attention")
 
 

@@ -178,13 +178,14 @@ def timed_forms() -> list[Any]:
     for op in fk.OPS.values():
         for case in sorted(suite.timed_cases(op, "cpu"), key=lambda case: suite.case_bytes(case, torch.float32)):
             found.setdefault((op.name, repr(case.options)), (op, case))
-    large = {
-        case.id: (suite.Group(op, case, torch.float32, "forward").flops or 0) > 1 << 28 for op, case in found.values()
-    }
     return [
-        pytest.param(op, case, id=f"{op.name}-{case.id}", marks=[pytest.mark.slow] if large[case.id] else [])
+        pytest.param(op, case, id=f"{op.name}-{case.id}", marks=pytest.mark.slow if _is_large(op, case) else ())
         for op, case in found.values()
     ]
+
+
+def _is_large(op: OpSpec, case: Case) -> bool:
+    return (suite.Group(op, case, torch.float32, "forward").flops or 0) >= 1 << 28
 
 
 @pytest.mark.parametrize(("op", "case"), timed_forms())

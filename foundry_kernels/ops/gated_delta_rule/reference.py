@@ -38,14 +38,15 @@ def gated_delta_rule(
     shape = (n_documents, v.shape[1], k.shape[-1], v.shape[-1])
     initial = v.new_zeros(shape, dtype=wide) if initial_state is None else initial_state.to(wide)
     nothing = v.to(wide)
-    if tokens == 0:  # results on the graph of what they would be made of
+    steps = 0 if v.is_meta else tokens  # without values, only shapes and the graph matter
+    if steps == 0:  # results on the graph of what they would be made of
         for x in (g, beta):
             nothing = nothing if x is None else nothing * x.to(wide)[..., None]
         initial = initial + k.transpose(-1, -2) @ nothing
 
     state = initial if starts is None else v.new_zeros((1, *shape[1:]), dtype=wide)
     outs, states = [], [state]
-    for t in range(tokens):
+    for t in range(steps):
         if starts is not None:  # selected and not multiplied by 0, so that NaN stays in its document
             state = torch.where(starts[t], initial[document[t : t + 1]], state)
         out, state = advance(
