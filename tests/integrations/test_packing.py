@@ -29,6 +29,8 @@ from foundry_kernels.integrations.tiny_encoders import tiny_encoder
 
 #: Families with linear attention, which keeps documents apart in a patched model alone.
 LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+#: Releases in which their linear attention is written otherwise, and stays.
+BEFORE_LINEAR = Version(__version__) < Version("5.23")
 
 
 @pytest.fixture(autouse=True)
@@ -57,12 +59,25 @@ def built(family: str) -> Any:
     return model
 
 
+def mixing_is_said(model: Any, report: Any) -> None:
+    """Of layers that mix tokens and are not replaced."""
+    for name, layers in recurrent_layers(model).items():
+        assert any(f"{layers}  {name}  mixes them" in line for line in report.mixing)
+    for name, given in OTHERS.items():
+        assert refused(model, IDS, **given), name
+    with pytest.warns(UserWarning, match="attention keeps them apart"):
+        model(IDS, position_ids=POSITIONS)
+
+
 # Every family --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", BUILDABLE)
 def test_documents_do_not_see_each_other(family: str) -> None:
     model = tiny_model(family)
+    if family in LINEAR and BEFORE_LINEAR:
+        mixing_is_said(model, fk.patch(model).report())
+        return
     with fk.patch(model):
         alone = torch.cat([model(ids).logits for ids in IDS.split(LENGTHS, 1)], 1)
     ways = OTHERS | (BY_POSITIONS if family != "bloom" else {})
@@ -87,14 +102,8 @@ def test_families_without_a_row(family: str) -> None:
     report = fk.patch(model).report()
     if not any("flash_attention" in entry.ops for entry in report.replaced):
         pytest.skip("its attention stays")
-    recurrent = recurrent_layers(model)
-    if recurrent:
-        for name, layers in recurrent.items():
-            assert any(f"{layers}  {name}  mixes them" in line for line in report.mixing)
-        for name, given in OTHERS.items():
-            assert refused(model, IDS, **given), name
-        with pytest.warns(UserWarning, match="attention keeps them apart"):
-            model(IDS, position_ids=POSITIONS)
+    if recurrent_layers(model):
+        mixing_is_said(model, report)
         return
     assert report.mixing == ()
     ways = OTHERS
@@ -140,6 +149,8 @@ def test_documents_of_a_bidirectional_decoder() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon", "opt", *LINEAR])
 def test_gradients_of_layers_that_are_computed_again(family: str) -> None:
     """No loss of one document has a gradient in the tokens of another, and all are those without checkpointing."""
+    if family in LINEAR and BEFORE_LINEAR:
+        pytest.skip("its linear attention stays in this release")
     model = (built(family) if family == "opt" else tiny_model(family)).train()
     fk.patch(model, return_logits=True)
     found = []
