@@ -271,7 +271,10 @@ def other_weights(path: Path, state: dict) -> None:
                 (truncate, "is corrupt or not a checkpoint"),
                 (empty, "is corrupt or not a checkpoint"),
                 (pickled, "is corrupt or not a checkpoint"),
-                (older, "has checkpoint version 1; this program reads 2: finish that run with the program that began"),
+                (
+                    older,
+                    "has checkpoint version 1; this program reads 2: finish that run with the program that started it",
+                ),
                 (other_weights, "is damaged: RuntimeError"),
             )
         ),

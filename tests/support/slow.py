@@ -111,6 +111,15 @@ def telling(row: Any) -> dict[torch.dtype, frozenset[str]]:
     return {dtype: frozenset(chosen[dtype]) for dtype in row.dtypes}
 
 
+def representative(row: Any, dtype: torch.dtype, case: Case) -> bool:
+    """Whether a test of several cases needs this one. Emulated code is the same for all dtypes and for operations with
+    the same kernels: all but one of these have telling cases only."""
+    from table import is_twin
+
+    every = not _is_emulated(row) or (dtype == first_dtype(row) and not is_twin(row.op))
+    return every or case.id in telling(row)[dtype]
+
+
 def pairs_are_tried(row: Any, case: Case) -> bool:
     """Whether an interpreted case counts towards pairs of choices."""
     from table import is_twin

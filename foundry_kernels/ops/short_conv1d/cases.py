@@ -77,6 +77,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         make_case(1, 33, 64, "swish", activation="swish"),
         make_case(3, 65, 129, taps=3),
         make_case(2, 40, 33, "no-bias", bias=None),
+        make_case(2, 3, 32, "no-bias", bias=None),
         make_case(2, 9, 40, "plain", activation=None),
         make_case(2, 1, 24, "one-token", state=True, return_final_state=True),
         make_case(2, 2, 24, "few-tokens", state=True, return_final_state=True),
