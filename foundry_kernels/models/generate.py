@@ -278,8 +278,10 @@ def _chosen(rows: list[Tensor], log_probs: list[Tensor] | None, stats: Generatio
 
 def _take_pages(cache: PagedKVCache, n_rows: int, total: int) -> PagedBatch:
     """Creates sequences of the cache with pages for `total` positions."""
-    sequences = [cache.add() for _ in range(n_rows)]
+    sequences: list[int] = []
     try:
+        for _ in range(n_rows):
+            sequences.append(cache.add())
         cache.reserve(dict.fromkeys(sequences, total))
     except OutOfPages:
         for sequence in sequences:
