@@ -141,8 +141,8 @@ def generate(
         return_log_probs: also return the log-probabilities of the new tokens, by the model itself: of the softmax over
             the whole vocabulary, before `temperature`, `top_k` and `top_p`. Within
             :func:`foundry_kernels.batch_invariant` they have the bits of :meth:`Transformer.log_probs` on the whole
-            sequence, which training computes, for any batch and cache (without dropout and `compile`). Not together
-            with a draft.
+            sequence, which training computes, for any batch and cache (without dropout, `compile` and linear
+            attention). Not together with a draft.
         log_probs_temperature: the logits are divided by it for them. Give `temperature` for those of the distribution
             that the tokens are drawn from, if `top_k` and `top_p` exclude none.
         return_stats: also return the times of the two phases. This waits for the GPU before, between and after them.

@@ -57,8 +57,8 @@ class Generator:
 
     Tokens are those of ``model.generate`` with the same options, if each request that samples has its own generator.
     Logits may differ in the last bits between batches, so ties may be decided differently; within
-    :func:`foundry_kernels.batch_invariant` they are bitwise equal. The model runs in evaluation mode without gradients;
-    its mode is restored afterwards. A generator is not thread-safe.
+    :func:`foundry_kernels.batch_invariant` they are bitwise equal, except with linear attention. The model runs in
+    evaluation mode without gradients; its mode is restored afterwards. A generator is not thread-safe.
 
     Args:
         model: causal, with a head; without a context and relative positions.

@@ -20,10 +20,11 @@ from foundry_kernels.nn._paged import PagedKeyValues, PagedStep
 class PagedKVCache:
     """Preallocated pages of keys and values for every layer. Sequences of any lengths take pages as they grow.
 
-    Memory: ``2 * n_layers * n_pages * page_size * n_kv_heads * head_dim`` elements, whatever the number of sequences. A
-    layer with linear attention has no pages but `n_sequences` states, one for each sequence: a step overwrites them,
-    and :meth:`fork` copies the state. Such a sequence can only be truncated to 0 positions. After a forward pass that
-    failed, it must be, and read again.
+    Memory: ``2 * n_layers * n_pages * page_size * n_kv_heads * head_dim`` elements, whatever the number of sequences.
+
+    A layer with linear attention has no pages but `n_sequences` states, one for each sequence. A forward pass
+    overwrites them, and :meth:`fork` copies a state. A state does not go back, so such a sequence can only be truncated
+    to 0 positions; after a pass that failed it must be, and read again.
 
     A sequence has a number. :meth:`add` creates a sequence, :meth:`fork` creates a copy that shares pages until one of
     them is written, and :meth:`free` releases its pages. ``model(tokens, cache=cache.batch([a, b]))`` appends a row of
