@@ -34,16 +34,17 @@ class StateSlots:
     """A slot for the state of each of at most `n_slots` sequences, in every layer with linear attention.
 
     The states of a batch lie one after the other in its order, so each layer overwrites a view of them. If they do not,
-    because sequences have come or gone, `begin` moves them; between two steps of the same sequences nothing moves.
+    because sequences have come or gone, `arrange` moves them; between two steps of the same sequences nothing moves.
 
     A state does not go back to an earlier position. So a forward pass that fails leaves states that are of no use,
-    and `begin` refuses them until they are reset.
+    and `check` refuses them until they are reset.
     """
 
     def __init__(self, config: ModelConfig, n_slots: int, device: Any, dtype: torch.dtype | None) -> None:
         self.n_slots = n_slots
         self.layers = make_states(config, n_slots, device, dtype)
         self._slots: dict[int, int] = {}  # of each sequence
+        self._free = list(range(n_slots - 1, -1, -1))
         self._written: set[int] = set()  # sequences whose layers are, or may be, at different positions
 
     @property
@@ -52,23 +53,22 @@ class StateSlots:
 
     def check_free(self) -> None:
         """Raises OutOfPages if every slot has a sequence."""
-        if len(self._slots) == self.n_slots:
+        if not self._free:
             raise OutOfPages(
                 f"cache is full: it has states of linear attention for n_sequences={self.n_slots}, and all are in use"
             )
 
     def add(self, sequence: int, source: int | None = None) -> None:
         """Gives the sequence a free slot, whose state is that of `source`, or the one before the first token."""
-        taken = set(self._slots.values())
-        slot = next(n for n in range(self.n_slots) if n not in taken)
+        slot = self._free[-1]
         if source is not None and source in self._written:
             self._written.add(sequence)
         for x in self.tensors:
             x[slot] = 0 if source is None else x[self._slots[source]]
-        self._slots[sequence] = slot
+        self._slots[sequence] = self._free.pop()
 
     def free(self, sequence: int) -> None:
-        del self._slots[sequence]
+        self._free.append(self._slots.pop(sequence))
         self._written.discard(sequence)
 
     def reset(self, sequence: int) -> None:
@@ -102,6 +102,7 @@ class StateSlots:
         for x in self.tensors:
             x[after] = x[before]
         self._slots |= moved
+        self._free = list(range(self.n_slots - 1, len(order) - 1, -1))
         self._written -= intact
         return slice(0, len(slots))
 

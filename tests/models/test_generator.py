@@ -113,8 +113,9 @@ def test_tokens_are_those_of_each_request_alone(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda_generates_what_the_cpu_does() -> None:
-    model, lengths = model_of(backend="auto"), (7, 1, 40, 12)
+@pytest.mark.parametrize("name", ["llama", "hybrid"])
+def test_cuda_generates_what_the_cpu_does(name: str) -> None:
+    model, lengths = model_of(name, "auto"), (7, 1, 40, 12)
     there = copy.deepcopy(model).cuda()
     generator = Generator(there, n_pages=20, page_size=4, chunk_size=9)
     numbers = [generator.add(draw(n, n), 10) for n in lengths]
