@@ -135,8 +135,9 @@ def generate(
         draft: a smaller model with the same vocabulary, whose proposals this model verifies, several in one pass (see
             :mod:`foundry_kernels.models.speculative`). Tokens have the same distribution as without a draft, and greedy
             tokens are the same. A pass over several tokens may round the last bits of logits differently from a pass
-            over one token, so near-ties may differ, except within :func:`foundry_kernels.batch_invariant` without linear
-            attention. Both models read whole prompts in one pass. Not together with `compile`, a context or a cache.
+            over one token, so near-ties may differ, except within :func:`foundry_kernels.batch_invariant` (there too
+            with linear attention). Both models read whole prompts in one pass. Not together with `compile`, a context
+            or a cache.
         draft_tokens: proposed for each pass of the model, at most; 1 or more.
         return_log_probs: also return the log-probabilities of the new tokens, by the model itself: of the softmax over
             the whole vocabulary, before `temperature`, `top_k` and `top_p`. Within
