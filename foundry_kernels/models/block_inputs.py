@@ -8,7 +8,7 @@ from torch import Tensor
 
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.paged_cache import PagedBatch
-from foundry_kernels.models.validate import refuse_linear
+from foundry_kernels.models.validate import check_linear_layers, refuse_linear
 from foundry_kernels.nn._masks import add_bias, check_masks, hide_padding, packed_positions
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 
@@ -22,11 +22,9 @@ def block_inputs(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The additional arguments of every block (see `TransformerBlock`); none in a plain call."""
     relative, shard = model.relative_bias, model.sequence_shard
-    if isinstance(cache, KVCache) and cache.linear_layers != model.config.linear_layers:
-        raise ValueError(
-            f"cache must be made for the model, whose linear attention is in the layers {model.config.linear_layers}; "
-            f"got one for {cache.linear_layers}"
-        )
+    stored = cache.cache if isinstance(cache, PagedBatch) else cache
+    if stored is not None:
+        check_linear_layers(model.config, stored.linear_layers)
     if model.config.linear_layers:
         if attn_mask is not None:
             raise ValueError("attn_mask must be None: linear attention, which layer_types has, takes no mask")
@@ -36,8 +34,6 @@ def block_inputs(
             )
         if shard is not None:
             refuse_linear(model.config, "a sequence that is sharded over processes")
-        if isinstance(cache, PagedBatch):
-            refuse_linear(model.config, "a cache in pages")
     if isinstance(cache, PagedBatch):
         if attn_mask is not None or lengths is not None or relative is not None:
             raise ValueError("PagedKVCache does not support attn_mask, lengths or relative positions")

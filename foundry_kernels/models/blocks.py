@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.decode_block import decode
 from foundry_kernels.models.hybrid_cache import LayerState
+from foundry_kernels.models.state_slots import PagedState
 from foundry_kernels.nn import (
     MLP,
     AlibiSlopes,
@@ -223,13 +224,14 @@ class LinearBlock(TransformerBlock):
     def _attend(  # type: ignore[override]
         self,
         y: Tensor,
-        cache: LayerState | None,
+        cache: LayerState | PagedState | None,
         attn_mask: Tensor | AttentionMask | None = None,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        found: Tensor = self.attention(y, cu_seqlens=cu_seqlens, state=None if cache is None else cache.state)
+        found: Tensor
+        found = self.attention(y, cu_seqlens=cu_seqlens) if cache is None else cache.read(self.attention, y)
         return found
 
 

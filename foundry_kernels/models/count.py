@@ -119,7 +119,8 @@ def cache_bytes(config: ModelConfig, batch: int, length: int, dtype: torch.dtype
 
     A layer with linear attention has a state in place of keys and values, whose size does not depend on the length
     (:class:`HybridCache`). The cache allocates all `length` positions, even with a sliding window. Keys and values of a
-    context are not included.
+    context are not included. A :class:`PagedKVCache` of ``batch * length`` positions with ``n_sequences = batch`` takes
+    the same.
 
     Args:
         batch: sequences.

@@ -135,14 +135,15 @@ def generate(
         draft: a smaller model with the same vocabulary, whose proposals this model verifies, several in one pass (see
             :mod:`foundry_kernels.models.speculative`). Tokens have the same distribution as without a draft, and greedy
             tokens are the same. A pass over several tokens may round the last bits of logits differently from a pass
-            over one token, so near-ties may differ, except within :func:`foundry_kernels.batch_invariant`. Both models
-            read whole prompts in one pass. Not together with `compile`, a context or a cache.
+            over one token, so near-ties may differ, except within :func:`foundry_kernels.batch_invariant` (there too
+            with linear attention). Both models read whole prompts in one pass. Not together with `compile`, a context
+            or a cache.
         draft_tokens: proposed for each pass of the model, at most; 1 or more.
         return_log_probs: also return the log-probabilities of the new tokens, by the model itself: of the softmax over
             the whole vocabulary, before `temperature`, `top_k` and `top_p`. Within
             :func:`foundry_kernels.batch_invariant` they have the bits of :meth:`Transformer.log_probs` on the whole
-            sequence, which training computes, for any batch and cache (without dropout and `compile`). Not together
-            with a draft.
+            sequence, which training computes, for any batch and cache (without dropout, `compile` and linear
+            attention). Not together with a draft.
         log_probs_temperature: the logits are divided by it for them. Give `temperature` for those of the distribution
             that the tokens are drawn from, if `top_k` and `top_p` exclude none.
         return_stats: also return the times of the two phases. This waits for the GPU before, between and after them.
@@ -278,8 +279,10 @@ def _chosen(rows: list[Tensor], log_probs: list[Tensor] | None, stats: Generatio
 
 def _take_pages(cache: PagedKVCache, n_rows: int, total: int) -> PagedBatch:
     """Creates sequences of the cache with pages for `total` positions."""
-    sequences = [cache.add() for _ in range(n_rows)]
+    sequences: list[int] = []
     try:
+        for _ in range(n_rows):
+            sequences.append(cache.add())
         cache.reserve(dict.fromkeys(sequences, total))
     except OutOfPages:
         for sequence in sequences:

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from foundry_kernels.core.checks import check_bool, check_int, check_positive
 from foundry_kernels.core.registry import wide_dtype
-from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.inputs import ends_before, table_of
 from foundry_kernels.models.paged_cache import PagedKVCache
 from foundry_kernels.models.pages import OutOfPages
 from foundry_kernels.models.requests import Request, scores_of
 from foundry_kernels.models.sampling import check_options, choose, read_prompt
 from foundry_kernels.models.transformer import Transformer
-from foundry_kernels.models.validate import refuse_linear
+from foundry_kernels.models.validate import check_linear_layers, check_served, follows_length
 from foundry_kernels.nn._linear_layers import batched_decode
 
 
@@ -52,10 +51,14 @@ class Generator:
     until it ends. So a running request never waits for pages and is never preempted or recomputed; in exchange,
     reserved pages may be empty. Requests start in the order in which they were added, so none starves.
 
+    With linear attention in some layers, each running request also has states there, whose size does not depend on the
+    length. There are no earlier states to begin from, so a prompt is always read as a whole, also with `prefix_of`; and
+    after a step that fails, the sequences of all running requests are read again.
+
     Tokens are those of ``model.generate`` with the same options, if each request that samples has its own generator.
     Logits may differ in the last bits between batches, so ties may be decided differently; within
-    :func:`foundry_kernels.batch_invariant` they are bitwise equal. The model runs in evaluation mode without gradients;
-    its mode is restored afterwards. A generator is not thread-safe.
+    :func:`foundry_kernels.batch_invariant` they are bitwise equal, except with linear attention. The model runs in
+    evaluation mode without gradients; its mode is restored afterwards. A generator is not thread-safe.
 
     Args:
         model: causal, with a head; without a context and relative positions.
@@ -64,7 +67,8 @@ class Generator:
         page_size: positions of a page.
         max_batch: the maximum number of running sequences.
         chunk_size: the maximum number of prompt tokens in a step.
-        cache: an existing cache to use instead of `n_pages` new pages; it may hold other sequences.
+        cache: an existing cache to use instead of `n_pages` new pages; it may hold other sequences. For linear
+            attention a new one has states for `max_batch` sequences; if an existing one has fewer, requests wait.
 
     Attributes:
         cache: the pages.
@@ -87,7 +91,7 @@ class Generator:
     ) -> None:
         if not isinstance(model, Transformer):
             raise TypeError(f"model must be a Transformer; got {type(model).__name__}")
-        _check_model(model.config)
+        check_served(model.config)
         check_int("max_batch", max_batch, minimum=1)
         check_int("chunk_size", chunk_size, minimum=1)
         if (n_pages is None) == (cache is None):
@@ -96,15 +100,18 @@ class Generator:
         if cache is None:
             assert n_pages is not None
             page_size = 16 if page_size is None else page_size
-            cache = PagedKVCache(model.config, n_pages, page_size, device=weight.device, dtype=dtype)
+            states = max_batch if model.config.linear_layers else None
+            options: Any = {"n_sequences": states, "device": weight.device, "dtype": dtype}
+            cache = PagedKVCache(model.config, n_pages, page_size, **options)
         elif not isinstance(cache, PagedKVCache):
             raise TypeError(f"cache must be a PagedKVCache; got {type(cache).__name__}")
         elif page_size is not None:
             raise ValueError(f"page_size must be None with a cache, which has its own; got {page_size}")
         cache.check(weight.device, dtype, model.config.n_layers)
+        check_linear_layers(model.config, cache.linear_layers)
         heads = model.config.kv_heads, model.config.head_width
-        if cache.k[0].shape[2:] != heads:
-            raise ValueError(f"cache must have heads (n_kv_heads, head_dim)={heads}; got {tuple(cache.k[0].shape[2:])}")
+        if cache.heads != heads:
+            raise ValueError(f"cache must have heads (n_kv_heads, head_dim)={heads}; got {cache.heads}")
         self.model, self.cache = model, cache
         self.max_batch, self.chunk_size = max_batch, chunk_size
         self._next = 0
@@ -147,7 +154,8 @@ class Generator:
                 PyTorch's default, draw in the order in which their tokens are generated.
             prefix_of: the number of an earlier request with a common prefix. If that one is running when this one could
                 start, this one waits until the common prefix has been read and then shares its pages instead of reading
-                it again. Later requests wait too. If it is done by then, the prompt is read as usual.
+                it again. Later requests wait too. If it is done by then, or the model has linear attention, the prompt
+                is read as usual.
             return_log_probs, log_probs_temperature: as for :func:`generate`; :meth:`log_probs` returns them.
 
         Raises:
@@ -171,7 +179,7 @@ class Generator:
         asked = f"a prompt of {begin} tokens and max_new_tokens={max_new_tokens}"
         if ends_before(end, config):
             raise ValueError(f"{asked} do not fit; {table_of(config)}")
-        if end > config.max_seq_len and _follows_length(config):
+        if end > config.max_seq_len and follows_length(config):
             why = "dynamic scaling rotates all sequences of a batch by the length of the longest"
             raise ValueError(f"{asked} exceed max_seq_len={config.max_seq_len}, beyond which {why}")
         request = Request(
@@ -199,14 +207,14 @@ class Generator:
         generators may have advanced.
 
         Raises:
-            OutOfPages: no request is running, and other sequences in the cache hold pages that the next request needs.
+            OutOfPages: no request is running, and other sequences in the cache hold what the next request needs.
                 Nothing has changed.
         """
         self._admit()
         parts = self._parts()
         if not parts:
             return []
-        before = [(request, self.cache.length(request.sequence)) for request, _ in parts]
+        before = [(request, self.cache.length(request.sequence)) for request in self._running.values()]
         try:
             hidden, logits = self._forward(*zip(*parts, strict=True))
             read = [(row, r) for row, (r, _) in enumerate(parts) if self.cache.length(r.sequence) == len(r.tokens)]
@@ -214,8 +222,9 @@ class Generator:
             scores = {} if hidden is None else scores_of(self.model, hidden, read, drawn)
         except BaseException:
             for request, length in before:
-                self.cache.truncate(request.sequence, length)
-                self.cache.reserve({request.sequence: request.positions - length})
+                kept = 0 if self.cache.linear_layers else length  # a state does not go back
+                self.cache.truncate(request.sequence, kept)
+                self.cache.reserve({request.sequence: request.positions - kept})
             raise
         made = []
         for (_, request), token in zip(read, drawn, strict=True):
@@ -293,7 +302,9 @@ class Generator:
         """Starts requests while there is room for them."""
         while self._waiting and len(self._running) < self.max_batch:
             request = next(iter(self._waiting.values()))
-            other = None if request.prefix_of is None else self._running.get(request.prefix_of)
+            other = None
+            if request.prefix_of is not None and not self.cache.linear_layers:
+                other = self._running.get(request.prefix_of)
             shared = 0
             if other is not None:
                 # At least one token must be read, because the first new token is predicted from it.
@@ -320,7 +331,8 @@ class Generator:
         cache = self.cache
         sequence = cache.add() if other is None else cache.fork(other.sequence)
         try:
-            cache.truncate(sequence, shared)
+            if other is not None:
+                cache.truncate(sequence, shared)
             cache.reserve({sequence: positions - shared})
         except OutOfPages:
             cache.free(sequence)
@@ -381,18 +393,3 @@ def _draw(logits: Tensor, read: list[tuple[int, Request]]) -> list[int]:
     ]
     drawn: list[int] = torch.cat(rows).tolist()
     return drawn
-
-
-def _check_model(config: ModelConfig) -> None:
-    if not (config.causal and config.head):
-        raise ValueError("Generator needs a model with causal=True and head=True")
-    refuse_linear(config, "Generator, whose cache is in pages,")
-    if config.context_dim is not None:
-        raise ValueError(f"Generator needs a model without a context; got context_dim={config.context_dim}")
-    if config.relative:
-        raise ValueError("Generator needs a model without relative positions: PagedKVCache does not support them")
-
-
-def _follows_length(config: ModelConfig) -> bool:
-    """Whether rotations beyond max_seq_len depend on the length of the sequence."""
-    return config.rope_scaling is not None and config.rope_scaling.rope_type == "dynamic"

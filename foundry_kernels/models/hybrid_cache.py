@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.models.cache import KVCache, LayerCache
 from foundry_kernels.models.config import ModelConfig
-from foundry_kernels.nn import GatedDeltaState
+from foundry_kernels.models.state_slots import make_states
+from foundry_kernels.nn import GatedDeltaNet, GatedDeltaState
 
 
 class HybridCache(KVCache):
@@ -38,12 +38,7 @@ class HybridCache(KVCache):
         self._length, self._written = 0, False
         self.states: list[GatedDeltaState | None] = [None] * config.n_layers
         super().__init__(config, batch_size, max_len, device=device, dtype=dtype)
-        heads, taps = config.linear_heads, config.linear_conv_size
-        shape = batch_size, heads.v_heads, heads.k_dim, heads.v_dim
-        for layer in config.linear_layers:
-            conv = torch.zeros(batch_size, heads.channels, taps - 1, device=device, dtype=dtype)
-            states = torch.zeros(shape, device=device, dtype=wide_dtype(conv.dtype))
-            self.states[layer] = GatedDeltaState(conv, states)
+        self.states = make_states(config, batch_size, device, dtype)
 
     @property
     def length(self) -> int:
@@ -106,3 +101,8 @@ class LayerState:
         assert state is not None
         self._cache._written = True
         return state
+
+    def read(self, attention: GatedDeltaNet, y: Tensor) -> Tensor:
+        """Returns ``attention(y)``, which continues the sequences and overwrites their states."""
+        found: Tensor = attention(y, state=self.state)
+        return found

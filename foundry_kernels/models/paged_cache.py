@@ -13,7 +13,7 @@ from torch import Tensor
 from foundry_kernels.core.checks import check_int
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.pages import Pages
-from foundry_kernels.models.validate import refuse_linear
+from foundry_kernels.models.state_slots import PagedState, StateSlots
 from foundry_kernels.nn._paged import PagedKeyValues, PagedStep
 
 
@@ -21,6 +21,10 @@ class PagedKVCache:
     """Preallocated pages of keys and values for every layer. Sequences of any lengths take pages as they grow.
 
     Memory: ``2 * n_layers * n_pages * page_size * n_kv_heads * head_dim`` elements, whatever the number of sequences.
+
+    A layer with linear attention has no pages but `n_sequences` states, one for each sequence. A forward pass
+    overwrites them, and :meth:`fork` copies a state. A state does not go back, so such a sequence can only be truncated
+    to 0 positions; after a pass that failed it must be, and read again.
 
     A sequence has a number. :meth:`add` creates a sequence, :meth:`fork` creates a copy that shares pages until one of
     them is written, and :meth:`free` releases its pages. ``model(tokens, cache=cache.batch([a, b]))`` appends a row of
@@ -32,13 +36,14 @@ class PagedKVCache:
         config: the model's configuration.
         n_pages: the number of pages.
         page_size: positions of a page.
+        n_sequences: for a model with linear attention, the maximum number of sequences; otherwise None.
         device, dtype: those of the keys and values that the model computes (under autocast, autocast's dtype).
 
     Attributes:
-        k, v: for each layer ``[n_pages, page_size, Hk, D]``.
+        k, v: for each layer ``[n_pages, page_size, Hk, D]``; with linear attention Hk is 0.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size below 1; `n_sequences` is missing, or is given for a model without linear attention.
     """
 
     def __init__(
@@ -47,16 +52,27 @@ class PagedKVCache:
         n_pages: int,
         page_size: int = 16,
         *,
+        n_sequences: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        refuse_linear(config, "PagedKVCache")
         check_int("n_pages", n_pages, minimum=1)
         check_int("page_size", page_size, minimum=1)
-        shape = (n_pages, page_size, config.kv_heads, config.head_width)
+        self.linear_layers, self.heads = config.linear_layers, (config.kv_heads, config.head_width)
+        self._states: StateSlots | None = None
+        if (n_sequences is None) == bool(config.linear_layers):
+            wanted = (
+                "given for a model with linear attention" if n_sequences is None else "None without linear attention"
+            )
+            raise ValueError(f"n_sequences must be {wanted}; got {n_sequences}")
+        if n_sequences is not None:
+            check_int("n_sequences", n_sequences, minimum=1)
+            self._states = StateSlots(config, n_sequences, device, dtype)
+        heads = [0 if layer in config.linear_layers else config.kv_heads for layer in range(config.n_layers)]
+        shapes = [(n_pages, page_size, n, config.head_width) for n in heads]
         self._max_len = config.max_seq_len if config.positions == "learned" else math.inf
-        self.k = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
-        self.v = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
+        self.k = [torch.empty(shape, device=device, dtype=dtype) for shape in shapes]
+        self.v = [torch.empty(shape, device=device, dtype=dtype) for shape in shapes]
         self._pages = Pages(n_pages, page_size)
 
     @property
@@ -86,25 +102,47 @@ class PagedKVCache:
         return self._pages.sequences
 
     def add(self) -> int:
-        """Creates an empty sequence without pages and returns its number."""
-        return self._pages.add()
+        """Creates an empty sequence without pages and returns its number.
+
+        Raises:
+            OutOfPages: with linear attention, there are `n_sequences` already.
+        """
+        if self._states is None:
+            return self._pages.add()
+        self._states.check_free()
+        self._states.add(sequence := self._pages.add())
+        return sequence
 
     def fork(self, sequence: int) -> int:
         """Creates a copy of the sequence and returns its number. Pages are shared, and a shared page is copied when one
-        of the sequences writes to it."""
-        return self._pages.fork(sequence)
+        of the sequences writes to it. Raises OutOfPages as :meth:`add`."""
+        if self._states is None:
+            return self._pages.fork(sequence)
+        self._states.check_free()
+        self._states.add(copy := self._pages.fork(sequence), sequence)
+        return copy
 
     def free(self, sequence: int) -> None:
         """Removes the sequence and frees the pages that it does not share."""
         self._pages.free(sequence)
+        if self._states is not None:
+            self._states.free(sequence)
 
     def length(self, sequence: int) -> int:
         """Returns the number of stored positions of the sequence."""
         return self._pages.length(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Removes the positions of the sequence from `length` on; ValueError if it has fewer."""
+        """Removes the positions of the sequence from `length` on; ValueError if it has fewer, or if `length` is neither
+        0 nor its length and there is linear attention."""
+        if self._states is not None and length not in (0, self.length(sequence)):
+            raise ValueError(
+                f"length must be 0 or stay {self.length(sequence)}: the state of linear attention does not go back to "
+                f"another position; got {length}"
+            )
         self._pages.truncate(sequence, length)
+        if self._states is not None and length == 0:
+            self._states.reset(sequence)
 
     def block_table(self, sequence: int) -> tuple[int, ...]:
         """Returns the pages of the sequence, in the order of its positions."""
@@ -150,10 +188,12 @@ class PagedKVCache:
         self._pages.advance(counts)
 
     def __repr__(self) -> str:
-        n, size, h, d = self.k[0].shape
+        n, size, (h, d) = self.n_pages, self.page_size, self.heads
+        linear = f", of linear attention={len(self.linear_layers)}" if self.linear_layers else ""
+        most = "" if self._states is None else f"/{self._states.n_slots}"
         return (
-            f"PagedKVCache(layers={len(self.k)}, n_pages={n}, page_size={size}, n_kv_heads={h}, head_dim={d}, "
-            f"sequences={len(self.sequences)}, free={self.n_free}/{n}, {self.dtype}, {self.device})"
+            f"PagedKVCache(layers={len(self.k)}{linear}, n_pages={n}, page_size={size}, n_kv_heads={h}, head_dim={d}, "
+            f"sequences={len(self.sequences)}{most}, free={self.n_free}/{n}, {self.dtype}, {self.device})"
         )
 
 
@@ -176,7 +216,7 @@ class PagedBatch:
         """Makes room for `tokens` ``[B, T]``, or ``[1, total]`` with `cu_seqlens`, for one forward pass.
 
         Raises:
-            ValueError: they do not fit the cache.
+            ValueError: they do not fit the cache, or a sequence has states of a pass that failed.
             OutOfPages: there are fewer free pages; nothing has changed.
         """
         cache, (batch, count) = self.cache, tokens.shape
@@ -192,8 +232,10 @@ class PagedBatch:
                 table = f"max_seq_len={cache._max_len}, the length of the table of learned positions"
                 raise ValueError(f"sequence {sequence} holds {length} positions, and {new} more exceed {table}")
         own = dict(zip(self.sequences, counts, strict=True))
+        if cache._states is not None:
+            cache._states.check(self.sequences)
         cache.reserve(own)
-        return PagedForward(cache, own, self._step(counts, cu_seqlens, tokens))
+        return PagedForward(cache, own, self._step(counts, cu_seqlens, tokens), cu_seqlens is not None)
 
     def _step(self, counts: list[int], cu_seqlens: Tensor | None, tokens: Tensor) -> PagedStep:
         size, lengths, device = self.cache.page_size, self.lengths, tokens.device
@@ -216,15 +258,21 @@ class PagedBatch:
 
 class PagedForward:
     """One forward pass. The lengths change only after all layers have run, so a pass that fails leaves the contents of
-    the cache unchanged; its sequences keep their reserved pages."""
+    the cache unchanged; its sequences keep their reserved pages. Only the states of linear attention are lost."""
 
-    def __init__(self, cache: PagedKVCache, counts: dict[int, int], step: PagedStep) -> None:
-        self.step, self._cache, self._counts = step, cache, counts
+    def __init__(self, cache: PagedKVCache, counts: dict[int, int], step: PagedStep, packed: bool) -> None:
+        self.step, self._cache, self._counts, self._packed = step, cache, counts, packed
+        self._slots = slice(0) if cache._states is None else cache._states.arrange(tuple(counts))
 
-    def layer(self, index: int) -> PagedKeyValues:
-        """Returns one layer's part, as :class:`foundry_kernels.nn.Attention` takes it."""
+    def layer(self, index: int) -> PagedKeyValues | PagedState:
+        """Returns one layer's part, as :class:`foundry_kernels.nn.Attention` takes it, or of linear attention."""
+        states = self._cache._states
+        if states is not None and index in self._cache.linear_layers:
+            return PagedState(states, index, tuple(self._counts), self._slots, self.step, self._packed)
         return PagedKeyValues(self._cache.k[index], self._cache.v[index], self.step)
 
     def advance(self, count: int) -> None:
         """Advances each sequence's length by its new positions."""
         self._cache.advance(self._counts)
+        if self._cache._states is not None:
+            self._cache._states.finish(tuple(self._counts))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 class OutOfPages(RuntimeError):
-    """There are fewer free pages than a step needs; nothing has changed."""
+    """There are fewer free pages than a step needs, or no state is free for a new sequence; nothing has changed."""
 
 
 class Pages:

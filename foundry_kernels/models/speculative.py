@@ -6,11 +6,15 @@ one more token from p. So every token has the distribution p: Leviathan, Kalman 
 Transformers via Speculative Decoding", 2023, arXiv:2211.17192; Chen et al., "Accelerating Large Language Model Decoding
 with Speculative Sampling", 2023, arXiv:2302.01318. Temperature, top-k and top-p apply to both p and q. With greedy
 decoding, a drafted token is accepted if it is the large model's most likely one.
+
+Keys and values of rejected tokens are discarded. A state of linear attention does not go back: a copy of it is kept
+from before the drafted tokens, and if one of them is rejected, the accepted ones are read again from there. The large
+model reads them together with its next proposals, or in a pass of their own once they are more than `draft_tokens`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -23,7 +27,6 @@ from foundry_kernels.models.inputs import ends_before, table_of
 from foundry_kernels.models.paged_cache import PagedKVCache
 from foundry_kernels.models.sampling import GenerationStats, Sampling, choose, draw, now
 from foundry_kernels.models.transformer import Transformer
-from foundry_kernels.models.validate import refuse_linear
 from foundry_kernels.nn._tables import PositionTables
 
 #: Positions of a page.
@@ -51,7 +54,6 @@ def check_draft(model: Transformer, draft: object, **refused: Any) -> None:
     if draft.tok_embeddings.weight.device != device:
         raise ValueError(f"draft must be on the model's device {device}; got {draft.tok_embeddings.weight.device}")
     for name, one in (("draft", draft), ("model", model)):
-        refuse_linear(one.config, f"speculative decoding, which discards positions, with this {name}")
         if one.config.context_dim is not None or one.config.relative:
             raise ValueError(f"{name} must be a decoder without a context or a bias of positions")
 
@@ -108,8 +110,13 @@ def speculate(
         drawn = zip(counts.items(), tokens.tolist(), strict=True)
         proposals = {n: _until(proposed[:count], stop_token) for (n, count), proposed in drawn}
         lengths = [len(proposed) for proposed in proposals.values()]
-        logits = target.read({n: [rows[n][-1], *proposed] for n, proposed in proposals.items()})
-        padded = pad_sequence(logits.split([length + 1 for length in lengths]), batch_first=True)
+        unread = {n: rows[n][target.length(n) : -1] for n in proposals}
+        if again := {n: part for n, part in unread.items() if len(part) > draft_tokens}:
+            target.read(again, last_only=True)
+        target.mark(proposals)
+        new = {n: rows[n][target.length(n) :] + proposed for n, proposed in proposals.items()}
+        parts = target.read(new).split([len(part) for part in new.values()])
+        padded = pad_sequence([x[-length - 1 :] for x, length in zip(parts, lengths, strict=True)], batch_first=True)
         taken, behind = _verify(padded, tokens, q, torch.tensor(lengths, device=device), sampling)
         for n, count, token in zip(counts, taken.tolist(), behind.tolist(), strict=True):
             rows[n] += _until([*proposals[n][:count], token], stop_token)
@@ -135,9 +142,13 @@ class _Reader:
 
     def __init__(self, model: Transformer, ends: list[int]) -> None:
         self.model, device = model, model.tok_embeddings.weight.device
-        pages = sum(-(-end // _PAGE) for end in ends)
-        self.cache = PagedKVCache(model.config, pages, _PAGE, device=device, dtype=model._key_dtype())
+        pages, states = sum(-(-end // _PAGE) for end in ends), None
+        if model.config.linear_layers:  # with a copy of each sequence, which shares all pages but the last
+            pages, states = pages + len(ends), 2 * len(ends)
+        options: dict[str, Any] = {"n_sequences": states, "device": device, "dtype": model._key_dtype()}
+        self.cache = PagedKVCache(model.config, pages, _PAGE, **options)
         self.sequences = [self.cache.add() for _ in ends]
+        self._marked: dict[int, int] = {}  # of a row, a copy of its sequence
 
     def length(self, row: int) -> int:
         return self.cache.length(self.sequences[row])
@@ -159,9 +170,22 @@ class _Reader:
         logits: Tensor = self.model(tokens.unsqueeze(1), cache=batch)
         return logits[:, -1]
 
+    def mark(self, rows: Iterable[int]) -> None:
+        """Positions that rows get from here on may be removed."""
+        if self.cache.linear_layers:
+            self._marked |= {row: self.cache.fork(self.sequences[row]) for row in rows}
+
     def keep(self, row: int, length: int) -> None:
-        """Removes the positions of a row from `length` on."""
-        self.cache.truncate(self.sequences[row], min(length, self.length(row)))
+        """Removes the positions of a row from `length` on; with linear attention all positions since `mark`, if it has
+        any of these."""
+        marked = self._marked.pop(row, None)
+        if marked is None:
+            self.cache.truncate(self.sequences[row], min(length, self.length(row)))
+        elif self.length(row) <= length:
+            self.cache.free(marked)
+        else:
+            self.cache.free(self.sequences[row])
+            self.sequences[row] = marked
 
 
 def _propose(
@@ -179,6 +203,7 @@ def _propose(
         going = [n for n, count in counts.items() if count > step]
         if step == 0:
             logits = drafter.read({n: rows[n][drafter.length(n) :] for n in going}, last_only=True)
+            drafter.mark(going)
         else:
             logits = drafter.step(going, drawn[-1][: len(going)])
         if sampling.temperature == 0.0:

@@ -181,6 +181,15 @@ def refuse_linear(config: ModelConfig, what: str) -> None:
         raise ValueError(f"{what} does not support linear attention; got a model with layer_types={config.layer_types}")
 
 
+def check_linear_layers(config: ModelConfig, of_cache: tuple[int, ...]) -> None:
+    """Raises ValueError if a cache with linear attention in the layers `of_cache` is not one for the model."""
+    if of_cache != config.linear_layers:
+        raise ValueError(
+            f"cache must be made for the model, whose linear attention is in the layers {config.linear_layers}; got "
+            f"one for {of_cache}"
+        )
+
+
 def check_cache(config: ModelConfig, batch_size: int, max_len: int) -> None:
     """Raises TypeError or ValueError if the model does not support a cache of that size."""
     if not config.causal:
@@ -190,3 +199,18 @@ def check_cache(config: ModelConfig, batch_size: int, max_len: int) -> None:
     if config.positions == "learned" and max_len > config.max_seq_len:
         learned = f"max_seq_len={config.max_seq_len}, the length of the table of learned positions"
         raise ValueError(f"max_len must be at most {learned}; got {max_len}")
+
+
+def check_served(config: ModelConfig) -> None:
+    """Raises ValueError if a :class:`Generator` does not support the model."""
+    if not (config.causal and config.head):
+        raise ValueError("Generator needs a model with causal=True and head=True")
+    if config.context_dim is not None:
+        raise ValueError(f"Generator needs a model without a context; got context_dim={config.context_dim}")
+    if config.relative:
+        raise ValueError("Generator needs a model without relative positions: PagedKVCache does not support them")
+
+
+def follows_length(config: ModelConfig) -> bool:
+    """Whether rotations beyond max_seq_len depend on the length of the sequence."""
+    return config.rope_scaling is not None and config.rope_scaling.rope_type == "dynamic"

@@ -9,31 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_model import TINY, draw, make
+from tiny_model import HYBRID, HYBRIDS, KINDS, TINY, draw, make
 
-from foundry_kernels.models import Generator, HybridCache, KVCache, ModelConfig, PagedKVCache, Transformer
+from foundry_kernels.models import Generator, HybridCache, KVCache, PagedKVCache, Transformer
 from foundry_kernels.models.count import flops_by_part
 from foundry_kernels.nn import Attention, GatedDeltaNet
 
-KINDS = ("linear_attention", "full_attention", "linear_attention")
-HYBRID = dataclasses.replace(TINY, n_layers=3, layer_types=KINDS)
-CONFIGS: dict[str, ModelConfig] = {
-    "defaults": HYBRID,
-    "qwen": dataclasses.replace(
-        HYBRID, attention_gate=True, qk_norm=True, qk_norm_weight_offset=1.0, norm_weight_offset=1.0, rope_dim=2,
-        linear_v_heads=6, linear_k_heads=3, linear_k_dim=5, linear_v_dim=7, linear_conv_size=3,
-    ),
-    "only linear": dataclasses.replace(TINY, layer_types=["linear_attention"] * 2, positions="none"),
-    "experts": dataclasses.replace(HYBRID, n_experts=3, hidden_dim=6, dense_layers=(0,), shared_expert_dim=4),
-    "gates alone": dataclasses.replace(TINY, attention_gate=True, attention_bias=True),
-    "alibi": dataclasses.replace(HYBRID, positions="alibi", sliding_window=3, residual_dropout=0.1),
-}  # fmt: skip
-every = pytest.mark.parametrize("name", CONFIGS)
+every = pytest.mark.parametrize("name", HYBRIDS)
 
 
 @every
 def test_layers_and_costs(name: str) -> None:
-    of = CONFIGS[name]
+    of = HYBRIDS[name]
     model = make(of)
     kinds = of.layer_types or ("full_attention",) * of.n_layers
     classes = {"linear_attention": GatedDeltaNet, "full_attention": Attention}
@@ -53,7 +40,7 @@ def test_layers_and_costs(name: str) -> None:
 
 
 def test_work_of_linear_attention_does_not_grow_with_the_length() -> None:
-    of = CONFIGS["only linear"]
+    of = HYBRIDS["only linear"]
     assert of.flops_per_token(10) == of.flops_per_token(1000)
     assert flops_by_part(of, 10)["attention_scores"] == of.n_layers * 6 * of.n_heads * of.head_width**2
     of = dataclasses.replace(of, dim=64, head_dim=16)
@@ -62,7 +49,7 @@ def test_work_of_linear_attention_does_not_grow_with_the_length() -> None:
 
 @every
 def test_packed_and_padded_sequences_are_read_one_by_one(name: str) -> None:
-    model, lengths = make(CONFIGS[name]).eval(), (4, 7, 1)
+    model, lengths = make(HYBRIDS[name]).eval(), (4, 7, 1)
     rows = [draw(1, length, seed=length) for length in lengths]
     expected = torch.cat([model(row) for row in rows], 1)
     bounds = torch.tensor([0, 4, 11, 12])
@@ -76,7 +63,7 @@ def test_packed_and_padded_sequences_are_read_one_by_one(name: str) -> None:
 
 @every
 def test_generation_with_a_cache_is_the_argmax_of_the_whole_model(name: str) -> None:
-    model = make(CONFIGS[name]).eval()
+    model = make(HYBRIDS[name]).eval()
     prompts = [draw(1, length, seed=length)[0] for length in (6, 2, 4)]
     for prompt, row in zip(prompts, model.generate(prompts, 9), strict=True):
         expected = prompt
@@ -96,8 +83,8 @@ def test_generation_with_a_cache_is_the_argmax_of_the_whole_model(name: str) -> 
 @pytest.mark.parametrize("backend", ["auto", "native"])
 @pytest.mark.filterwarnings("ignore:backend 'native' has no kernel")
 def test_backends_agree(backend: str) -> None:
-    reference = make(CONFIGS["qwen"])
-    model = Transformer(CONFIGS["qwen"], backend)
+    reference = make(HYBRIDS["qwen"])
+    model = Transformer(HYBRIDS["qwen"], backend)
     model.load_state_dict(reference.state_dict())
     tokens, losses = draw(), []
     for one in (reference, model):
@@ -113,18 +100,18 @@ def test_backends_agree(backend: str) -> None:
 
 def test_steps_that_are_compiled() -> None:
     torch.compiler.reset()
-    model, prompts = make(CONFIGS["qwen"]), [draw(1, 5)[0], draw(1, 3)[0]]
+    model, prompts = make(HYBRIDS["qwen"]), [draw(1, 5)[0], draw(1, 3)[0]]
     expected = model.generate(prompts, 4)
     for found, row in zip(model.generate(prompts, 4, compile={"backend": "aot_eager"}), expected, strict=True):
         assert torch.equal(found, row)
 
 
 def test_copies_and_state_dicts() -> None:
-    model = make(CONFIGS["qwen"])
+    model = make(HYBRIDS["qwen"])
     expected = model(draw())
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(draw()), expected)
-    fresh = Transformer(CONFIGS["qwen"], "reference")
+    fresh = Transformer(HYBRIDS["qwen"], "reference")
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(draw()), expected)
     assert pickle.loads(pickle.dumps(model.config)) == model.config
@@ -165,19 +152,13 @@ def test_what_a_hybrid_refuses() -> None:
         model(draw(), lengths=torch.tensor([7, 3, 2]), cache=model.make_cache(3))
     with pytest.raises(ValueError, match=r"KVCache .* does not support linear attention"):
         KVCache(HYBRID, 3)
-    for one, cache in ((model, dense.make_cache(3)), (dense, model.make_cache(3))):
+    pages, of_dense = PagedKVCache(HYBRID, 9, n_sequences=1), PagedKVCache(dense.config, 9)
+    for one, cache in ((model, dense.make_cache(3)), (dense, model.make_cache(3)), (model, of_dense), (dense, pages)):
         with pytest.raises(ValueError, match="cache must be made for the model, whose linear attention is in"):
             one(draw(), cache=cache)
-    with pytest.raises(ValueError, match="PagedKVCache does not support linear attention"):
-        PagedKVCache(HYBRID, 4)
-    with pytest.raises(ValueError, match=r"Generator, .* does not support linear attention"):
-        Generator(model, n_pages=4)
-    with pytest.raises(ValueError, match="does not support linear attention"):
-        model.generate([[1, 2]], 3, draft=dense)
-    with pytest.raises(ValueError, match="does not support linear attention"):
-        dense.generate([[1, 2]], 3, draft=model)
-    with pytest.raises(ValueError, match=r"cache must be made for the model|pages does not support"):
-        model(draw(), cache=PagedKVCache(dense.config, 9).batch([]))
+        if isinstance(cache, PagedKVCache):
+            with pytest.raises(ValueError, match="cache must be made for the model, whose linear attention is in"):
+                Generator(one, cache=cache)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ CONFIGS = {
     "alibi-window": ModelConfig(**SHAPE, positions="alibi", sliding_window=5),  # type: ignore[arg-type]
     "qk-norm": ModelConfig(**SHAPE, qk_norm=True),  # type: ignore[arg-type]
     "post": ModelConfig(**SHAPE, norm_placement="post"),  # type: ignore[arg-type]
+    "hybrid": ModelConfig(**SHAPE, layer_types=("linear_attention", "full_attention")),  # type: ignore[arg-type]
 }
 
 
@@ -28,6 +29,11 @@ def model_of(name: str = "llama", backend: str = BACKENDS[-1]) -> Transformer:
     model = Transformer(CONFIGS[name], backend)
     model.init_weights(torch.Generator().manual_seed(1))
     return model.eval()
+
+
+def pages_of(model: Transformer, n_pages: int, page_size: int, n_sequences: int = 6) -> PagedKVCache:
+    states = n_sequences if model.config.linear_layers else None
+    return PagedKVCache(model.config, n_pages, page_size, n_sequences=states)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -117,7 +123,7 @@ def test_no_page_is_leaked_or_written_twice(n_pages: int, size: int) -> None:
 def test_logits_are_those_of_a_contiguous_cache(name: str) -> None:
     model, tokens = model_of(name), draw(2, 20)
     for page_size in (1, 3, 16, 64):
-        contiguous, paged = KVCache(model.config, 2), PagedKVCache(model.config, 48, page_size)
+        contiguous, paged = model.make_cache(2), pages_of(model, 48, page_size)
         batch = paged.batch([paged.add(), paged.add()])
         with torch.no_grad():
             for begin, end in pairwise((0, 11, 12, 13, 20)):
@@ -141,17 +147,19 @@ def test_pages_go_beyond_max_seq_len(positions: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_generation_gives_equal_tokens(backend: str) -> None:
+@pytest.mark.parametrize(("name", "backend"), [*(("llama", backend) for backend in BACKENDS), ("hybrid", "auto")])
+def test_generation_gives_equal_tokens(name: str, backend: str) -> None:
     """Greedy and drawn, of prompts of several lengths, beside a sequence that stays as it is."""
-    model, prompts = model_of(backend=backend), [draw(n, seed=n) for n in (7, 1, 12)]
-    cache = PagedKVCache(model.config, 40, 3)
+    model, prompts = model_of(name, backend), [draw(n, seed=n) for n in (7, 1, 12)]
+    cache = pages_of(model, 40, 3)
     other = cache.add()
     with torch.no_grad():
         model(draw(1, 4), cache=cache)
 
     def stored() -> list[Tensor]:
-        return [x[list(cache.block_table(other))].flatten(0, 1)[: cache.length(other)] for x in cache.k]
+        states = [] if cache._states is None else [x[cache._states._slots[other]] for x in cache._states.tensors]
+        pages = list(cache.block_table(other))
+        return [*(x[pages].flatten(0, 1)[: cache.length(other)] for x in cache.k), *(x.clone() for x in states)]
 
     free, before = cache.n_free, stored()
     for options in ({}, {"temperature": 1.0}):
@@ -168,7 +176,8 @@ def test_generation_gives_equal_tokens(backend: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_prompts_are_read_in_chunks_beside_decoding(name: str) -> None:
     """Sequences of different lengths, each with as many new tokens as it likes, in one call: as each alone."""
-    model, cache = model_of(name), PagedKVCache(CONFIGS[name], 40, 4)
+    model = model_of(name)
+    cache = pages_of(model, 40, 4)
     rows = [draw(n, seed=n) for n in (21, 9, 30)]
     taken = [[0, 13, 20, 21], [0, 7, 8, 9], [0, 0, 17, 30]]
     batch = cache.batch([cache.add() for _ in rows])
@@ -183,11 +192,10 @@ def test_prompts_are_read_in_chunks_beside_decoding(name: str) -> None:
                 of_row.append(part)
         for row, of_row in zip(rows, found, strict=True):
             torch.testing.assert_close(torch.cat(of_row), model(row[None])[0], rtol=1e-4, atol=1e-4)
+        copies = cache.batch([cache.fork(sequence) for sequence in batch.sequences])
         last = model(draw(1, 4), cache=batch, cu_seqlens=torch.tensor([0, 1, 3, 4]), last_only=True)
         assert last.shape == (1, 3, 23)
-        for sequence, length in zip(batch.sequences, (21, 9, 30), strict=True):
-            cache.truncate(sequence, length)
-        every = model(draw(1, 4), cache=batch, cu_seqlens=torch.tensor([0, 1, 3, 4]))
+        every = model(draw(1, 4), cache=copies, cu_seqlens=torch.tensor([0, 1, 3, 4]))
         torch.testing.assert_close(last[0], every[0, [0, 2, 3]])
 
 

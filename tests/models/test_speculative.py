@@ -20,6 +20,7 @@ NATIVE = "native" in OPS["flash_attention"].backends("cpu")
 BACKENDS = ("reference", *(("auto",) if NATIVE else ()))
 CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=23, max_seq_len=64, init_std=0.4)
 SMALL = replace(CONFIG, dim=16, n_layers=1, n_heads=2)
+HYBRID = ("linear_attention", "full_attention")
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6, 2]]
 
 
@@ -44,7 +45,7 @@ def like(model: Transformer, noise: float) -> Transformer:
 @pytest.mark.parametrize(
     ("name", "backend"),
     [("llama", backend) for backend in BACKENDS]
-    + [("alibi-window", BACKENDS[-1])]
+    + [("alibi-window", BACKENDS[-1]), ("hybrid", BACKENDS[-1])]
     + [pytest.param(name, BACKENDS[-1], marks=pytest.mark.slow) for name in ("learned", "experts")],
 )
 def test_greedy_tokens_are_those_without_a_draft(name: str, backend: str) -> None:
@@ -53,6 +54,7 @@ def test_greedy_tokens_are_those_without_a_draft(name: str, backend: str) -> Non
         "learned": {"positions": "learned"},
         "alibi-window": {"positions": "alibi", "sliding_window": 5},
         "experts": {"n_experts": 4},
+        "hybrid": {"layer_types": HYBRID},
     }
     model = model_of(replace(CONFIG, **changes[name]), backend=backend)
     rates, expected = set(), model.generate(PROMPTS, 21)
@@ -66,9 +68,10 @@ def test_greedy_tokens_are_those_without_a_draft(name: str, backend: str) -> Non
     assert len(rates) > 4, "the other drafts are right at times"
 
 
-def test_the_end_of_rows() -> None:
+@pytest.mark.parametrize("kinds", [None, HYBRID])
+def test_the_end_of_rows(kinds: tuple[str, ...] | None) -> None:
     """Each number of new tokens, and each stop token, which rows meet at different times."""
-    model = model_of(CONFIG)
+    model = model_of(replace(CONFIG, layer_types=kinds))
     draft, whole = like(model, 0.05), model.generate(PROMPTS, 12)
     for count in (0, 1, 2, 3, 5, 6, 11):
         rows = model.generate(PROMPTS, count, draft=draft)
@@ -81,6 +84,35 @@ def test_the_end_of_rows() -> None:
         lengths |= {len(row) - len(prompt) for row, prompt in zip(rows, PROMPTS, strict=True)}
     assert len(lengths) > 4
     assert model.generate([], 3, draft=draft) == []
+
+
+@pytest.mark.parametrize("hybrid", ["the model", "the draft"])
+def test_one_of_the_two_has_linear_attention(hybrid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states go back beside keys and values, and each position after a rejected one is read again."""
+    configs = [replace(CONFIG, layer_types=HYBRID), CONFIG]
+    model, draft = (model_of(one, 1) for one in (configs if hybrid == "the model" else configs[::-1]))
+    readers: list[_Reader] = []
+    init = _Reader.__init__
+    monkeypatch.setattr(_Reader, "__init__", lambda self, *given: (readers.append(self), init(self, *given))[1])
+    expected = model.generate(PROMPTS, 30)
+    for count in (1, 2, 5):
+        rows, stats = model.generate(PROMPTS, 30, draft=draft, draft_tokens=count, return_stats=True)
+        assert all(map(torch.equal, rows, expected))
+        assert 0.0 < stats.acceptance_rate < 1.0
+    assert len(readers) == 6
+    for reader in readers:
+        assert len(reader.cache.sequences) == 4, "a copy is freed"
+
+
+def test_a_model_with_linear_attention_reads_few_tokens_again() -> None:
+    """Those that it accepted join its next proposals, until they are more than these can be."""
+    model = model_of(replace(CONFIG, layer_types=HYBRID))
+    draft, sizes = like(model, 0.005), []
+    model.register_forward_pre_hook(lambda module, inputs: sizes.append(inputs[0].shape[1]))
+    _, stats = model.generate(PROMPTS[:1], 40, draft=draft, draft_tokens=4, return_stats=True)
+    assert 0.2 < stats.acceptance_rate < 1.0
+    assert max(sizes[1:]) <= 4 + 1 + 4
+    assert len(sizes) <= 24
 
 
 def test_positions_that_end_with_the_last_token() -> None:
@@ -153,13 +185,16 @@ def chi_square(seen: dict[tuple[int, ...], int], expected: dict[tuple[int, ...],
 
 
 @pytest.mark.parametrize(
-    ("name", "draft_tokens"), [("all", 1), ("all", 3), ("cold", 2), ("top_k", 2), ("top_p", 2), ("both", 3)]
+    ("name", "draft_tokens"),
+    [("all", 1), ("all", 3), ("cold", 2), ("top_k", 2), ("top_p", 2), ("both", 3), ("linear", 3)],
 )
 def test_sampled_tokens_have_the_models_distribution(name: str, draft_tokens: int) -> None:
     """4000 continuations of three tokens, in one batch, of a draft that is a different model: the second and the third
     token come from what is accepted, what replaces a rejected token, and what follows the last accepted one."""
-    options = OPTIONS[name]
-    pairs = replace(TINY, rope_interleaved=True)  # models that agree often enough, and differ
+    options = OPTIONS["all" if name == "linear" else name]
+    kinds = HYBRID if name == "linear" else None
+    # Models that agree often enough, and differ.
+    pairs = replace(TINY, rope_interleaved=True, n_layers=2 if kinds else 1, layer_types=kinds)
     model, draft = (model_of(pairs, seed, BACKENDS[-1]) for seed in (3, 4))
     sampling = Sampling(**{"top_k": None, "top_p": None, "generator": torch.Generator().manual_seed(0), **options})
     rows, stats = model.generate(

@@ -49,6 +49,21 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"activation": "reglu"},
 }
 
+KINDS = ("linear_attention", "full_attention", "linear_attention")
+HYBRID = dataclasses.replace(TINY, n_layers=3, layer_types=KINDS)
+#: Models with linear attention in some layers, and one with a gate of attention alone.
+HYBRIDS: dict[str, ModelConfig] = {
+    "defaults": HYBRID,
+    "qwen": dataclasses.replace(
+        HYBRID, attention_gate=True, qk_norm=True, qk_norm_weight_offset=1.0, norm_weight_offset=1.0, rope_dim=2,
+        linear_v_heads=6, linear_k_heads=3, linear_k_dim=5, linear_v_dim=7, linear_conv_size=3,
+    ),
+    "only linear": dataclasses.replace(TINY, layer_types=["linear_attention"] * 2, positions="none"),
+    "experts": dataclasses.replace(HYBRID, n_experts=3, hidden_dim=6, dense_layers=(0,), shared_expert_dim=4),
+    "gates alone": dataclasses.replace(TINY, attention_gate=True, attention_bias=True),
+    "alibi": dataclasses.replace(HYBRID, positions="alibi", sliding_window=3, residual_dropout=0.1),
+}  # fmt: skip
+
 
 def config(name: str, **changes: Any) -> ModelConfig:
     return dataclasses.replace(TINY, **{**MODELS[name], **changes})
