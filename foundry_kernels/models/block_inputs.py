@@ -34,8 +34,6 @@ def block_inputs(
             raise ValueError(
                 "lengths and cache exclude each other with linear attention, whose state would take in the padding"
             )
-        if shard is not None:
-            refuse_linear(model.config, "a sequence that is sharded over processes")
         if isinstance(cache, PagedBatch):
             refuse_linear(model.config, "a cache in pages")
     if isinstance(cache, PagedBatch):
