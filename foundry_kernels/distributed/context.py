@@ -28,10 +28,10 @@ def context_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
     mean over the tokens of all processes and the same on each. Everything except attention only needs local tokens.
 
     Keys and values of attention go round (:func:`ring_attention`). Linear attention (`layer_types`) takes the same two
-    chunks. No token is sent to change their order; only what each chunk does to the state, and the last tokens of each
-    chunk for the convolution. A layer with H_v heads of :math:`D_k \times D_v` and C channels sends, for each sequence
-    and chunk, ``H_v D_k (D_k + D_v)`` float32 numbers and ``C (W - 1)`` numbers of the model's dtype to the other
-    processes, and as many gradients come back. That does not grow with the number of tokens.
+    chunks, so no token has to be sent to another place: a process sends what each chunk does to the state, and the
+    convolution's last W - 1 inputs in each chunk. A layer with H_v heads of :math:`D_k \times D_v` and C channels sends
+    to each other process, for each sequence and chunk, ``H_v D_k (D_k + D_v)`` float32 numbers and ``C (W - 1)``
+    numbers of the model's dtype, and as many gradients backward. That does not grow with the number of tokens.
 
     Gradients are distributed as under data parallelism: a process has n times its part of the gradient, and the mean
     over the processes is the gradient of the loss. `DistributedDataParallel` and `fully_shard` over `mesh` compute that
