@@ -6,10 +6,11 @@ of the kernel with values of 0 and the unit matrix as the state computes M besid
 two chunks (`shard_sequence`) to all, combines those of the chunks before its own in their order, and computes its
 tokens from the states that it finds. Where a document begins in a chunk, nothing of earlier chunks passes on.
 
-Of B sequences with H_v heads each process sends ``2 B H_v D_k (D_k + D_v)`` float32 numbers forward, whatever the
-number of tokens, and receives their gradients backward. It computes each of its tokens twice, once for the states (with
-:math:`D_k + D_v` columns for :math:`D_v`) and once for the outputs. The convolution sends the last W - 1 tokens of each
-chunk.
+Of B sequences with H_v heads each process sends ``2 B H_v D_k (D_k + D_v)`` float32 numbers to each other one forward,
+whatever the number of tokens, and as many gradients backward (an all-gather and a reduce-scatter). It computes each of
+its tokens twice, once for the states (with :math:`D_k + D_v` columns for :math:`D_v`) and once for the outputs. The
+convolution sends the last W - 1 tokens of each chunk in the same way, ``2 B C (W - 1)`` numbers of x's dtype. If the
+chunks were brought into the order of the sequence, as one piece for each process, the tokens themselves would be sent.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from foundry_kernels.core.autocast import no_autocast
 from foundry_kernels.core.checks import check_integer, check_rank, check_tensor
 from foundry_kernels.core.registry import is_dtensor, wide_dtype
 from foundry_kernels.distributed.zigzag import Place
@@ -81,7 +83,8 @@ def sharded_gated_delta_rule(
         found.append(
             gated_delta_rule(_half(q, i, 2), *chunk, scale=scale, initial_state=state, cu_seqlens=documents, **options)
         )
-    return _tied(torch.cat(found, 2), gathered)
+    # In the storage order of the parts, in which the heads of a token lie together if they do in v.
+    return _tied(torch.cat([part.transpose(1, 2) for part in found], 1).transpose(1, 2), gathered)
 
 
 def sharded_short_conv1d(
@@ -229,7 +232,8 @@ def _states(parts: _Parts, maps: Tensor, width: int) -> list[Tensor | None]:
         elif state is None or parts.start(number) >= number * parts.chunk:
             found.append(own)
         else:
-            found.append(carry @ state + own)
+            with no_autocast(own):
+                found.append(carry @ state + own)
     return found
 
 
@@ -239,19 +243,27 @@ def _gather(x: Tensor, parts: _Parts, *inputs: Tensor | None) -> Tensor:
     return both
 
 
+# In newer versions of torch the old names give a warning.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, place: Place) -> Tensor:
-        ctx.group, ctx.place = group, place
-        gathered = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(place.size)]
-        dist.all_gather(gathered, x.contiguous(), group=group)
-        return torch.stack([*(part[0] for part in gathered), *(part[1] for part in reversed(gathered))])
+        ctx.group = group
+        gathered = x.new_empty(place.size * 2, *x.shape[1:])
+        _ALL_GATHER(gathered, x.contiguous(), group=group)
+        first, second = gathered.unflatten(0, (-1, 2)).unbind(1)
+        return torch.cat([first, second.flip(0)])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad[list(ctx.place.chunks)], None, None
+        first, second = grad.chunk(2)
+        by_process = torch.stack([first, second.flip(0)], 1).flatten(0, 1)
+        mine = grad.new_empty(2, *grad.shape[1:])
+        _REDUCE_SCATTER(mine, by_process, group=ctx.group)
+        return mine, None, None
 
 
 def _tied(x: Tensor, *inputs: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.paged_cache import PagedBatch
-from foundry_kernels.models.validate import check_linear_layers, refuse_linear
+from foundry_kernels.models.validate import check_linear_layers
 from foundry_kernels.nn._masks import add_bias, check_masks, hide_padding, packed_positions
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 
@@ -32,8 +32,6 @@ def block_inputs(
             raise ValueError(
                 "lengths and cache exclude each other with linear attention, whose state would take in the padding"
             )
-        if shard is not None:
-            refuse_linear(model.config, "a sequence that is sharded over processes")
     if isinstance(cache, PagedBatch):
         if attn_mask is not None or lengths is not None or relative is not None:
             raise ValueError("PagedKVCache does not support attn_mask, lengths or relative positions")

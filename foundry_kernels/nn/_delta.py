@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,35 @@ from foundry_kernels.ops.gated_delta_rule import gated_delta_rule, gated_delta_r
 
 #: The operations of a layer besides the norm and the gate of its result.
 DELTA_OPS = ("short_conv1d", "gated_delta_rule", "gated_delta_rule_step")
+
+
+class ShardedDelta(Protocol):
+    """The operations of a layer on sequences that are sharded over processes, which `fk.distributed.context_parallel`
+    implements. They get this process's tokens and the `cu_seqlens` of the whole sequence, and take no state."""
+
+    def short_conv1d(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        *,
+        cu_seqlens: Tensor | None,
+        backend: str,
+    ) -> Tensor: ...
+
+    def gated_delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        cu_seqlens: Tensor | None,
+        qk_l2norm: bool,
+        backend: str,
+    ) -> Tensor: ...
 
 
 def decay_and_step(
@@ -38,11 +68,12 @@ def delta_rule_of(
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
     in_place: bool = False,
+    sharded: ShardedDelta | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Runs the rule on the convolution's result ``[B, T, C]``, which holds queries, keys and values in this order.
 
     heads, dims: (H_k, H_v) and (D_k, D_v). in_place: T is 1, and `initial_state` becomes the state after the token,
-    without gradients.
+    without gradients. sharded: how the rule runs if the sequence is sharded over processes; then there is no state.
 
     Returns:
         ``[B, T, H_v, D_v]``, contiguous, and the final state or None.
@@ -57,6 +88,10 @@ def delta_rule_of(
         backend = backends["gated_delta_rule_step"]
         out = gated_delta_rule_step(q, k, v, g, beta, initial_state, qk_l2norm=True, backend=backend)
         return out.unsqueeze(1), None
+    backend = backends["gated_delta_rule"]
+    if sharded is not None:
+        out = sharded.gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu_seqlens, qk_l2norm=True, backend=backend)
+        return out.transpose(1, 2), None
     found = gated_delta_rule(
         q,
         k,
@@ -67,7 +102,7 @@ def delta_rule_of(
         return_final_state=return_final_state,
         cu_seqlens=cu_seqlens,
         qk_l2norm=True,
-        backend=backends["gated_delta_rule"],
+        backend=backend,
     )
     out, final = found if isinstance(found, tuple) else (found, None)
     return out.transpose(1, 2), final

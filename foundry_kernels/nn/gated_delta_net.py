@@ -21,7 +21,7 @@ from foundry_kernels.core.checks import (
 from foundry_kernels.core.inference import recorded, without_backward
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.nn._backend import Backend, describe, plan
-from foundry_kernels.nn._delta import DELTA_OPS, decay_and_step, delta_rule_of, taps_of
+from foundry_kernels.nn._delta import DELTA_OPS, ShardedDelta, decay_and_step, delta_rule_of, taps_of
 from foundry_kernels.nn._linear_layers import layers_for
 from foundry_kernels.nn._paged import NO_GRADIENT
 from foundry_kernels.nn._scripting import refuse_scripting
@@ -119,6 +119,7 @@ class GatedDeltaNet(torch.nn.Module):
         self.dim, self.n_v_heads, self.n_k_heads = dim, n_v_heads, n_k_heads
         self.head_k_dim, self.head_v_dim, self.conv_size = head_k_dim, head_v_dim, conv_size
         self.negative_eigenvalues = negative_eigenvalues
+        self.sharded: ShardedDelta | None = None
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         keys, values = n_k_heads * head_k_dim, n_v_heads * head_v_dim
         channels = 2 * keys + values
@@ -173,6 +174,8 @@ class GatedDeltaNet(torch.nn.Module):
             sequences = cu_seqlens.shape[0] - 1
         if state is None:
             return self._forward(x, cu_seqlens, None)
+        if self.sharded is not None:
+            raise ValueError("state must be None if a sequence is sharded over processes; got one")
         self._check_state(state, sequences)
         wanted = recorded(x, *self.parameters())
         with torch.no_grad():
@@ -215,7 +218,8 @@ class GatedDeltaNet(torch.nn.Module):
         # One token of each sequence.
         steps = state is not None and cu_seqlens is None and x.shape[1] == 1
         if state is None:
-            mixed = short_conv1d(qkv, filters, None, "silu", cu_seqlens=cu_seqlens, backend=backend)
+            convolve = short_conv1d if self.sharded is None else self.sharded.short_conv1d
+            mixed = convolve(qkv, filters, None, "silu", cu_seqlens=cu_seqlens, backend=backend)
         elif steps:
             check_dtype("state.conv", state.conv, "the projection", qkv)
             mixed = short_conv1d_step(qkv.squeeze(1), state.conv, filters, None, "silu", backend=backend).unsqueeze(1)
@@ -242,6 +246,7 @@ class GatedDeltaNet(torch.nn.Module):
             initial_state=None if state is None else state.recurrent,
             return_final_state=state is not None,
             in_place=steps,
+            sharded=self.sharded,
         )
         if state is not None and final is not None:
             state.conv.copy_(conv)

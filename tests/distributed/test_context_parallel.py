@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,12 @@ def test_dropout_drops_by_places_in_pieces(divided):
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def hybrid_alone() -> dict[str, Any]:
+    loss_of = partial(context.loss_of_whole, given=context.documents)
+    return training.train(context.make_hybrid(), loss_of=loss_of, lr=context.LR)
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_training_equals_that_of_one_process(kind, results, alone):
     for result in outcome(results, f"context, {kind}"):
@@ -135,6 +142,20 @@ def test_training_equals_that_of_one_process(kind, results, alone):
 def test_training_of_four_equals_that_of_one_process(kind, results_of_four, alone):
     for result in outcome(results_of_four, f"context, {kind}"):
         same_training(result, alone)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_training_with_linear_attention_equals_that_of_one_process(kind, results, hybrid_alone):
+    """Packed documents lie in several chunks. Under DDP, each layer is recomputed in the backward pass."""
+    for result in outcome(results, f"context, {kind}, hybrid"):
+        same_training(result, hybrid_alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp", "compiled"])
+def test_training_of_four_with_linear_attention_equals_that_of_one_process(kind, results_of_four, hybrid_alone):
+    for result in outcome(results_of_four, f"context, {kind}, hybrid"):
+        same_training(result, hybrid_alone)
 
 
 def test_models_with_other_choices_equal_one_process(divided):
@@ -150,6 +171,15 @@ def test_models_with_other_choices_equal_one_process(divided):
 def test_a_step_sends_rings_and_one_sum(results):
     """Two layers: keys and values forward, and with their gradients backward; two numbers of the loss."""
     assert outcome(results, "context, collectives") == [{"send": 8, "recv_": 8, "allreduce_": 1}] * 2
+
+
+def test_what_linear_attention_sends_does_not_grow_with_the_length(results):
+    """Two layers and two rows: of its two chunks a process sends the map of each state and three inputs of each
+    channel, and it receives as many gradients. There is no ring."""
+    heads, k_dim, v_dim, channels = 4, 8, 8, 2 * 2 * 8 + 4 * 8
+    part = 2 * 2 * 2 * 4 * (heads * k_dim * (k_dim + v_dim) + 3 * channels)
+    for found in outcome(results, "context, states"):
+        assert found == {f"{n} tokens": ({"all-gather": part, "reduce-scatter": part}, 0) for n in (24, 48)}
 
 
 @pytest.mark.slow
@@ -201,11 +231,10 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_sent(mesh):
     ("choice", "message"),
     [
         ({"positions": "relative"}, "positions=relative is not context parallel"),
-        ({"layer_types": ("linear_attention",)}, "layer_types is not context parallel"),
         ({"context_dim": 8}, "context_dim is not context parallel"),
         ({"n_experts": 2, "load_balancing_coef": 0.1}, "load_balancing_coef or router_z_coef is not context parallel"),
     ],
-    ids=["relative", "linear", "context", "experts"],
+    ids=["relative", "context", "experts"],
 )
 def test_models_that_look_at_all_tokens_elsewhere_are_refused(choice, message, mesh):
     with pytest.raises(ValueError, match=message):
@@ -228,5 +257,15 @@ def test_what_a_divided_model_is_called_with(mesh):
         model(tokens, attn_mask=torch.ones(2, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="cache must not be given to a context parallel model"):
         model.generate(tokens, 2)
+    hybrid = Transformer(ModelConfig(8, 1, 2, vocab_size=8, max_seq_len=8, layer_types=("linear_attention",)))
+    hybrid = fk.distributed.context_parallel(hybrid, mesh["cp"])
+    message = r"tokens must be two chunks of at least linear_conv_size - 1 = 3 tokens, .* got chunks of 2"
+    with pytest.raises(ValueError, match=message):
+        hybrid(torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="cache must not be given to a context parallel model"):
+        hybrid(tokens, cache=hybrid.make_cache(1))
+    net = hybrid.layers[0].attention
+    with pytest.raises(ValueError, match="state must be None if a sequence is sharded over processes"):
+        net(torch.zeros(1, 6, 8), state=net.make_state(1))
     with pytest.raises(ValueError, match="return_stats must be False if a sequence is sharded"):
         model.layers[0].attention(torch.zeros(1, 2, 8), return_stats=True)

@@ -11,6 +11,8 @@ from processes import states
 from processes.outcomes import outcome
 
 import foundry_kernels as fk
+from foundry_kernels.distributed.linear_attention import _Parts, _states
+from foundry_kernels.distributed.zigzag import Place
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 
@@ -34,6 +36,18 @@ def test_outputs_and_gradients_equal_those_of_one_process(size: int, request: py
                 wrong = {name: set(pairs[name][0].isnan().nonzero()[:, 2].tolist()) for name in pairs}
                 assert wrong["output"] == set(range(states.BAD, 25))
                 assert wrong["k"] <= set(range(5, 25))
+
+
+def test_states_keep_their_precision_under_autocast(mesh: Any) -> None:
+    parts = _Parts(Place(0, 2), mesh["cp"].get_group(), 4, None)
+    maps = torch.randn(4, 1, 2, 8, 8 + 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = _states(parts, maps, 8)
+    first, *others = maps
+    state = first[..., 8:]
+    for before, each in zip(found[2:], others, strict=False):
+        state = each[..., :8] @ state + each[..., 8:]
+        torch.testing.assert_close(before, state)
 
 
 def test_what_cannot_be_sharded_is_refused_before_anything_is_sent(mesh: Any) -> None:

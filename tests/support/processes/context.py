@@ -25,6 +25,7 @@ from processes import Collectives, full
 from processes.training import batches, make_model, train
 
 LENGTH = 8  # tokens of the model's sequences; a multiple of four processes
+Given = tuple[Tensor, Tensor, dict[str, Any]]  # tokens, targets and other arguments of the model
 LR = 0.02  # larger ones would amplify the rounding of the previous step with so few tokens
 
 _SWAPPED: dict[str, Any] = {"layout": "swapped", "return_lse": True}
@@ -102,18 +103,25 @@ def _ring(case: Case, backend: str, dtype: torch.dtype, mesh: Any) -> Found:
     return tuple(whole(x) for x in given), {n: g if n == "sinks" else whole(g) for n, g in grads.items()}
 
 
+COLLECTIVES = {"c10d::_allgather_base_": "all-gather", "c10d::_reduce_scatter_base_": "reduce-scatter"}
+
+
 class Traffic(TorchDispatchMode):
-    """Counts the bytes sent by tag, and the maximum bytes of new tensors at a time."""
+    """Counts the bytes sent by tag, those of one process's part in collectives, and the maximum bytes of new tensors at
+    a time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: Counter[int] = Counter()
+        self.parts: Counter[str] = Counter()
         self.messages = self.live = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() == "c10d::send":
             self.sent[args[3]] += sum(x.nbytes for x in args[0])
             self.messages += 1
+        elif (kind := COLLECTIVES.get(func.name())) is not None:
+            self.parts[kind] += min(x.nbytes for x in args[:2])
         found = func(*args, **(kwargs or {}))
         known = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
         for x in found if isinstance(found, (tuple, list)) else (found,):
@@ -192,8 +200,34 @@ def dropout(rank: int, folder: Path, ports: list[int]) -> list[tuple[Tensor, Ten
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def loss_of_whole(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch[:, :LENGTH], _targets(batch))[1]
+def rows(batch: Tensor) -> Given:
+    return batch[:, :LENGTH], _targets(batch), {}
+
+
+#: Linear attention in the first layer. A smaller epsilon would amplify rounding: with few tokens the norm behind it
+#: divides by little.
+HYBRID: dict[str, Any] = {
+    "layer_types": ("linear_attention", "full_attention"), "linear_v_heads": 4, "linear_k_heads": 2, "linear_k_dim": 8,
+    "norm_eps": 1e-4,
+}  # fmt: skip
+
+
+def make_hybrid() -> nn.Module:
+    """In float64: each step amplifies the rounding of those before."""
+    return make_model(**HYBRID).double()
+
+
+def documents(batch: Tensor) -> Given:
+    """Two rows after one another hold a document of 5 tokens and one of 19, which lies in several chunks."""
+    tokens, targets = batch[:, :12].reshape(1, -1), batch[:, 1:13].reshape(1, -1).clone()
+    targets[:, :2] = -100
+    ends = [end + start for start in range(0, tokens.shape[1], 24) for end in (5, 24)]
+    return tokens, targets, {"cu_seqlens": torch.tensor([0, *ends])}
+
+
+def loss_of_whole(model: nn.Module, batch: Tensor, given: Callable[[Tensor], Given] = rows) -> Tensor:
+    tokens, targets, options = given(batch)
+    return model(tokens, targets, **options)[1]
 
 
 def _targets(batch: Tensor) -> Tensor:
@@ -203,12 +237,12 @@ def _targets(batch: Tensor) -> Tensor:
     return targets
 
 
-def loss_of_parts(mesh: Any) -> Callable[[nn.Module, Tensor], Tensor]:
+def loss_of_parts(mesh: Any, given: Callable[[Tensor], Given] = rows) -> Callable[[nn.Module, Tensor], Tensor]:
     from foundry_kernels.distributed import shard_sequence
 
     def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-        tokens, targets = (shard_sequence(x, mesh) for x in (batch[:, :LENGTH], _targets(batch)))
-        return model(tokens, targets)[1]
+        tokens, targets, options = given(batch)
+        return model(shard_sequence(tokens, mesh), shard_sequence(targets, mesh), **options)[1]
 
     return loss_of
 
@@ -216,14 +250,15 @@ def loss_of_parts(mesh: Any) -> Callable[[nn.Module, Tensor], Tensor]:
 class Train:
     """Trains the model with sharded sequences, and with DDP or FSDP2 over the same processes."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, hybrid: bool = False) -> None:
         self.kind = kind
+        self.make, self.given = (make_hybrid, documents) if hybrid else (make_model, rows)
 
     def __call__(self, rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
         from foundry_kernels.distributed import context_parallel
 
         mesh = _mesh()
-        model: Any = context_parallel(make_model(), mesh)  # type: ignore[arg-type]
+        model: Any = context_parallel(self.make(), mesh)  # type: ignore[arg-type]
         if self.kind == "ddp":
             for layer in model.layers:  # each ring runs again in the backward pass
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -233,7 +268,7 @@ class Train:
             model = nn.parallel.DistributedDataParallel(model)
         else:
             _sharded(model, mesh)
-        return train(model, loss_of=loss_of_parts(mesh), lr=LR)
+        return train(model, loss_of=loss_of_parts(mesh, self.given), lr=LR)
 
 
 def _sharded(model: Any, mesh: Any) -> Any:
@@ -276,7 +311,15 @@ CHOICES: dict[str, dict[str, Any]] = {
     "experts": {"n_experts": 4, "load_balancing_coef": 0.0, "router_z_coef": 0.0},
     "packed": {"sliding_window": 6},
     "packed, learned": {"positions": "learned"},
+    "hybrid": HYBRID | {"linear_conv_size": 3},
+    "hybrid, linear": {"layer_types": ("linear_attention",) * 2, "linear_conv_size": 1, "n_experts": 4},
+    "hybrid, gated": HYBRID | {"linear_conv_size": 2, "qk_norm": True, "attention_gate": True, "rope_dim": 2},
+    "packed, hybrid": HYBRID | {"linear_v_dim": 6},
 }
+
+
+#: In float64, which shows differences of 1e-11.
+WIDE = ("hybrid, linear", "hybrid, gated")
 
 
 def choices(rank: int, folder: Path, ports: list[int]) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
@@ -287,10 +330,12 @@ def choices(rank: int, folder: Path, ports: list[int]) -> dict[str, tuple[dict[s
     mesh, found = _mesh(), {}
     for name, fields in CHOICES.items():
         torch.manual_seed(0)
-        whole = Transformer(ModelConfig(16, 2, 4, 2, vocab_size=64, max_seq_len=32, init_std=0.2, **fields))
+        config = ModelConfig(16, 2, 4, 2, vocab_size=64, max_seq_len=32, init_std=0.2, **fields)
+        whole = Transformer(config, dtype=torch.float64 if name in WIDE else None)
         model = context_parallel(copy.deepcopy(whole), mesh)
         batch = next(batches())
-        tokens, targets = batch[:, :LENGTH].reshape(-1, 32 if "packed" in name else LENGTH), _targets(batch)
+        length = 32 if "packed" in name else 16 if "hybrid" in name else LENGTH
+        tokens, targets = batch[:, :LENGTH].reshape(-1, length), _targets(batch)
         targets = targets.reshape(tokens.shape)
         options = {"cu_seqlens": torch.tensor([0, 3, 14, 30, 32])} if "packed" in name else {}
         given = [shard_sequence(x, mesh) for x in (tokens, targets)]
@@ -317,6 +362,20 @@ def collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, int]:
     with Collectives() as seen:
         loss_of_parts(mesh)(model, next(batches())).backward()
     return dict(seen.counts)
+
+
+def state_traffic(rank: int, folder: Path, ports: list[int]) -> dict[str, tuple[dict[str, int], int]]:
+    """By length, the bytes that two layers of linear attention give to collectives, and the messages of rings."""
+    from foundry_kernels.distributed import context_parallel, shard_sequence
+
+    mesh, found = _mesh(), {}
+    model = context_parallel(make_model(**HYBRID | {"layer_types": ("linear_attention",) * 2}), mesh)  # type: ignore[arg-type]
+    for length in (24, 48):
+        tokens = shard_sequence(torch.zeros(2, length, dtype=torch.int64), mesh)
+        with Traffic() as seen:
+            model(tokens, tokens)[1].backward()
+        found[f"{length} tokens"] = dict(seen.parts), seen.messages
+    return found
 
 
 def dying(rank: int, folder: Path, ports: list[int]) -> list[str]:

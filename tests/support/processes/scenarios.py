@@ -53,6 +53,9 @@ CONTEXT: dict[str, Callable[..., Any]] = {
     "context, ddp": context.Train("ddp"),
     "context, fsdp": context.Train("fsdp"),
     "context, choices": context.choices,
+    "context, ddp, hybrid": context.Train("ddp", hybrid=True),
+    "context, fsdp, hybrid": context.Train("fsdp", hybrid=True),
+    "context, states": context.state_traffic,
     "context, collectives": context.collectives,
     "linear attention": states.linear_attention,
 }
@@ -62,6 +65,8 @@ OF_FOUR = {
         for name in ("ring", "traffic", "dropout", "context, fsdp", "context, choices", "linear attention")
     },
     "context, compiled": context.Train("compiled"),
+    "context, fsdp, hybrid": context.Train("fsdp", hybrid=True),
+    "context, compiled, hybrid": context.Train("compiled", hybrid=True),
     "context, dp": context.with_data_parallelism,
     "context, tp": context.with_tensor_parallelism,
     **{name: OTHERS[name] for name in ("norms of heads", "mixtures of experts", "experts")},
