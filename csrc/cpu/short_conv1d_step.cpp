@@ -13,6 +13,8 @@ namespace FK_ISA {
 namespace {
 
 template <class T> using Tile = T[kConvStepTile];
+// GCC vectorises copies of numbers, not of structs.
+template <class T> using Bits = std::conditional_t<std::is_same_v<T, float>, float, uint16_t>;
 
 // Compilers vectorise the loop over channels only if the number of taps is a constant.
 template <int kCount, class T>
@@ -30,9 +32,11 @@ void write_dense(T* __restrict to, int64_t columns, const Tile<T>* __restrict fr
 template <class T>
 void read_tile(const T* from, int64_t stride_c, int64_t stride_i, int64_t count, int64_t columns, Tile<T>* to) {
   if (stride_i == 1 && stride_c == count) {
-    if (count == 2) return read_dense<2>(from, columns, to);
-    if (count == 3) return read_dense<3>(from, columns, to);
-    if (count == 4) return read_dense<4>(from, columns, to);
+    const auto* bits = reinterpret_cast<const Bits<T>*>(from);
+    auto* rows = reinterpret_cast<Tile<Bits<T>>*>(to);
+    if (count == 2) return read_dense<2>(bits, columns, rows);
+    if (count == 3) return read_dense<3>(bits, columns, rows);
+    if (count == 4) return read_dense<4>(bits, columns, rows);
   }
   for (int64_t c = 0; c < columns; ++c)
     for (int64_t i = 0; i < count; ++i) to[i][c] = from[c * stride_c + i * stride_i];
@@ -40,9 +44,11 @@ void read_tile(const T* from, int64_t stride_c, int64_t stride_i, int64_t count,
 template <class T>
 void write_tile(T* to, int64_t stride_c, int64_t stride_i, int64_t count, int64_t columns, const Tile<T>* from) {
   if (stride_i == 1 && stride_c == count) {
-    if (count == 2) return write_dense<2>(to, columns, from);
-    if (count == 3) return write_dense<3>(to, columns, from);
-    if (count == 4) return write_dense<4>(to, columns, from);
+    auto* bits = reinterpret_cast<Bits<T>*>(to);
+    const auto* rows = reinterpret_cast<const Tile<Bits<T>>*>(from);
+    if (count == 2) return write_dense<2>(bits, columns, rows);
+    if (count == 3) return write_dense<3>(bits, columns, rows);
+    if (count == 4) return write_dense<4>(bits, columns, rows);
   }
   for (int64_t c = 0; c < columns; ++c)
     for (int64_t i = 0; i < count; ++i) to[c * stride_c + i * stride_i] = from[i][c];
