@@ -88,7 +88,10 @@ def _small_case(op: OpSpec) -> Case:
     ]
 
     def with_rows(names: list[str]) -> list[Case]:
-        return [c for c in plain if all(c.args[n].dtype or c.args[n].shape[-1] % 16 == 0 for n in names)]
+        args = [[c.args[name] for name in names] for c in plain]
+        return [
+            c for c, own in zip(plain, args, strict=True) if all(a and (a.dtype or a.shape[-1] % 16 == 0) for a in own)
+        ]
 
     return min(with_rows(given) or with_rows(given[:1]), key=lambda c: case_bytes(c, torch.float32))
 

@@ -238,6 +238,8 @@ PyMethodDef* direct_calls() {
       method<call_flash_attention>("flash_attention"),
       method<call_cross_entropy>("cross_entropy"),
       method<call_linear_cross_entropy>("linear_cross_entropy"),
+      method<call_gated_delta_rule_step>("gated_delta_rule_step"),
+      method<call_short_conv1d_step>("short_conv1d_step"),
       method<call_decode_blocks>("decode_blocks"),
       {nullptr, nullptr, 0, nullptr},
   };

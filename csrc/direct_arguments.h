@@ -100,6 +100,12 @@ class Arguments {
     need(ok_ && is_text(*next_, first, second));
     return ok_ && PyUnicode_CompareWithASCIIString(*next_++, first) == 0;
   }
+  // None or one of two words. Returns whether it is a word.
+  bool optional_word(const char* first, const char* second) {
+    if (take_none()) return false;
+    word(first, second);
+    return true;
+  }
 
   const Tensor& indices() {
     const Tensor& t = any_tensor();

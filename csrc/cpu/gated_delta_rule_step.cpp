@@ -24,17 +24,21 @@ inline void panel(float* state, int64_t ld, int64_t rows, const float* q, const 
   Vec known[kVecs], read[kVecs];
 #pragma GCC unroll 8
   for (int i = 0; i < kVecs; ++i) known[i] = read[i] = Vec{};
-  for (int64_t r = 0; r < rows; ++r)
+  for (int64_t r = 0; r < rows; ++r) {
+    const Vec key = splat(k[r]);
 #pragma GCC unroll 8
-    for (int i = 0; i < kVecs; ++i) known[i] += load(state + r * ld, i) * k[r];
+    for (int i = 0; i < kVecs; ++i) known[i] += load(state + r * ld, i) * key;
+  }
 #pragma GCC unroll 8
   for (int i = 0; i < kVecs; ++i) known[i] = (load(v, i) - known[i] * decay) * beta;
   for (int64_t r = 0; r < rows; ++r) {
     float* row = state + r * ld;
+    // In registers: as far as the compiler knows, each store might change k and q, and it would read them again.
+    const Vec key = splat(k[r]), query = splat(q[r]);
 #pragma GCC unroll 8
     for (int i = 0; i < kVecs; ++i) {
-      const Vec now = load(row, i) * decay + known[i] * k[r];
-      read[i] += now * q[r];
+      const Vec now = load(row, i) * decay + known[i] * key;
+      read[i] += now * query;
       if (i < kLast) Whole::store(row + i * kLanes, now);
       else at.store(row + i * kLanes, now);
     }
@@ -63,10 +67,14 @@ void gated_delta_rule_step(const DeltaRuleStep& a, int64_t begin, int64_t end, f
     const float beta = a.beta.data ? read_number(a.beta, offset_of(a.beta.strides, b, h, 0)) : 1.0f;
     float* state = a.state + b * a.state_batch + h * a.state_head;
     int64_t c = 0;
-    for (; c + kPanel * kLanes <= dv; c += kPanel * kLanes)
-      panel<kPanel>(state + c, dv, dk, q, k, v + c, decay, beta, out + c, Whole{});
-    for (; c + kLanes <= dv; c += kLanes) panel<1>(state + c, dv, dk, q, k, v + c, decay, beta, out + c, Whole{});
-    if (c < dv) panel<1>(state + c, dv, dk, q, k, v + c, decay, beta, out + c, Part{int(dv - c)});
+    const auto panels = [&](auto vecs, auto at, int64_t columns) FK_INLINE {
+      for (; c + columns <= dv; c += columns)
+        panel<decltype(vecs)::value>(state + c, dv, dk, q, k, v + c, decay, beta, out + c, at);
+    };
+    panels(std::integral_constant<int, kPanel>{}, Whole{}, kPanel * kLanes);
+    panels(std::integral_constant<int, kPanel / 2>{}, Whole{}, kPanel / 2 * kLanes);  // a head of 64, with 16 lanes
+    panels(std::integral_constant<int, 1>{}, Whole{}, kLanes);
+    if (c < dv) panels(std::integral_constant<int, 1>{}, Part{int(dv - c)}, dv - c);
     write_rows(a.type, out, 0, 1, dv, a.out, i * dv, 0);
   }
 }

@@ -70,8 +70,27 @@ struct ConvFinal {
   ConvState final;
 };
 
+// One token of each row. A task is a tile of channels, of all rows.
+constexpr int64_t kConvStepTile = 256;
+struct ConvStep {
+  const void* x;
+  int64_t x_stride_n, x_stride_c;
+  ConvState state;     // of x's type; shifted by one, with x as the newest
+  const void* weight;  // of weight_type
+  int64_t weight_stride_c, weight_stride_tap;
+  const float* bias;  // or null
+  void* y;            // [n_rows, n_channels]
+  int64_t n_rows, n_channels;
+  int taps;
+  bool silu;
+  Dtype type, weight_type;
+
+  int64_t tiles() const { return (n_channels + kConvStepTile - 1) / kConvStepTile; }
+};
+
 }  // namespace foundry
 
 FK_DECLARE_PER_ISA(void, short_conv1d_forward, const ConvForward& args, int64_t task_begin, int64_t task_end)
 FK_DECLARE_PER_ISA(void, short_conv1d_backward, const ConvBackward& args, int64_t task_begin, int64_t task_end)
 FK_DECLARE_PER_ISA(void, short_conv1d_final, const ConvFinal& args, int64_t task_begin, int64_t task_end)
+FK_DECLARE_PER_ISA(void, short_conv1d_step, const ConvStep& args, int64_t task_begin, int64_t task_end)

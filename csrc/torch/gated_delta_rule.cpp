@@ -4,6 +4,8 @@
 
 #include <torch/library.h>
 
+#include "operators.h"
+
 namespace foundry {
 namespace gated_delta_rule_schema {
 
@@ -22,10 +24,17 @@ DeltaRuleGradients bwd_meta(const Tensor&, const OptionalTensor&, const Tensor& 
 
 Tensor step_meta(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g, const OptionalTensor& beta,
                  const Tensor& state, double, bool) {
-  return empty_delta_rule_step(q, k, v, g, beta, state);
+  check_delta_rule_step(q, k, v, g, beta, state);
+  return at::empty_symint(v.sym_sizes(), v.options());
 }
 
 }  // namespace gated_delta_rule_schema
+
+Tensor gated_delta_rule_step(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
+                             const OptionalTensor& beta, const Tensor& state, double scale, bool qk_l2norm) {
+  static const Operator<decltype(gated_delta_rule_step)> op(FK_LIBRARY_NAME "::gated_delta_rule_step");
+  return op(q, k, v, g, beta, state, scale, qk_l2norm);
+}
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   const std::string options = DeltaRuleOptions::schema();

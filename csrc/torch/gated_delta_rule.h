@@ -107,11 +107,10 @@ inline DeltaRuleGradients empty_delta_rule_bwd(const Tensor& q, const Tensor& k,
               : absent(v, at::kFloat)};
 }
 
-inline Tensor empty_delta_rule_step(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                                    const OptionalTensor& beta, const Tensor& state) {
+inline void check_delta_rule_step(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
+                                  const OptionalTensor& beta, const Tensor& state) {
   check_delta_rule(q, k, v, g, beta, 3);
   check_delta_rule_state("state", state, k, v, v.sym_size(0));
-  return at::empty_symint(v.sym_sizes(), v.options());
 }
 
 }  // namespace foundry

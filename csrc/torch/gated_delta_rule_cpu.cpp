@@ -202,7 +202,8 @@ DeltaRuleGradients bwd_cpu(const Tensor& dout_, const OptionalTensor& dfinal_sta
 
 Tensor step_cpu(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g,
                 const OptionalTensor& beta, const Tensor& state, double scale, bool l2norm) {
-  const Tensor out = empty_delta_rule_step(q_, k_, v_, g, beta, state);
+  check_delta_rule_step(q_, k_, v_, g, beta, state);
+  const Tensor out(at::detail::empty_cpu(v_.sizes(), v_.scalar_type()));
   const int64_t dk = q_.size(2), dv = v_.size(2), heads = v_.size(0) * v_.size(1);
   TORCH_CHECK_VALUE((state.stride(3) == 1 || dv == 1) && (state.stride(2) == dv || dk == 1),
                     "state must be contiguous in its last two dimensions");

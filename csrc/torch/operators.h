@@ -36,6 +36,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention(const Tensor& q, cons
                                                            const AttentionOptions& options, bool return_lse,
                                                            bool return_stats);
 Tensor combine_experts(const Tensor& x, const OptionalTensor& weights, const Tensor& slots);
+// Steps of decoding, without gradients. They overwrite the state.
+Tensor gated_delta_rule_step(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
+                             const OptionalTensor& beta, const Tensor& state, double scale, bool qk_l2norm);
+Tensor short_conv1d_step(const Tensor& x, const Tensor& state, const Tensor& weight, const OptionalTensor& bias,
+                         c10::string_view activation);
 // CPU inference only.
 std::tuple<Tensor, Tensor> decode_block(const OptionalTensor& branch, const Tensor& stream, at::TensorList weights,
                                         at::TensorList norms, const Tensor& cos, const Tensor& sin,

@@ -4,6 +4,7 @@
 
 #include <torch/library.h>
 
+#include "operators.h"
 #include "options.h"
 
 namespace foundry {
@@ -29,6 +30,12 @@ Tensor step_meta(const Tensor& x, const Tensor&, const Tensor&, const OptionalTe
 }
 
 }  // namespace short_conv1d_schema
+
+Tensor short_conv1d_step(const Tensor& x, const Tensor& state, const Tensor& weight, const OptionalTensor& bias,
+                         c10::string_view activation) {
+  static const Operator<decltype(short_conv1d_step)> op(FK_LIBRARY_NAME "::short_conv1d_step");
+  return op(x, state, weight, bias, activation);
+}
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   const std::string filter = "Tensor weight, Tensor? bias, str activation";

@@ -154,10 +154,27 @@ Tensor step_cpu(const Tensor& x, const Tensor& state, const Tensor& weight, cons
   TORCH_CHECK_VALUE(state.dim() == 3 && state.size(0) == x.size(0) && state.size(1) == x.size(1) &&
                         state.size(2) >= weight.size(1) - 1 && state.scalar_type() == x.scalar_type(),
                     "state must be [B, C, S] of x's dtype, S at least W - 1; got ", state.sizes());
-  const Tensor y = at::empty(x.sizes(), x.options());
-  const Prepared p = prepare(x.unsqueeze(1), weight, bias, activation, {}, state);
-  forward(p, y);
-  write_final(p, state);
+  const Tensor y(at::detail::empty_cpu(x.sizes(), x.scalar_type()));
+  if (y.numel() == 0) return y;
+  const Tensor shift = float_weight(unwrap(bias), 0.0);
+  const ConvStep args{x.const_data_ptr(),
+                      x.stride(0),
+                      x.stride(1),
+                      state_of(state),
+                      weight.const_data_ptr(),
+                      weight.stride(0),
+                      weight.stride(1),
+                      shift.defined() ? shift.const_data_ptr<float>() : nullptr,
+                      y.mutable_data_ptr(),
+                      x.size(0),
+                      x.size(1),
+                      static_cast<int>(weight.size(1)),
+                      is_silu(activation),
+                      dtype_of(x),
+                      dtype_of(weight)};
+  const auto kernel = FK_CHOOSE_ISA(short_conv1d_step);
+  at::parallel_for(0, args.tiles(), std::max<int64_t>(1, kExpGrain / (args.n_rows * kConvStepTile)),
+                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
   return y;
 }
 

@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 from foundry_kernels.integrations.adapters import Adapter, layers_of, split_names
 from foundry_kernels.integrations.calls import current
 from foundry_kernels.integrations.packing import LENGTHS, ONE_A_ROW, Documents, from_lengths
-from foundry_kernels.nn._delta import continues_in_place, decay_and_step, delta_rule_of, taps_of
+from foundry_kernels.nn._delta import continues_in_place, decay_and_step, delta_rule_of, delta_rule_step_of, taps_of
 from foundry_kernels.nn._linear_layers import Layers
 from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.short_conv1d import ACTIVATIONS, short_conv1d, short_conv1d_step
@@ -156,7 +156,6 @@ def _delta_forward(
     )
     if steps:
         mixed = short_conv1d_step(qkv.squeeze(1), conv_state, filters, bias, self.activation, backend=backend)
-        mixed = mixed.unsqueeze(1)
     else:
         before = qkv
         if cache is not None:  # which returns the inputs since the state's first
@@ -169,22 +168,25 @@ def _delta_forward(
             mixed = mixed[:, -tokens:]
     doubled = getattr(self, "allow_neg_eigval", False)
     g, beta = decay_and_step(a, b, self.A_log, self.dt_bias, 2.0 if doubled else 1.0)
-    out, final = delta_rule_of(
-        mixed,
-        g,
-        beta,
-        (self.num_k_heads, self.num_v_heads),
-        (self.head_k_dim, self.head_v_dim),
-        backends,
-        cu_seqlens=totals,
-        initial_state=state,
-        return_final_state=cache is not None,
-        in_place=steps,
-    )
-    if cache is not None and final is not None:
-        if documents is not None:  # the last one of each row
-            final = final[documents.of_queries()[:, -1].long()]
-        cache.update_recurrent_state(final, self.layer_idx)
+    heads, dims = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
+    if state is not None and steps:
+        out = delta_rule_step_of(mixed, g, beta, heads, dims, backends, state)
+    else:
+        out, final = delta_rule_of(
+            mixed,
+            g,
+            beta,
+            heads,
+            dims,
+            backends,
+            cu_seqlens=totals,
+            initial_state=state,
+            return_final_state=cache is not None,
+        )
+        if cache is not None and final is not None:
+            if documents is not None:  # the last one of each row
+                final = final[documents.of_queries()[:, -1].long()]
+            cache.update_recurrent_state(final, self.layer_idx)
     normed = getattr(self, row.norm)(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
     return layers.linear(normed.reshape(batch, tokens, -1), getattr(self, row.out))
 

@@ -67,27 +67,17 @@ def delta_rule_of(
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
-    in_place: bool = False,
     sharded: ShardedDelta | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Runs the rule on the convolution's result ``[B, T, C]``, which holds queries, keys and values in this order.
 
-    heads, dims: (H_k, H_v) and (D_k, D_v). in_place: T is 1, and `initial_state` becomes the state after the token,
-    without gradients. sharded: how the rule runs if the sequence is sharded over processes; then there is no state.
+    heads, dims: (H_k, H_v) and (D_k, D_v). sharded: how the rule runs if the sequence is sharded over processes; then
+    there is no state.
 
     Returns:
         ``[B, T, H_v, D_v]``, contiguous, and the final state or None.
     """
-    (k_heads, v_heads), (k_dim, v_dim) = heads, dims
-    sizes = (k_heads * k_dim, k_heads * k_dim, v_heads * v_dim)
-    split = zip(mixed.split(sizes, -1), (k_heads, k_heads, v_heads), strict=True)
-    q, k, v = (part.unflatten(-1, (n, -1)).transpose(1, 2) for part, n in split)
-    if in_place:
-        assert initial_state is not None
-        q, k, v, g, beta = (x.squeeze(2) for x in (q, k, v, g, beta))
-        backend = backends["gated_delta_rule_step"]
-        out = gated_delta_rule_step(q, k, v, g, beta, initial_state, qk_l2norm=True, backend=backend)
-        return out.unsqueeze(1), None
+    q, k, v = (x.transpose(1, 2) for x in _vectors(mixed, heads, dims))
     backend = backends["gated_delta_rule"]
     if sharded is not None:
         out = sharded.gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu_seqlens, qk_l2norm=True, backend=backend)
@@ -106,6 +96,32 @@ def delta_rule_of(
     )
     out, final = found if isinstance(found, tuple) else (found, None)
     return out.transpose(1, 2), final
+
+
+def delta_rule_step_of(
+    mixed: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    backends: Mapping[str, str],
+    state: Tensor,
+) -> Tensor:
+    """`delta_rule_of` for one token of each sequence, whose state is overwritten, without gradients: mixed ``[B, C]``,
+    g and beta ``[B, H_v, 1]``, result ``[B, 1, H_v, D_v]``."""
+    q, k, v = _vectors(mixed, heads, dims)
+    backend = backends["gated_delta_rule_step"]
+    out = gated_delta_rule_step(q, k, v, g.squeeze(2), beta.squeeze(2), state, qk_l2norm=True, backend=backend)
+    return out.unsqueeze(1)
+
+
+def _vectors(mixed: Tensor, heads: tuple[int, int], dims: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Queries, keys and values ``[..., H, D]`` of ``[..., C]``."""
+    (k_heads, v_heads), (k_dim, v_dim) = heads, dims
+    q, k, v = mixed.split((k_heads * k_dim, k_heads * k_dim, v_heads * v_dim), -1)
+    # `unflatten` is a method in Python, which takes as long as two operators.
+    rows = mixed.shape[:-1]
+    return q.view(*rows, k_heads, k_dim), k.view(*rows, k_heads, k_dim), v.view(*rows, v_heads, v_dim)
 
 
 def taps_of(weight: Tensor) -> Tensor:

@@ -21,7 +21,14 @@ from foundry_kernels.core.checks import (
 from foundry_kernels.core.inference import recorded, without_backward
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.nn._backend import Backend, describe, plan
-from foundry_kernels.nn._delta import DELTA_OPS, ShardedDelta, decay_and_step, delta_rule_of, taps_of
+from foundry_kernels.nn._delta import (
+    DELTA_OPS,
+    ShardedDelta,
+    decay_and_step,
+    delta_rule_of,
+    delta_rule_step_of,
+    taps_of,
+)
 from foundry_kernels.nn._linear_layers import layers_for
 from foundry_kernels.nn._paged import NO_GRADIENT
 from foundry_kernels.nn._scripting import refuse_scripting
@@ -222,7 +229,7 @@ class GatedDeltaNet(torch.nn.Module):
             mixed = convolve(qkv, filters, None, "silu", cu_seqlens=cu_seqlens, backend=backend)
         elif steps:
             check_dtype("state.conv", state.conv, "the projection", qkv)
-            mixed = short_conv1d_step(qkv.squeeze(1), state.conv, filters, None, "silu", backend=backend).unsqueeze(1)
+            mixed = short_conv1d_step(qkv.squeeze(1), state.conv, filters, None, "silu", backend=backend)
         else:
             mixed, conv = short_conv1d(
                 qkv,
@@ -235,22 +242,26 @@ class GatedDeltaNet(torch.nn.Module):
                 backend=backend,
             )
         g, beta = decay_and_step(a, b, self.A_log, self.dt_bias, 2.0 if self.negative_eigenvalues else 1.0)
-        out, final = delta_rule_of(
-            mixed,
-            g,
-            beta,
-            (self.n_k_heads, self.n_v_heads),
-            (self.head_k_dim, self.head_v_dim),
-            self.backends,
-            cu_seqlens=cu_seqlens,
-            initial_state=None if state is None else state.recurrent,
-            return_final_state=state is not None,
-            in_place=steps,
-            sharded=self.sharded,
-        )
-        if state is not None and final is not None:
-            state.conv.copy_(conv)
-            state.recurrent.copy_(final)
+        heads, dims = (self.n_k_heads, self.n_v_heads), (self.head_k_dim, self.head_v_dim)
+        if state is not None and steps:
+            out = delta_rule_step_of(mixed, g, beta, heads, dims, self.backends, state.recurrent)
+        else:
+            initial = None if state is None else state.recurrent
+            out, final = delta_rule_of(
+                mixed,
+                g,
+                beta,
+                heads,
+                dims,
+                self.backends,
+                cu_seqlens=cu_seqlens,
+                initial_state=initial,
+                return_final_state=state is not None,
+                sharded=self.sharded,
+            )
+            if state is not None and final is not None:
+                state.conv.copy_(conv)
+                state.recurrent.copy_(final)
         gated = swiglu(z, self.norm(out).flatten(2), backend=self.backends["swiglu"])
         return layers.linear(gated, self.out_proj)
 

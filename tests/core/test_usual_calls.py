@@ -57,7 +57,7 @@ def counted(spec: OpSpec) -> Iterator[list[bool]]:
 def test_which_operations_are_called_directly() -> None:
     names = {"rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "geglu", "glu", "reglu"}
     names |= {"bias_gelu", "bias_silu", "bias_relu", "rope", "qk_norm_rope", "flash_attention", "cross_entropy"}
-    names |= {"combine_experts", "grouped_mm"}
+    names |= {"combine_experts", "grouped_mm", "gated_delta_rule_step"}
     assert {spec.name for spec in DIRECT} == names
 
 

@@ -112,6 +112,8 @@ def made(spec: OpSpec, parameter: inspect.Parameter) -> torch.Tensor:
         return torch.ones(2, dtype=torch.int32)
     if (spec.name, parameter.name) == ("grouped_mm", "weight"):
         return torch.ones(2, 2, 2)
+    if spec.name == "gated_delta_rule_step" and parameter.name != "state":
+        return torch.ones(1, 1) if parameter.name in ("g", "beta") else torch.ones(1, 1, 2)
     flat = spec.name in ("combine_experts", "grouped_mm")
     flat |= (spec.name, parameter.name) == ("linear_cross_entropy", "weight")
     return torch.ones(2, 2) if flat else torch.ones(1, 1, 2, 2)

@@ -30,6 +30,7 @@ from __future__ import annotations
 from typing import Literal, overload
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core.inference import cut, without_backward
 from foundry_kernels.core.registry import resolve
@@ -226,6 +227,10 @@ def gated_delta_rule_step(
         RuntimeError: a backward pass reaches the result, which has no gradient.
         TypeError, ValueError, BackendUnavailable: as for :func:`gated_delta_rule`.
     """
+    if not is_dynamo_compiling():
+        found = GATED_DELTA_RULE_STEP.direct(backend, q, k, v, g, beta, state, scale, qk_l2norm)
+        if found is not None:
+            return found
     wanted, (q, k, v, g, beta, state) = cut(q, k, v, g, beta, state)
     q, k, v, scale = check_step(q, k, v, g, beta, state, scale, qk_l2norm)
     out = resolve(GATED_DELTA_RULE_STEP, backend, v)(q, k, v, g, beta, state, scale, qk_l2norm)

@@ -22,6 +22,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core.checks import (
     check_bool,
@@ -157,6 +158,10 @@ def short_conv1d_step(
         TypeError, ValueError, BackendUnavailable: as :func:`short_conv1d`.
         RuntimeError: a backward pass reaches the result.
     """
+    if not is_dynamo_compiling():
+        found = SHORT_CONV1D_STEP.direct(backend, x, state, weight, bias, activation)
+        if found is not None:
+            return found
     check_float("x", x)
     check_rank("x", x, 2, "[B, C]")
     act = _check_filter(x, x.shape[1], weight, bias, activation)
