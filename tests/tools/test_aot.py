@@ -102,8 +102,11 @@ def no_spills_and_within_the_limits(op: str, arch: int, *options: str) -> str:
         line for line in (done.stdout + done.stderr).splitlines() if "PROBLEM" in line or "rror" in line
     )
     assert f"compute capability {arch / 10}" in done.stdout
+    found = re.search(r": (\d+) launches$", done.stdout, re.M)
+    assert found, done.stdout
+    assert done.stdout.count(" registers  0 spilled ") == int(found[1])
     if "--unlike" not in options:  # of which there may be none
-        assert done.stdout.count(" registers ") >= (2 if "--timed" in options else 5)
+        assert int(found[1]) >= 1
         assert "16/" in done.stdout or " 16 B" in done.stdout, "no kernel moves 16 bytes at a time"
     return done.stdout
 

@@ -30,7 +30,9 @@ def fits(op: str, *options: str) -> list[str]:
     )
     assert "(compiled, never run)" in done.stdout
     lines = re.findall(r" VGPRs \(\d+ AGPRs\) +\d+ SGPRs  0 spilled.* B LDS +\d+ warps .*", done.stdout)
-    assert len(lines) == done.stdout.count(" VGPRs ")
+    found = re.search(r": (\d+) launches$", done.stdout, re.M)
+    assert found, done.stdout
+    assert len(lines) == done.stdout.count(" VGPRs ") == int(found[1])
     assert all("maxnreg" not in line for line in lines), "an option that only NVIDIA's backend has"
     return lines
 
@@ -53,7 +55,7 @@ def test_all_launches_fit(op: str, arch: str) -> None:
     """Compiles for gfx950, but for attention, those that are not the same as on gfx942: it has more LDS and as many
     registers."""
     unlike = ("--unlike", "gfx942") if arch == "gfx950" and "attention" not in op else ()
-    assert len(fits(op, "--arch", arch, *unlike)) >= (0 if unlike else 5)
+    assert len(fits(op, "--arch", arch, *unlike)) >= (0 if unlike else 1)
 
 
 @needs_triton

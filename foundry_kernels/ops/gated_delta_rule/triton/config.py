@@ -1,8 +1,9 @@
 """Blocks, warps and pipeline stages: a table keyed on kernel, dtype and width of the heads.
 
 A config must not spill registers and must fit the class's shared memory, according to the compiler's report
-(`python -m foundry_kernels inspect gated_delta_rule`). In float32, heads wider than 64 do spill in the kernels that
-visit chunks one after another, because every warp has a copy of their operands. None has been measured on a GPU.
+(`python -m foundry_kernels inspect gated_delta_rule`), and none does. In float32, heads wider than 64 would in the
+kernels that visit chunks one after another, where every warp has a copy of the operands: BLOCK_D is smaller there. None
+has been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ from foundry_kernels._triton.devices import device_of
 _MOST = {2: {128: 64, 256: 32}, 4: {64: 32, 256: 16}}
 _INTERPRETED_CHUNK = 32
 
-#: BLOCK_D, BLOCK_V, warps, stages; 0 is the whole width. "prepare" has no columns of v.
+#: BLOCK_D, BLOCK_V, warps, stages; 0 is the whole width. "prepare" has no columns of v. A state is as high as the heads
+#: are wide in "states" and "dstates", and BLOCK_D is a part of the sums over it.
 Row = tuple[int, int, int, int]
 
 _INTERPRETED: dict[str, list[Row]] = {
     "prepare": [(32, 0, 4, 1)],
-    "states": [(0, 32, 4, 1), (0, 16, 4, 1)],
+    "states": [(32, 32, 4, 1), (0, 16, 4, 1)],
     "outputs": [(32, 32, 4, 1), (16, 32, 4, 1)],
     "du": [(32, 32, 4, 1), (16, 32, 4, 1)],
-    "dstates": [(0, 32, 4, 1), (0, 16, 4, 1)],
+    "dstates": [(32, 32, 4, 1), (0, 16, 4, 1)],
     "pairs": [(32, 32, 4, 1), (16, 16, 4, 1)],
     "dq": [(32, 32, 4, 1), (16, 16, 4, 1)],
     "dk": [(32, 32, 4, 1), (16, 16, 4, 1)],
 }
 
-#: For 16-bit inputs, by class of device and by the width of the heads. "hopper" has wgmma, for which 4 warps have 64
-#: rows together.
+#: For 16-bit inputs, by class of device and by the width of the heads.
 _HALF: dict[str, dict[str, dict[int, list[Row]]]] = {
+    # wgmma, for which 4 warps have 64 rows together
     "hopper": {
         "prepare": {256: [(64, 0, 4, 2), (64, 0, 4, 1)]},
         "states": {64: [(0, 32, 4, 2), (0, 16, 4, 2)], 128: [(0, 16, 4, 2)], 256: [(0, 16, 4, 2)]},
@@ -45,25 +47,36 @@ _HALF: dict[str, dict[str, dict[int, list[Row]]]] = {
         "dq": {256: [(64, 32, 4, 2), (64, 32, 4, 1)]},
         "dk": {64: [(64, 32, 4, 1), (32, 16, 4, 1)], 256: [(64, 32, 4, 2), (32, 16, 4, 1)]},
     },
+    # tcgen05, whose results are not in registers until they are read
+    "blackwell": {
+        "prepare": {128: [(64, 0, 8, 2), (64, 0, 8, 1)], 256: [(64, 0, 4, 2), (64, 0, 4, 1)]},
+        "states": {64: [(0, 32, 4, 2), (0, 16, 4, 2)], 128: [(0, 16, 8, 2), (0, 32, 8, 2)], 256: [(0, 16, 4, 2)]},
+        "outputs": {256: [(64, 64, 4, 2), (64, 32, 4, 2)]},
+        "du": {256: [(64, 64, 4, 2), (64, 32, 4, 2)]},
+        "dstates": {64: [(0, 32, 8, 2), (0, 16, 4, 2)], 128: [(0, 16, 8, 2), (0, 16, 8, 1)], 256: [(0, 16, 8, 1)]},
+        "pairs": {128: [(64, 32, 8, 2), (32, 16, 4, 1)], 256: [(64, 32, 4, 2), (32, 16, 4, 1)]},
+        "dq": {128: [(64, 32, 8, 2), (64, 32, 4, 1)], 256: [(64, 32, 4, 2), (64, 32, 4, 1)]},
+        "dk": {128: [(64, 32, 8, 2), (32, 16, 4, 1)], 256: [(64, 32, 4, 2), (32, 16, 4, 1)]},
+    },
     # mma.sync
     "ampere": {
         "prepare": {256: [(32, 0, 4, 1)]},
         "states": {128: [(0, 16, 4, 2), (0, 16, 4, 1)], 256: [(0, 16, 4, 1)]},
         "outputs": {256: [(32, 32, 4, 1)]},
         "du": {256: [(64, 64, 4, 2), (64, 32, 4, 2)]},
-        "dstates": {256: [(0, 16, 4, 1)]},
-        "pairs": {256: [(32, 16, 4, 1)]},
-        "dq": {256: [(64, 32, 4, 2), (64, 32, 4, 1)]},
+        "dstates": {64: [(0, 16, 4, 2)], 128: [(0, 16, 8, 2)], 256: [(0, 16, 4, 1)]},
+        "pairs": {128: [(32, 16, 4, 2), (32, 16, 8, 1)], 256: [(32, 16, 4, 1)]},
+        "dq": {256: [(64, 32, 4, 1), (32, 32, 4, 1)]},
         "dk": {256: [(32, 16, 4, 1)]},
     },
 }
 #: For float32.
 _SINGLE: dict[str, dict[int, list[Row]]] = {
     "prepare": {256: [(32, 0, 4, 1)]},
-    "states": {256: [(0, 16, 4, 1)]},
+    "states": {64: [(0, 16, 4, 1)], 256: [(32, 16, 4, 1)]},
     "outputs": {256: [(32, 32, 4, 1)]},
     "du": {256: [(32, 32, 4, 1)]},
-    "dstates": {256: [(0, 16, 4, 1)]},
+    "dstates": {64: [(0, 16, 4, 1)], 256: [(32, 16, 4, 1)]},
     "pairs": {256: [(32, 16, 4, 1)]},
     "dq": {256: [(32, 32, 4, 1)]},
     "dk": {256: [(32, 16, 4, 1)]},
@@ -83,9 +96,11 @@ def configs(kernel: str, capability: int, head_dim: int, dtype: torch.dtype) -> 
     if capability == 0:
         rows = _INTERPRETED[kernel]
     else:
-        name = "hopper" if device_of(capability).name in ("hopper", "blackwell") else "ampere"
-        table = _HALF[name] if dtype.itemsize == 2 else _SINGLE
+        table = _HALF.get(device_of(capability).name, _HALF["ampere"]) if dtype.itemsize == 2 else _SINGLE
         rows = next(rows for width, rows in table[kernel].items() if head_dim <= width)
+        if kernel in ("states", "dstates") and device_of(capability).name == "cdna":
+            # AMD's barrier need not wait until a state is stored, so it is not read back; there are 512 registers.
+            rows = [(0, *row[1:]) for row in rows]
     names = ("BLOCK_D", "BLOCK_V", "num_warps", "num_stages")
     found = [dict(zip(names, row, strict=True)) for row in rows]
     if capability != 0 and device_of(capability).name != "cdna":

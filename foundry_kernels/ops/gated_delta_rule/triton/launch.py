@@ -79,15 +79,15 @@ def _prepare(
 
 def _states(
     p: Problem, k: Tensor, v: Tensor, beta: Tensor | None, made: Prepared, inverse: Tensor | None,
-    initial: Tensor | None, cu_seqlens: Tensor | None, need_final: bool, need_states: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    initial: Tensor | None, cu_seqlens: Tensor | None, need_final: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The states at the chunks' starts, the corrected values, and the final state."""
 
     def empty(*shape: int) -> Tensor:
         return v.new_empty(shape, dtype=p.compute)
 
-    states = empty(p.n_batch, p.n_heads, p.n_chunks, p.head_dim, p.head_dim_v) if need_states else None
-    updates = empty(p.n_batch, p.n_heads, p.tokens, p.head_dim_v) if need_states else None
+    states = empty(p.n_batch, p.n_heads, p.n_chunks, p.head_dim, p.head_dim_v)
+    updates = empty(p.n_batch, p.n_heads, p.tokens, p.head_dim_v)
     final = empty(p.n_states, p.n_heads, p.head_dim, p.head_dim_v) if need_final else None
     strides = tuple(map(strides_of, (k, v, beta, initial)))
     launch(
@@ -132,9 +132,7 @@ def launch_fwd(
     used = inverse if options.delta else None
     cu_seqlens = contiguous(cu_seqlens)
     made = _prepare(p, q, k, g, beta, cu_seqlens, used) if p.tokens else Prepared(None, None, None)
-    states, updates, final = _states(
-        p, k, v, beta, made, used, initial_state, cu_seqlens, need_final_state, p.tokens > 0
-    )
+    states, updates, final = _states(p, k, v, beta, made, used, initial_state, cu_seqlens, need_final_state)
     if p.tokens:
         strides = (q.stride(), k.stride(), out.stride())
         launch(
@@ -172,13 +170,9 @@ def launch_bwd(
     q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout)
     initial, dfinal, cu_seqlens = _state(initial_state), _state(dfinal_state), contiguous(options.cu_seqlens)
     used = inverse if options.delta else None
-    made, states, updates = Prepared(None, None, None), None, None
-    if p.tokens:
-        made = _prepare(p, q, k, g, beta, cu_seqlens, None)
-        states, updates, _ = _states(p, k, v, beta, made, used, initial, cu_seqlens, False, True)
-
-    dstates = None if states is None else torch.empty_like(states)
-    dr = None if updates is None else torch.empty_like(updates)
+    made = _prepare(p, q, k, g, beta, cu_seqlens, None) if p.tokens else Prepared(None, None, None)
+    states, updates, _ = _states(p, k, v, beta, made, used, initial, cu_seqlens, False)
+    dstates, dr = torch.empty_like(states), torch.empty_like(updates)
     if p.tokens:
         strides = tuple(map(strides_of, (q, k, dout)))
         launch(gated_delta_rule_du_kernel, plan("du", p, strides), q, k, dout, *made, cu_seqlens, dr)

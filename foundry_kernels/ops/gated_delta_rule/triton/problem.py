@@ -111,6 +111,7 @@ def plan(kernel: str, p: Problem, strides: tuple[Strides, ...], **flags: Any) ->
         sizes, programs = sizes[1:], p.n_states
         del constants["DOCUMENTS"]
         constants["VARLEN"] = p.n_documents is not None
+        constants["WIDTH"] = max(16, triton.next_power_of_2(p.head_dim))
     programs *= p.n_kv_heads if kernel in ("dq", "dk") else p.n_heads
     if kernel == "prepare":
         constants["MERGES"] = (p.chunk // 16).bit_length() - 1

@@ -3,6 +3,10 @@
 A program owns the columns of a state that belong to a block of v's columns: it keeps them in registers from the first
 chunk of a sequence to the last, or back. Other kernels compute everything else from the states at the chunks' starts,
 for all chunks at once.
+
+Every warp has a copy of the operands of a product of k and a state, which sums over the width of the heads. Where these
+would take more registers than there are, BLOCK_D is smaller than the width: the products are sums over blocks of it,
+and the state's are read back from where the program has just stored it.
 """
 
 from __future__ import annotations
@@ -23,6 +27,25 @@ from foundry_kernels.ops.gated_delta_rule.triton.chunks import (
 from foundry_kernels.ops.gated_delta_rule.triton.products import product
 
 
+@triton.jit
+def _by_state(
+    p_k, stride_k, p_state, b_k, b_state, n_rows, n_cols,
+    KIND: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Returns k @ state [CHUNK, BLOCK_V], where the state has just been stored at `p_state`."""
+    b_known = tl.zeros([CHUNK, BLOCK_V], COMPUTE)
+    if BLOCK_D == WIDTH:
+        return product(b_k, b_state, b_known, KIND, 3)
+    else:
+        tl.debug_barrier()  # other threads have stored it
+        for d in range(0, D, BLOCK_D):
+            b_keys = load_tile(p_k + d, stride_k, n_rows, D - d, CHUNK, BLOCK_D, D % BLOCK_D == 0)
+            b_part = load_tile(p_state + d * DV, DV, D - d, n_cols, BLOCK_D, BLOCK_V, DV % BLOCK_V == 0)
+            b_known = product(b_keys, b_part, b_known, KIND, 3)
+        return b_known
+
+
 @triton.jit(do_not_specialize=["tokens", "n_chunks"])
 def gated_delta_rule_states_kernel(
     k_ptr, v_ptr, beta_ptr, decay_ptr, k_norm_ptr, inverse_ptr, initial_ptr, cu_seqlens_ptr,
@@ -31,10 +54,10 @@ def gated_delta_rule_states_kernel(
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_bb, stride_bh, stride_bt,
     stride_ib, stride_ih, stride_id,
     KIND: tl.constexpr, COMPUTE: tl.constexpr, VARLEN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Writes the states at the chunks' starts [B, H_v, n_chunks, D, DV], the corrected values [B, H_v, T, DV] and the
-    final state [N, H_v, D, DV], each if it has a pointer. Without `inverse_ptr` values are not corrected."""
+    final state [N, H_v, D, DV], if it has a pointer. Without `inverse_ptr` values are not corrected."""
     n_blocks = tl.cdiv(DV, BLOCK_V)
     v0 = tl.program_id(0) % n_blocks * BLOCK_V
     head = (tl.program_id(0) // n_blocks % n_heads).to(tl.int64)
@@ -45,25 +68,23 @@ def gated_delta_rule_states_kernel(
     WHOLE: tl.constexpr = DV % BLOCK_V == 0
     rows = tl.arange(0, CHUNK)
     square = rows[:, None] * CHUNK + rows[None, :]
-    b_state = tl.zeros([BLOCK_D, BLOCK_V], COMPUTE)
+    b_state = tl.zeros([WIDTH, BLOCK_V], COMPUTE)
     if initial_ptr is not None:
         p_initial = initial_ptr + n.to(tl.int64) * stride_ib + head * stride_ih + v0
-        b_state = load_tile(p_initial, stride_id, D, n_cols, BLOCK_D, BLOCK_V, WHOLE).to(COMPUTE)
-    start = start.to(tl.int64)
-    p_k = k_ptr + batch * stride_kb + kv_head * stride_kh + start * stride_kt
-    p_v = v_ptr + batch * stride_vb + head * stride_vh + start * stride_vt + v0
-    p_beta = None if beta_ptr is None else beta_ptr + batch * stride_bb + head * stride_bh + start * stride_bt
-    o_tokens = (batch * n_heads + head) * tokens + start
-    o_norms = (batch * (n_heads // group) + kv_head) * tokens + start
+        b_state = load_tile(p_initial, stride_id, D, n_cols, WIDTH, BLOCK_V, WHOLE).to(COMPUTE)
+    p_k = k_ptr + batch * stride_kb + kv_head * stride_kh
+    p_v = v_ptr + batch * stride_vb + head * stride_vh + v0
+    p_beta = None if beta_ptr is None else beta_ptr + batch * stride_bb + head * stride_bh
+    o_tokens = (batch * n_heads + head) * tokens
+    o_norms = (batch * (n_heads // group) + kv_head) * tokens
     p_norm = None if k_norm_ptr is None else k_norm_ptr + o_norms
     at_first = (batch * n_heads + head) * n_chunks + chunk
     for done in range(0, length, CHUNK):
-        first = tl.cast(done, tl.int64)
+        first = tl.cast(start + done, tl.int64)
         n_rows = length - done
         at = at_first + done // CHUNK
-        if states_ptr is not None:
-            store_tile(states_ptr + at * (D * DV) + v0, DV, b_state, D, n_cols, BLOCK_D, BLOCK_V, WHOLE)
-        b_k = load_tile(p_k + first * stride_kt, stride_kt, n_rows, D, CHUNK, BLOCK_D, D == BLOCK_D)
+        store_tile(states_ptr + at * (D * DV) + v0, DV, b_state, D, n_cols, WIDTH, BLOCK_V, WHOLE)
+        b_k = load_tile(p_k + first * stride_kt, stride_kt, n_rows, D, CHUNK, WIDTH, D == WIDTH)
         b_v = load_tile(p_v + first * stride_vt, stride_vt, n_rows, n_cols, CHUNK, BLOCK_V, WHOLE).to(COMPUTE)
         b_beta = load_tokens(p_beta, first, stride_bt, n_rows, COMPUTE, CHUNK, 1.0)
         b_norm = load_tokens(p_norm, first, 1, n_rows, COMPUTE, CHUNK, 1.0)
@@ -71,18 +92,20 @@ def gated_delta_rule_states_kernel(
         if inverse_ptr is None:
             b_u = b_v * b_beta[:, None]
         else:
-            b_known = product(b_k, b_state, tl.zeros([CHUNK, BLOCK_V], COMPUTE), KIND, 3)
+            b_known = _by_state(
+                p_k + first * stride_kt, stride_kt, states_ptr + at * (D * DV) + v0, b_k, b_state, n_rows, n_cols,
+                KIND, COMPUTE, D, DV, WIDTH, BLOCK_D, BLOCK_V, CHUNK,
+            )  # fmt: skip
             b_r = (b_v - b_known * (from_start(decay) * b_norm)[:, None]) * b_beta[:, None]
             b_inverse = tl.load(inverse_ptr + at * (CHUNK * CHUNK) + square)
             b_u = product(b_inverse, b_r, tl.zeros([CHUNK, BLOCK_V], COMPUTE), KIND, 3)
-        if updates_ptr is not None:
-            p_u = updates_ptr + (o_tokens + first) * DV + v0
-            store_tile(p_u, DV, b_u, n_rows, n_cols, CHUNK, BLOCK_V, WHOLE)
+        p_u = updates_ptr + (o_tokens + first) * DV + v0
+        store_tile(p_u, DV, b_u, n_rows, n_cols, CHUNK, BLOCK_V, WHOLE)
         b_u *= (to_end(decay) * b_norm)[:, None]
         b_state = product(tl.trans(b_k), b_u, b_state * of_chunk(decay), KIND, 3)
     if final_ptr is not None:
-        p_final = final_ptr + (n.to(tl.int64) * n_heads + head) * (D * DV) + v0
-        store_tile(p_final, DV, b_state, D, n_cols, BLOCK_D, BLOCK_V, WHOLE)
+        p_final = final_ptr + (tl.program_id(0) // n_blocks).to(tl.int64) * (D * DV) + v0
+        store_tile(p_final, DV, b_state, D, n_cols, WIDTH, BLOCK_V, WHOLE)
 
 
 @triton.jit(do_not_specialize=["tokens", "n_chunks"])
@@ -93,7 +116,7 @@ def gated_delta_rule_dstates_kernel(
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_bb, stride_bh, stride_bt,
     stride_ob, stride_oh, stride_ot, stride_fb, stride_fh, stride_fd,
     KIND: tl.constexpr, COMPUTE: tl.constexpr, VARLEN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of the states at the chunks' ends [B, H_v, n_chunks, D, DV], of the initial state, and of
     the values r that the triangle is solved for [B, H_v, T, DV]; `dr_ptr` holds what the kernel `du` wrote before."""
@@ -109,33 +132,34 @@ def gated_delta_rule_dstates_kernel(
     WHOLE: tl.constexpr = DV % BLOCK_V == 0
     rows = tl.arange(0, CHUNK)
     square = rows[:, None] * CHUNK + rows[None, :]
-    b_dstate = tl.zeros([BLOCK_D, BLOCK_V], COMPUTE)
+    b_dstate = tl.zeros([WIDTH, BLOCK_V], COMPUTE)
     if dfinal_ptr is not None:
         p_dfinal = dfinal_ptr + n.to(tl.int64) * stride_fb + head * stride_fh + v0
-        b_dstate = load_tile(p_dfinal, stride_fd, D, n_cols, BLOCK_D, BLOCK_V, WHOLE).to(COMPUTE)
-    start = start.to(tl.int64)
-    p_q = q_ptr + batch * stride_qb + kv_head * stride_qh + start * stride_qt
-    p_k = k_ptr + batch * stride_kb + kv_head * stride_kh + start * stride_kt
-    p_dout = dout_ptr + batch * stride_ob + head * stride_oh + start * stride_ot + v0
-    p_beta = None if beta_ptr is None else beta_ptr + batch * stride_bb + head * stride_bh + start * stride_bt
-    o_tokens = (batch * n_heads + head) * tokens + start
-    o_norms = (batch * (n_heads // group) + kv_head) * tokens + start
+        b_dstate = load_tile(p_dfinal, stride_fd, D, n_cols, WIDTH, BLOCK_V, WHOLE).to(COMPUTE)
+    p_q = q_ptr + batch * stride_qb + kv_head * stride_qh
+    p_k = k_ptr + batch * stride_kb + kv_head * stride_kh
+    p_dout = dout_ptr + batch * stride_ob + head * stride_oh + v0
+    p_beta = None if beta_ptr is None else beta_ptr + batch * stride_bb + head * stride_bh
+    o_tokens = (batch * n_heads + head) * tokens
+    o_norms = (batch * (n_heads // group) + kv_head) * tokens
     p_q_norm = None if q_norm_ptr is None else q_norm_ptr + o_norms
     p_k_norm = None if k_norm_ptr is None else k_norm_ptr + o_norms
     at_first = (batch * n_heads + head) * n_chunks + chunk
     for back in range(0, length, CHUNK):
         done = tl.cdiv(length, CHUNK) * CHUNK - CHUNK - back
-        first = tl.cast(done, tl.int64)
+        first = tl.cast(start + done, tl.int64)
         n_rows = length - done
         at = at_first + done // CHUNK
-        store_tile(dstates_ptr + at * (D * DV) + v0, DV, b_dstate, D, n_cols, BLOCK_D, BLOCK_V, WHOLE)
-        b_k = load_tile(p_k + first * stride_kt, stride_kt, n_rows, D, CHUNK, BLOCK_D, D == BLOCK_D)
+        store_tile(dstates_ptr + at * (D * DV) + v0, DV, b_dstate, D, n_cols, WIDTH, BLOCK_V, WHOLE)
+        b_k = load_tile(p_k + first * stride_kt, stride_kt, n_rows, D, CHUNK, WIDTH, D == WIDTH)
         b_k_norm = load_tokens(p_k_norm, first, 1, n_rows, COMPUTE, CHUNK, 1.0)
         decay = load_decay(decay_ptr, o_tokens + first, decay_size, tl.minimum(n_rows, CHUNK), COMPUTE, CHUNK)
         p_dr = dr_ptr + (o_tokens + first) * DV + v0
-        b_du = (
-            product(b_k, b_dstate, tl.zeros([CHUNK, BLOCK_V], COMPUTE), KIND, 3) * (to_end(decay) * b_k_norm)[:, None]
-        )
+        b_du = _by_state(
+            p_k + first * stride_kt, stride_kt, dstates_ptr + at * (D * DV) + v0, b_k, b_dstate, n_rows, n_cols,
+            KIND, COMPUTE, D, DV, WIDTH, BLOCK_D, BLOCK_V, CHUNK,
+        )  # fmt: skip
+        b_du *= (to_end(decay) * b_k_norm)[:, None]
         b_du += load_tile(p_dr, DV, n_rows, n_cols, CHUNK, BLOCK_V, WHOLE)
         b_left = from_start(decay)
         b_dstate *= of_chunk(decay)
@@ -145,12 +169,12 @@ def gated_delta_rule_dstates_kernel(
             b_beta = load_tokens(p_beta, first, stride_bt, n_rows, COMPUTE, CHUNK, 1.0)
             b_known = b_du * (b_left * b_beta * b_k_norm)[:, None]
             b_dstate = product(tl.trans(b_k), -b_known, b_dstate, KIND, 3)
-        b_q = load_tile(p_q + first * stride_qt, stride_qt, n_rows, D, CHUNK, BLOCK_D, D == BLOCK_D)
+        b_q = load_tile(p_q + first * stride_qt, stride_qt, n_rows, D, CHUNK, WIDTH, D == WIDTH)
         b_dout = load_tile(p_dout + first * stride_ot, stride_ot, n_rows, n_cols, CHUNK, BLOCK_V, WHOLE)
         b_q_norm = load_tokens(p_q_norm, first, 1, n_rows, COMPUTE, CHUNK, 1.0) * scale
         b_dout_q = b_dout.to(COMPUTE) * (b_left * b_q_norm)[:, None]
         b_dstate = product(tl.trans(b_q), b_dout_q, b_dstate, KIND, 3)
         store_tile(p_dr, DV, b_du, n_rows, n_cols, CHUNK, BLOCK_V, WHOLE)
     if dinitial_ptr is not None:
-        p_dinitial = dinitial_ptr + (n.to(tl.int64) * n_heads + head) * (D * DV) + v0
-        store_tile(p_dinitial, DV, b_dstate, D, n_cols, BLOCK_D, BLOCK_V, WHOLE)
+        p_dinitial = dinitial_ptr + (tl.program_id(0) // n_blocks).to(tl.int64) * (D * DV) + v0
+        store_tile(p_dinitial, DV, b_dstate, D, n_cols, WIDTH, BLOCK_V, WHOLE)
