@@ -108,7 +108,7 @@ class Inputs {
   }
   const X* operator[](int64_t row) {
     const int64_t position = row - s_.first;
-    if (position < 0) return before_[position + kTaps - 1];
+    if (kTaps > 1 && position < 0) return before_[position + kTaps - 1];  // GCC warns of a single tap otherwise
     return row_of<X>(in_, in_.x, in_.stride_batch, in_.stride_time, s_, row);
   }
 
@@ -204,8 +204,9 @@ void backward_tasks(const ConvBackward& a, int64_t task_begin, int64_t task_end)
         // There is no row after the document, so dz is 0 there. The rows before it are those of the state.
         dy[r] = row + r < s.end ? row_of<X>(in, a.dy, a.dy_stride_batch, a.dy_stride_time, s, row + r) : nullptr;
         const int64_t to = row + r - kHalo, nth = to - (s.end - kHalo);
-        out[r] = to >= s.row ? (dx ? dx + to * stride + s.col : nullptr)
-                             : (to < s.first && a.dinitial.data ? dinitial[to - s.first + kHalo] : nullptr);
+        out[r] = to >= s.row
+                     ? (dx ? dx + to * stride + s.col : nullptr)
+                     : (kHalo > 0 && to < s.first && a.dinitial.data ? dinitial[to - s.first + kHalo] : nullptr);
         more[r] = reads_final && nth >= 0 ? dfinal[nth] : nullptr;
       }
       for_each_register(s.columns, [&](int64_t i, auto at) FK_INLINE {
