@@ -242,15 +242,17 @@ def scales(
 
 
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
-    """What `inspect` compiles without --all: heads of Qwen3-Next, dense and packed, and narrower ones in float32."""
+    """What `inspect` compiles without --all: heads of Qwen3-Next and narrower ones, dense and packed."""
     if op == "gated_delta_rule_step":
         step = step_case(2, (2, 4), (128, 128), qk_l2norm=True)
         return (step, torch.bfloat16), (step, torch.float32)
     packed: dict[str, Any] = {"qk_l2norm": True, "state": True, **_FINAL}
     kinds = (
         (sequence_case(1, (2, 4), 128, (128, 128)), torch.bfloat16),
+        (sequence_case(1, (2, 4), (100, 28), (128, 128), **packed), torch.bfloat16),
         (sequence_case(1, (2, 4), (100, 28), (64, 64), **packed), torch.bfloat16),
         (sequence_case(1, (2, 4), 128, (64, 64)), torch.float32),
+        (sequence_case(1, (2, 4), (100, 28), (128, 128), **packed), torch.float32),
     )
     if op == "gated_delta_rule":
         return kinds

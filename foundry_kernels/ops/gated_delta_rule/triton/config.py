@@ -45,7 +45,7 @@ _HALF: dict[str, dict[str, dict[int, list[Row]]]] = {
         "dstates": {64: [(0, 32, 4, 2), (0, 16, 4, 2)], 128: [(0, 16, 4, 2)], 256: [(0, 16, 8, 1)]},
         "pairs": {256: [(64, 32, 4, 2), (32, 16, 4, 1)]},
         "dq": {256: [(64, 32, 4, 2), (64, 32, 4, 1)]},
-        "dk": {64: [(64, 32, 4, 1), (32, 16, 4, 1)], 256: [(64, 32, 4, 2), (32, 16, 4, 1)]},
+        "dk": {128: [(64, 32, 4, 1), (32, 16, 4, 1)], 256: [(64, 32, 4, 2), (32, 16, 4, 1)]},
     },
     # tcgen05, whose results are not in registers until they are read
     "blackwell": {
@@ -100,7 +100,7 @@ def configs(kernel: str, capability: int, head_dim: int, dtype: torch.dtype) -> 
         rows = next(rows for width, rows in table[kernel].items() if head_dim <= width)
         if kernel in ("states", "dstates") and device_of(capability).name == "cdna":
             # AMD's barrier need not wait until a state is stored, so it is not read back; there are 512 registers.
-            rows = [(0, *row[1:]) for row in rows]
+            rows = list(dict.fromkeys((0, row[1], 4, 1) for row in rows))
     names = ("BLOCK_D", "BLOCK_V", "num_warps", "num_stages")
     found = [dict(zip(names, row, strict=True)) for row in rows]
     if capability != 0 and device_of(capability).name != "cdna":
