@@ -36,7 +36,7 @@ class StateSlots:
     The states of a batch lie one after the other in its order, so each layer overwrites a view of them. If they do not,
     because sequences have come or gone, `arrange` moves them; between two steps of the same sequences nothing moves.
 
-    A state does not go back to an earlier position. So a forward pass that fails leaves states that are of no use,
+    A state does not go back to an earlier position. So a forward pass that fails leaves states that are useless,
     and `check` refuses them until they are reset.
     """
 
