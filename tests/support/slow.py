@@ -2,8 +2,8 @@
 
 `make test` keeps every operation, backend, dtype and kind of test. From the parity table, it runs the selected cases
 (`telling`). Other long tests are marked with `@pytest.mark.slow`, and those that need few values of a parameter with
-`rest_slow`. Each commit's CI runs a third of the slow tests, so three consecutive commits run all of them; `make
-test-all` runs all at once.
+`rest_slow`. Slow tests of many cases at once leave out emulated repetitions (`representative`). Each commit's CI runs a
+third of the slow tests, so three consecutive commits run all of them; `make test-all` runs all at once.
 """
 
 from __future__ import annotations
