@@ -20,8 +20,8 @@ def batch_invariant() -> BatchInvariantSwitch:
     """Makes the results of a sequence, and the gradients of its inputs, independent of the rest of the batch.
 
     The bits are the same whether a sequence is alone, anywhere in a batch or packed with others; whether a query is
-    part of decoding, of a chunk of a prompt or of the whole prompt (not with linear attention, whose chunks round
-    otherwise than single tokens); and for any number of threads. Gradients of
+    part of decoding, of a chunk of a prompt or of the whole prompt (not with linear attention, where decoding and
+    prompts round differently); and for any number of threads. Gradients of
     weights, which are sums over the batch, have the same bits for the same batch and any number of threads.
 
     It applies from the call on, to every thread of the process, until :meth:`BatchInvariantSwitch.undo`; or for a

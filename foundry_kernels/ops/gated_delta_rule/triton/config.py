@@ -1,9 +1,9 @@
 """Blocks, warps and pipeline stages: a table keyed on kernel, dtype and width of the heads.
 
 A config must not spill registers and must fit the class's shared memory, according to the compiler's report
-(`python -m foundry_kernels inspect gated_delta_rule`), and none does. In float32, heads wider than 64 would in the
-kernels that visit chunks one after another, where every warp has a copy of the operands: BLOCK_D is smaller there. None
-has been measured on a GPU.
+(`python -m foundry_kernels inspect gated_delta_rule`), which `make test-slow` reads for its shapes on every
+architecture. In float32, heads wider than 64 would spill in the kernels that visit chunks one after another, where
+every warp has a copy of the operands: BLOCK_D is smaller there. None has been measured on a GPU.
 """
 
 from __future__ import annotations
