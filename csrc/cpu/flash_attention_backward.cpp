@@ -199,7 +199,9 @@ float attention_dsink(const AttentionDelta& a, int64_t n_sequences, int64_t head
     const AttentionSequence& s = a.sequences[n];
     for (int64_t t = 0; t < s.q_len; ++t) {
       const int64_t at = row_offset(a.lse_strides, s, head, 1, t);
-      if (a.lse[at] != kNone) total -= std::exp(double(sink) - a.lse[at]) * a.delta[at];
+      if (a.lse[at] == kNone) continue;
+      const SplitLse lse(a.lse[at]);
+      total -= std::exp((double(sink) - lse.lse) - lse.rest) * a.delta[at];
     }
   }
   return float(total);

@@ -73,8 +73,8 @@ void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t 
   for (int64_t i = 0; i < b.count; ++i) {
     const int64_t at = row_offset(a.lse_strides, s, head, a.group, b.row + i);
     const bool empty = a.lse[at] == kNone;
-    b.lse[i] = empty ? -kNone : float(a.lse[at]);
-    b.lse_rest[i] = empty ? 0.0f : float(a.lse[at] - b.lse[i]);
+    const SplitLse lse(empty ? -kNone : a.lse[at]);
+    b.lse[i] = lse.lse, b.lse_rest[i] = lse.rest;
     b.delta[i] = a.delta[at];
   }
   std::fill(b.lse + b.count, b.lse + rows, -kNone);

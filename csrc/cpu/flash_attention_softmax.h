@@ -36,7 +36,7 @@ inline float finish_row(const AttentionForward& a, const AttentionSequence& s, i
   float factor = 1.0f, unused;
   if (a.sinks && !empty) r.combine({a.sinks[head + row % a.group], 1.0f, 0.0f}, factor, unused);
   const double log_sum = empty ? 0.0 : std::log(double(r.sum));
-  if (a.lse) a.lse[at] = empty ? kNone : r.max + log_sum;
+  if (a.lse) a.lse[at] = empty ? kNone : join_lse(r.max, log_sum);
   if (a.entropy) a.entropy[at] = empty ? 0.0f : float(log_sum - r.entropy / r.sum);
   return empty ? 0.0f : factor / r.sum;
 }

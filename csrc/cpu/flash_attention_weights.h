@@ -22,16 +22,19 @@ inline float slack_of(const AttentionForward& a) {
   return kTiles && kPer<E> == 2 && !a.max_logit ? 4.0f : 0.0f;
 }
 
-// e^(s unit - at) of scores s. With pairs results are rounded to 16 bits, so the short power of two is enough.
-template <class E> struct Weights {
-  static constexpr bool kShort = kPer<E> == 2;
+// e^(s unit - at) of scores s. With pairs results are rounded to 16 bits, so the short power of two is enough. With a
+// bias unit is 1, and the difference comes first: of large numbers the product with kLog2E overflows, and its rounding
+// error is the weight's.
+template <class E, bool kBias> struct Weights {
+  static constexpr bool kShort = kPer<E> == 2, kScaled = kShort && !kBias;
   Vec unit, at;
 
-  Weights(Vec unit, Vec at) : unit(kShort ? unit * kLog2E : unit), at(kShort ? at * kLog2E : at) {}
+  Weights(Vec unit, Vec at) : unit(kScaled ? unit * kLog2E : unit), at(kScaled ? at * kLog2E : at) {}
 
   // The weight, and its logarithm times kLog.
   Vec operator()(Vec s, Vec& log) const {
     log = s * unit - at;
+    if constexpr (kShort && kBias) log *= kLog2E;
     if constexpr (kShort) return exp2<true>(log);
     else return exp(log);
   }
@@ -73,7 +76,7 @@ void softmax_tile(const AttentionForward& a, Block& b, const TileOptions& with, 
     const Vec now = larger(found > before + slack ? found : before, before);
     const Vec at = now == splat(kNone) ? Vec{} : now;  // a row that has seen no key yet
     const Vec moved = before - at, factor = exp(moved);
-    const Weights<E> weights(unit, at);
+    const Weights<E, kBias> weights(unit, at);
     Vec sum{}, entropy{};  // of this tile
     const auto weight = [&](int64_t j) FK_INLINE {
       Vec log;

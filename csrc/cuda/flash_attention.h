@@ -58,8 +58,8 @@ struct AttentionBackward : AttentionInputs {
   const double* lse;
   const float* dlse;  // or null
   float* delta;       // sum(dout * out) - dlse of each row, computed by the first launch
-  // For the tensor core kernels: each row's lse in powers of 2 (infinite for a row without keys, whose weights are then
-  // 0) and its delta; or null.
+  // For the tensor core kernels: each row's lse in powers of 2 and its delta, or, if there is a bias, the two parts of
+  // lse, the second in powers of 2; or null. Infinite for a row without keys, whose weights are then 0.
   float* numbers;
   void *dq, *dk, *dv;  // each null if not needed
   HeadStrides dq_strides, dk_strides, dv_strides;

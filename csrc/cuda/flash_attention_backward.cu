@@ -10,14 +10,6 @@ namespace {
 
 using namespace rows;
 
-// The log-sum-exp of a row as two floats.
-struct TwoFloats {
-  float high, low;
-  __device__ explicit TwoFloats(double x) : high(static_cast<float>(x)), low(0.f) {
-    if (high > kNone && high < INFINITY) low = static_cast<float>(x - static_cast<double>(high));
-  }
-};
-
 // --- delta, and the gradient of the sinks
 // -----------------------------------------------------------------------------
 
@@ -37,12 +29,15 @@ __global__ void __launch_bounds__(32 * kDeltaWarps) attention_delta(AttentionBac
   const int64_t at = h.query_at(a.row_strides, i);
   if (lane != 0) return;
   if (a.dlse) sum -= a.dlse[at];
-  const double lse = a.lse[at];
-  const bool empty = lse == static_cast<double>(kNone);  // a row without keys
+  const bool empty = a.lse[at] == static_cast<double>(kNone);  // a row without keys
   a.delta[at] = empty ? 0.f : sum;
   if (!a.numbers) return;
+  const SplitLse lse(a.lse[at]);
   constexpr double kLog2e = 1.4426950408889634;
-  store(a.numbers + 2 * at, Pack<float, 2>{empty ? INFINITY : static_cast<float>(lse * kLog2e), empty ? 0.f : sum});
+  Pack<float, 2> numbers{static_cast<float>(a.lse[at] * kLog2e), sum};
+  if (a.bias) numbers = {lse.lse, static_cast<float>(lse.rest * kLog2e)};
+  if (empty) numbers = {INFINITY, 0.f};
+  store(a.numbers + 2 * at, numbers);
 }
 
 constexpr int kSinkThreads = 256;
@@ -57,8 +52,9 @@ __global__ void __launch_bounds__(kSinkThreads) sum_dsinks(AttentionBackward a) 
   for (int64_t b = 0; b < n; ++b)
     for (int64_t i = threadIdx.x; i < rows_each; i += kSinkThreads) {
       const int64_t at = b * a.row_strides.batch + head * a.row_strides.head + i * a.row_strides.token;
-      if (a.lse[at] != static_cast<double>(kNone))
-        sum -= exp(static_cast<double>(a.sinks[head]) - a.lse[at]) * static_cast<double>(a.delta[at]);
+      if (a.lse[at] == static_cast<double>(kNone)) continue;
+      const SplitLse lse(a.lse[at]);
+      sum -= exp((static_cast<double>(a.sinks[head]) - lse.lse) - lse.rest) * static_cast<double>(a.delta[at]);
     }
   sums[threadIdx.x] = sum;
   __syncthreads();
@@ -111,9 +107,9 @@ __global__ void __launch_bounds__(32 * kWarps) attention_dq_rows(AttentionBackwa
       float ds = 0.f;
       if (i <= last && j >= h.first_key(i) && j < h.end_key(i)) {
         const int64_t at = h.query_at(a.row_strides, i);
-        const TwoFloats lse(a.lse[at]);
+        const SplitLse lse(a.lse[at]);
         float derivative;
-        const float w = weight_of(logit(a, h, products[r], i, j, derivative), lse.high, lse.low);
+        const float w = weight_of(logit(a, h, products[r], i, j, derivative), lse);
         const float factor = a.dropout.threshold ? dropout_factor(a.dropout, seed, h, i, j) : 1.f;
         if (w != 0.f) ds = w * (factor * grads[r] - a.delta[at]) * derivative;
       }
@@ -159,12 +155,12 @@ __global__ void __launch_bounds__(32 * kWarps, 1) attention_dkdv_rows(AttentionB
     for (int query = begin; query < end; query += 32) {
       const int i = query + lane;
       float products[kRows] = {}, grads[kRows] = {}, delta = 0.f;
-      TwoFloats lse(0.0);
+      SplitLse lse(0.0);
       if (i < end) {
         multiply(products, shared, keys, d, q + i * a.q_strides.token, d);
         multiply(grads, shared, values, dv, dout + i * a.dout_strides.token, dv);
         const int64_t at = h.query_at(a.row_strides, i);
-        lse = TwoFloats(a.lse[at]);
+        lse = SplitLse(a.lse[at]);
         delta = a.delta[at];
       }
 #pragma unroll
@@ -173,7 +169,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1) attention_dkdv_rows(AttentionB
         float ds = 0.f, p = 0.f;
         if (j <= last && i >= h.first_query(j) && i < h.end_query(j)) {
           float derivative;
-          const float w = weight_of(logit(a, h, products[r], i, j, derivative), lse.high, lse.low);
+          const float w = weight_of(logit(a, h, products[r], i, j, derivative), lse);
           const float factor = a.dropout.threshold ? dropout_factor(a.dropout, seed, h, i, j) : 1.f;
           if (w != 0.f) ds = w * (factor * grads[r] - delta) * derivative;
           p = w * factor;
@@ -231,7 +227,7 @@ __global__ void __launch_bounds__(32 * kBiasWarps) attention_dbias(AttentionBack
       const Head h(a, n, of);
       for (int i = queries.begin; i < queries.end; ++i) {
         const int64_t at = h.query_at(a.row_strides, i);
-        const TwoFloats lse(a.lse[at]);
+        const SplitLse lse(a.lse[at]);
         const T* q = static_cast<const T*>(a.q) + h.query_at(a.q_strides, i);
         const T* dout = static_cast<const T*>(a.dout) + h.query_at(a.dout_strides, i);
         const int end = h.end_key(i);
@@ -240,7 +236,7 @@ __global__ void __launch_bounds__(32 * kBiasWarps) attention_dbias(AttentionBack
             const T* k = static_cast<const T*>(a.k) + h.key_at(a.k_strides, j);
             float product = 0.f, grad = 0.f, unused;
             for (int d = 0; d < a.head_dim; ++d) product = fmaf(to_float(q[d]), to_float(k[d]), product);
-            const float w = weight_of(logit(a, h, product, i, j, unused), lse.high, lse.low);
+            const float w = weight_of(logit(a, h, product, i, j, unused), lse);
             if (w != 0.f) {
               const T* v = static_cast<const T*>(a.v) + h.key_at(a.v_strides, j);
               for (int d = 0; d < a.head_dim_v; ++d) grad = fmaf(to_float(dout[d]), to_float(v[d]), grad);

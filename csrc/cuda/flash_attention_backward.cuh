@@ -23,11 +23,21 @@ __device__ __forceinline__ void write_bias(const AttentionBackward& a, const Hea
   write_bias_at(a, pair_at(a.dbias_strides, h, i, j), value);
 }
 
-// A query's lse in powers of 2, and its delta; see AttentionBackward.
-__device__ __forceinline__ float2 row_numbers(const AttentionBackward& a, const Head& h, int i) {
-  if (i >= h.q_len) return float2{INFINITY, 0.f};
-  return reinterpret_cast<const float2*>(a.numbers)[h.row_at(a, i)];
-}
+// What the weights and score gradients of a row need, see AttentionBackward.
+struct RowNumbers {
+  float lse, rest, delta;
+
+  // Of the row at this place among all rows.
+  template <bool kOptions>
+  __device__ static __forceinline__ RowNumbers of(const AttentionBackward& a, int64_t at) {
+    const float2 two = reinterpret_cast<const float2*>(a.numbers)[at];
+    if (kOptions && a.bias) return {two.x, two.y, a.delta[at]};
+    return {two.x, 0.f, two.y};
+  }
+  __device__ float weight_of(const AttentionBackward& a, float logit) const {
+    return exp2_fast(a.bias ? (logit - lse) * kLog2e - rest : logit * kLog2e - lse);
+  }
+};
 
 // Whether the mask's tiles hide all pairs of the owned rows [first, last] and the others [from, to]. Owned rows are
 // queries or keys.

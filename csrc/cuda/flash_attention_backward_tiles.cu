@@ -103,8 +103,11 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
   const uint32_t own_lane = left_lane<kDim>(warp * 16, lane), right = right_lane<kDim>(lane);
   const uint32_t summed = summed_lane<kDim>(lane);
   const int own_row = first + warp * 16 + lane / 4;  // and own_row + 8
-  float2 own_numbers[2] = {};
-  if (!kKeys) FK_UNROLL for (int half = 0; half < 2; ++half) own_numbers[half] = row_numbers(a, h, own_row + 8 * half);
+  constexpr RowNumbers kNoRow{INFINITY, 0.f, 0.f};  // its weights are 0
+  RowNumbers own_numbers[2] = {kNoRow, kNoRow};
+  if (!kKeys) FK_UNROLL for (int half = 0; half < 2; ++half)
+      if (const int i = own_row + 8 * half; i < h.q_len)
+        own_numbers[half] = RowNumbers::of<kOptions>(a, h.row_at(a, i));
 
   const auto step = [&](auto masked, int tile) {
     constexpr bool kMasked = decltype(masked)::value;
@@ -133,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
     // Turns scores and the matmul with dout into weights (in s) and score gradients (in dp).
     const int column = tile * kRead + static_cast<int>(threadIdx.x % 4 * 2),
               row0 = kMasked ? static_cast<int>(hidden(own_row)) : own_row;
-    const float2* numbers_of = reinterpret_cast<const float2*>(a.numbers) + h.row_at(a, column);
+    const int64_t numbers_at = h.row_at(a, column);
     int from[2], to[2], n_others = 0;  // what each of the two rows sees
     if constexpr (kMasked) {
       const Head g = h_again();
@@ -147,8 +150,8 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
     uint32_t bits[2] = {0, 0};
     FK_UNROLL for (int n = 0; n < kRead / 8; ++n) FK_UNROLL for (int e = 0; e < 2; ++e) {
       const int other = column + n * 8 + e;
-      float2 numbers = {0.f, 0.f};
-      if (kKeys && (!kMasked || other < n_others)) numbers = numbers_of[n * 8 + e];
+      RowNumbers numbers = kNoRow;
+      if (kKeys && (!kMasked || other < n_others)) numbers = RowNumbers::of<kOptions>(a, numbers_at + n * 8 + e);
       if (kOptions && a.dropout.threshold) {  // one Philox call for all that this lane holds
         if (kKeys && n % 2 == 0) bits[e] = kept_weights(a.dropout, seed, h, other, own_row - own_row % 32 / 8 * 8);
         if (!kKeys && (n == 0 || other % 32 < 8))
@@ -162,19 +165,19 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
         if constexpr (kOptions) {
           float derivative = 1.f, factor = 1.f;
           const float logits = seen ? logit(a, h, x, i, j, derivative) : kNone;
-          const float w = logits == kNone ? 0.f : exp2_fast(logits * kLog2e - numbers.x);
+          const float w = logits == kNone ? 0.f : numbers.weight_of(a, logits);
           if (a.dropout.threshold) {
             const int bit = kKeys ? n % 2 * 4 + row % 32 / 8 : half * 4 + other % 32 / 8;
             factor = bits[e] >> bit & 1u ? a.dropout.scale : 0.f;
           }
-          const float ds = w != 0.f ? w * (factor * dx - numbers.y) : 0.f;
+          const float ds = w != 0.f ? w * (factor * dx - numbers.delta) : 0.f;
           if (!kKeys && a.dbias && seen) write_bias(a, h, i, j, ds);
           x = w * factor;
           dx = ds * derivative;
         } else {
-          const float w = seen ? exp2_fast(x * (a.scale * kLog2e) - numbers.x) : 0.f;
+          const float w = seen ? exp2_fast(x * (a.scale * kLog2e) - numbers.lse) : 0.f;
           x = w;
-          dx = w * (dx - numbers.y);
+          dx = w * (dx - numbers.delta);
         }
       }
     }

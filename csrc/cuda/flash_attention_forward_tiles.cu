@@ -149,7 +149,10 @@ __global__ void __launch_bounds__(kThreads, kCalls == Calls::all || kDim > 128 ?
     k_lane ^= S::kTile;
     k_next ^= S::kTile;
 
-    const float scale = kOptions ? kLog2e : a.scale * kLog2e;
+    // Logits with a bias may be so large that their product with kLog2e overflows, and its rounding error is not small.
+    // So the maximum is subtracted first. Scores need only one operation.
+    const float scale = a.scale * kLog2e;
+    const auto power = [&](float x, float base) { return kOptions ? (x - base) * kLog2e : x * scale - base; };
     uint32_t p[kTilesM][kBlockN / 16][4];
     FK_UNROLL for (int m = 0; m < kTilesM; ++m) FK_UNROLL for (int half = 0; half < 2; ++half) {
       const int row = row_of(m, half), column = tile * kBlockN + lane % 4 * 2;
@@ -175,14 +178,14 @@ __global__ void __launch_bounds__(kThreads, kCalls == Calls::all || kDim > 128 ?
       FK_UNROLL for (int n = 0; n < kBlockN / 8; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
       top = fmaxf(top, __shfl_xor_sync(kAll, top, 1));
       top = fmaxf(top, __shfl_xor_sync(kAll, top, 2));
-      const float minus = (kMasked || kOptions) && top == kNone ? 0.f : -top * scale;  // sees nothing so far
-      const float shrink = exp2_fast(r.max * scale + minus);
-      if (kOptions && a.entropy)
-        r.entropy = shrink > 0.f ? shrink * (r.entropy + (r.max * scale + minus) / kLog2e * r.sum) : 0.f;
+      const bool empty = (kMasked || kOptions) && top == kNone;  // sees nothing so far
+      const float base = empty ? 0.f : kOptions ? top : top * scale, fall = power(r.max, base);
+      const float shrink = exp2_fast(fall);
+      if (kOptions && a.entropy) r.entropy = shrink > 0.f ? shrink * (r.entropy + fall / kLog2e * r.sum) : 0.f;
       r.max = top;
       float sum = r.sum * shrink;
       FK_UNROLL for (int n = 0; n < kBlockN / 8; ++n) {
-        const float x0 = s[m][n][2 * half] * scale + minus, x1 = s[m][n][2 * half + 1] * scale + minus;
+        const float x0 = power(s[m][n][2 * half], base), x1 = power(s[m][n][2 * half + 1], base);
         const float p0 = exp2_fast(x0), p1 = exp2_fast(x1);
         sum += p0 + p1;
         if (kOptions && a.entropy)

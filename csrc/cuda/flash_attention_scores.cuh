@@ -144,9 +144,9 @@ __device__ __forceinline__ float dropout_factor(const DroppedWeights& d, uint64_
   return bits >> (i % 16 / 8 * 4 + j % 32 / 8) & 1u ? d.scale : 0.f;
 }
 
-// A weight from its logit and its row's lse in two floats. For large weights logit and lse nearly cancel.
-__device__ __forceinline__ float weight_of(float logit, float lse, float lse_rest) {
-  return logit == kNone ? 0.f : expf((logit - lse) - lse_rest);
+// A weight from its logit and its row's lse.
+__device__ __forceinline__ float weight_of(float logit, const SplitLse& lse) {
+  return logit == kNone ? 0.f : expf((logit - lse.lse) - lse.rest);
 }
 
 // The place of a block in a grid with one block per tile of `size` of n rows, per head and per sequence.
@@ -191,7 +191,7 @@ __device__ __forceinline__ float finish_row(const AttentionForward& a, const Hea
   if (a.sinks && !empty) r.combine({a.sinks[h.head], 1.f, 0.f}, factor, unused);
   if (writes && (a.lse || a.entropy)) {
     const double log_sum = empty ? 0.0 : log(static_cast<double>(r.sum));
-    if (a.lse) a.lse[at] = empty ? static_cast<double>(kNone) : r.max + log_sum;
+    if (a.lse) a.lse[at] = empty ? static_cast<double>(kNone) : join_lse(r.max, log_sum);
     if (a.entropy) a.entropy[at] = empty ? 0.f : static_cast<float>(log_sum - r.entropy / r.sum);
   }
   return empty ? 0.f : factor / r.sum;

@@ -66,7 +66,8 @@ class Arg:
         "sliced": every row is part of a wider one; "offset": starts one element into its storage, so nothing is
         aligned; "expanded": one copy for dimension 0 (stride 0); "strided": the last dimension has stride 2;
         "random-N": the order of dimensions, the gaps in each and the start are drawn from the seed N.
-    values: makes the values in float64 from a generator and the shape.
+    values: makes the values in float64 from a generator and the shape. Finite values beyond the dtype's largest number
+        become that number.
     dtype: a fixed dtype; None takes the case's.
     wide: float32, float64 in a case of float64.
     grad: whether a gradient is taken (floating-point arguments only).
@@ -86,8 +87,11 @@ class Arg:
     def make(self, generator: torch.Generator, dtype: torch.dtype, device: str, drawn_on: str = "cpu") -> Tensor:
         """drawn_on: see `Case.make`; the generator is of that device."""
         with torch.device(drawn_on):
-            values = self.values(generator, self.shape).to(self.dtype_in(dtype))
-        return lay_out(values.to(device), self.layout)
+            values, dtype = self.values(generator, self.shape), self.dtype_in(dtype)
+        made = values.to(dtype)
+        if (beyond := made.isinf() & values.isfinite()).any():
+            made[beyond] = values[beyond].sign().to(dtype) * torch.finfo(dtype).max
+        return lay_out(made.to(device), self.layout)
 
 
 def generator_of(device: str | torch.device, seed: int) -> torch.Generator:

@@ -226,21 +226,21 @@ __device__ __forceinline__ void hide(float (&s)[kKeys / 2], const Head& h, int i
 // of values.
 __device__ __forceinline__ float finish(const AttentionForward& a, const Head& h, int i, float top, float sum,
                                         bool writes) {
+  constexpr double kLn2 = 0.6931471805599453;
   const bool empty = sum == 0.f;
   float factor = 1.f;
-  if (a.sinks && !empty) {
-    const float sink = a.sinks[h.head] * kLog2e, larger = fmaxf(top, sink);
-    factor = exp2_fast(top - larger);
-    sum = fmaf(sum, factor, exp2_fast(sink - larger));
-    top = larger;
+  double largest = top * kLn2;
+  if (a.sinks && !empty) {  // in natural units, because the product of a large sink with kLog2e overflows
+    const float sink = a.sinks[h.head], before = static_cast<float>(largest), larger = fmaxf(before, sink);
+    factor = exp2_fast((before - larger) * kLog2e);
+    sum = fmaf(sum, factor, exp2_fast((sink - larger) * kLog2e));
+    if (sink > before) largest = sink;
   }
   if (writes && a.lse) {
     // Computes exponent and mantissa separately, so that no precision is lost beside a large maximum.
     int exponent;
     const float part = log2f(frexpf(sum, &exponent));
-    constexpr double kLn2 = 0.6931471805599453;
-    const double lse = (static_cast<double>(top) + exponent + part) * kLn2;
-    a.lse[h.row_at(a, i)] = empty ? static_cast<double>(kNone) : lse;
+    a.lse[h.row_at(a, i)] = empty ? static_cast<double>(kNone) : largest + (exponent + part) * kLn2;
   }
   return empty ? 0.f : factor / sum;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,6 +42,36 @@ def blocks(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
 def bias_with_gaps(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
     """A normal bias, -inf for a third of the pairs and for all of the third query's."""
     return torch.randn(shape, generator=g, dtype=torch.float64).masked_fill(~bool_mask(g, shape), -torch.inf)
+
+
+#: In an argument, the largest number of its dtype: the usual value of a mask that is a tensor of numbers.
+LARGEST = torch.finfo(torch.float64).max
+
+
+@dataclass(frozen=True)
+class PartlyBiased:
+    """A bias that is `value` or 0. In turns, a query has `value` on the first 64 keys, which are the first tile of most
+    kernels; on all others; on all; and on a random half."""
+
+    value: float
+
+    def __call__(self, g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+        wide = (1, *shape)[-max(len(shape), 2) :]
+        turn, first = torch.arange(wide[-2])[:, None] % 4, torch.arange(wide[-1]) < 64
+        half = torch.rand(wide, generator=g, dtype=torch.float64) < 0.5
+        biased = torch.where(turn == 0, first, torch.where(turn == 1, ~first, (turn == 2) | half))
+        return (self.value * biased.double()).view(shape)
+
+
+@dataclass(frozen=True)
+class Alternating:
+    """`value` and minus `value` in turns."""
+
+    value: float
+
+    def __call__(self, g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+        signs = 1.0 - 2.0 * (torch.arange(shape[-1]) % 2)
+        return (self.value * signs.double()).expand(shape)
 
 
 def one_huge(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:

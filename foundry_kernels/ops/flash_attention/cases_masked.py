@@ -12,6 +12,9 @@ from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.case_makers import (
     ALL_OPTIONS,
     DROPOUT,
+    LARGEST,
+    Alternating,
+    PartlyBiased,
     bias_arg,
     bias_with_gaps,
     blocks,
@@ -42,6 +45,9 @@ def _striped(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return (i // 64 + j // 64 + h) % 3 > 0
 
 
+#: The usual values of masks that are tensors of numbers, and their opposites.
+_ENDS = {"largest": LARGEST, "lowest": -LARGEST}
+
 MASKED = (
     *(
         masked(2, (2, 1), (35, 70), 16, _name("bool", shape), attn_mask=mask_arg(*shape), return_lse=True)
@@ -66,6 +72,27 @@ MASKED = (
     masked(1, (2, 1), (40, 70), 32, "bias-frozen", attn_mask=bias_arg(2, 40, 70, grad=False), causal=True),
     masked(1, (2, 1), (40, 70), 32, "bias-only", attn_mask=bias_arg(2, 40, 70), frozen="qkv"),
     masked(1, (2, 1), (33, 65), 64, "bias-large", attn_mask=bias_arg(33, 65, values=normal(60.0)), return_lse=True),
+    *(
+        masked(1, (1, 1), (9, 72), 8, f"bias-{name}", attn_mask=bias_arg(9, 72, values=PartlyBiased(value)))
+        for name, value in (("50", 50.0), ("-50", -50.0), ("1e4", 1e4), ("-1e4", -1e4), *_ENDS.items())
+    ),
+    *(  # beside it float32 loses what float64 does not lose; not scores of 0
+        masked(1, (1, 1), (9, 72), 8, f"bias-{value:.0e}-alone", q_values=normal(0.0),
+               attn_mask=bias_arg(9, 72, values=PartlyBiased(value)))
+        for value in (1e10, -1e10)
+    ),
+    *(
+        masked(1, (2, 1), tokens, 8, f"bias-{name}-{note}", attn_mask=bias_arg(*tokens, values=PartlyBiased(value)),
+               **options)
+        for name, value in _ENDS.items()
+        for tokens, note, options in (
+            ((9, 72), "stats", {"sinks": normal(), "return_lse": True, "return_stats": True}),
+            ((9, 72), "all-options", {"alibi_slopes": (2,), "sinks": normal(), **ALL_OPTIONS}),
+            ((4, 130), "chunk", {"return_lse": True}),
+            ((4, 1100), "chunk-split", {"return_lse": True, "return_stats": True}),
+        )
+    ),
+    masked(1, (2, 1), (9, 72), 8, "sinks-largest", sinks=Alternating(LARGEST), return_lse=True),
     masked(1, (2, 1), (33, 65), 64, "bias-float32", attn_mask=bias_arg(2, 33, 65, dtype=torch.float32)),
     masked(2, (4, 2), (1, 150), 16, "bias-decode", attn_mask=bias_arg(2, 1, 1, 150)),
     masked(2, (4, 2), (3, 150), 16, "bool-decode", attn_mask=mask_arg(2, 1, 1, 150), causal=True, return_lse=True),

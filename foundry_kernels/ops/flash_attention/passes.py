@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.registry import resolve, wide_dtype
+from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, hopper, reference
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
@@ -92,10 +92,12 @@ def backward(
         return reference.backward(dout, dlse, q, k, v, out, lse, options)
     if backend == "triton":
         from foundry_kernels.ops.flash_attention.triton import flash_attention_bwd
+        from foundry_kernels.ops.flash_attention.triton.kernel_options import tensor_options
         from foundry_kernels.ops.flash_attention.triton.launch import refuse_wide
+        from foundry_kernels.ops.flash_attention.triton.problem import lse_dtype
 
         refuse_wide(q, v, True)
-        lse = lse.to(torch.float64 if q.dtype == torch.float32 else wide_dtype(q.dtype))
+        lse = lse.to(lse_dtype(q.dtype, tensor_options(options).biased))
         dq, dk, dv, *_ = flash_attention_bwd(dout, dlse, q, k, v, out, lse, options, *need)
     else:
         operator = torch.ops.foundry_kernels.flash_attention_bwd.default

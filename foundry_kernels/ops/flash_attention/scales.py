@@ -106,7 +106,8 @@ def _scales(
         error2 = error2 * (1 - (unbiased / cap).square()).square()
     error2 = error2 + (_ROUNDING * (unbiased - unmasked)).square()
     if bias is not None and bias.dtype != torch.bool:
-        error2 = error2 + (_ROUNDING * bias.nan_to_num(0.0, 0.0, 0.0)).square()
+        of_bias = (_ROUNDING * bias.nan_to_num(0.0, 0.0, 0.0)).square()
+        error2 = torch.where(scores + unmasked == scores, 0.0, error2 + of_bias)
     sink = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
     if sinks is not None:
         sink = sink.masked_fill(~hidden.all(-1, keepdim=True), 0.0) + sinks[:, None, None]
@@ -114,7 +115,13 @@ def _scales(
     lse = every.logsumexp(-1, keepdim=True)
     every_p = every.softmax(-1).nan_to_num(0.0)  # a row without keys is 0 / 0
     error2 = torch.cat([error2, torch.zeros_like(sink)], -1)
-    error2 = error2 + (_ROUNDING * (every.abs() + lse.abs())).square().nan_to_num(0.0, posinf=0.0)
+    # Where a bias absorbs the whole score in float64, it does so in any arithmetic, and the difference to an equal
+    # maximum is exact.
+    exact = every + torch.cat([unmasked, torch.ones_like(sink)], -1) == every
+    top, at = every.max(-1, keepdim=True)
+    size = torch.where(exact, every - top, every).abs()
+    size = size + torch.where(exact.gather(-1, at), (every - top).logsumexp(-1, keepdim=True), lse).abs()
+    error2 = error2 + (_ROUNDING * size).square().nan_to_num(0.0, posinf=0.0)
     p, p_sink = every_p[..., :-1], every_p[..., -1:]
     factor = p.new_ones(())  # of dropout
     if asked.dropout_p is not None and asked.dropout_seed is not None:

@@ -31,7 +31,7 @@ from foundry_kernels.ops.flash_attention.triton.mask import in_window, seeing_qu
 from foundry_kernels.ops.flash_attention.triton.order import program_order
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
-from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E, split
+from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E, powers, split_lse
 from foundry_kernels.ops.flash_attention.triton.tile_io import (
     head_rows,
     load_rows,
@@ -43,19 +43,20 @@ from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_keys, list_
 
 @triton.jit
 def flash_attention_preprocess_kernel(
-    dout_ptr, out_ptr, lse_ptr, dlse_ptr, sinks_ptr, delta_ptr, lse_log2_ptr, lse_low_ptr, dsinks_ptr,
+    dout_ptr, out_ptr, lse_ptr, dlse_ptr, sinks_ptr, delta_ptr, lse_high_ptr, lse_low_ptr, dsinks_ptr,
     n_batch, n_heads, tokens_q,
     stride_dob, stride_doh, stride_dot, stride_ob, stride_oh, stride_ot, stride_dlseb, stride_dlseh, stride_dlset,
-    HAS_DLSE: tl.constexpr, NEED_DSINKS: tl.constexpr, LSE_LOW: tl.constexpr, COMPUTE: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, NEED_DSINKS: tl.constexpr, LSE_LOW: tl.constexpr,
+    COMPUTE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Writes for each row delta = dout . out - dlse and lse in units of log2(e). For rows that see no key, delta is 0
+    """Writes for each row delta = dout . out - dlse and lse in the unit of scores. For rows that see no key, delta is 0
     and lse is +inf, so that all their probabilities are 0. Also writes these rows' part of the gradient of the sinks
     into dsinks [tiles of all sequences, H]. Packed sequences are one sequence here, because rows do not depend on each
     other.
 
-    LSE_LOW: for float32 inputs, lse is float64 and is passed on as two float32 parts. With one part, the probability of
-    a score of 200 would differ by 1e-5 from the forward pass.
+    LSE_LOW: lse is float64 and is passed on as two float32 parts, for float32 inputs and with a bias. With one part,
+    the probability of a score of 200 would differ by 1e-5 from the forward pass, and beside a large bias it would be
+    wrong.
     """
     pid = tl.program_id(0)
     head = (pid % n_heads).to(tl.int64)
@@ -77,13 +78,16 @@ def flash_attention_preprocess_kernel(
     b_delta = tl.where(b_lse == -float("inf"), 0.0, b_delta)
     tl.store(delta_ptr + at, b_delta, mask=m_rows)
     b_lse = tl.where(b_lse == -float("inf"), float("inf"), b_lse).to(tl.float64)
-    b_high, b_low = split(b_lse * LOG2E, COMPUTE)
-    tl.store(lse_log2_ptr + at, b_high, mask=m_rows)
+    b_high, b_low = split_lse(b_lse, HAS_BIAS, COMPUTE)
+    tl.store(lse_high_ptr + at, b_high, mask=m_rows)
     if LSE_LOW:
         tl.store(lse_low_ptr + at, b_low, mask=m_rows)
     if NEED_DSINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float64)
-        b_p = tl.exp2(((sink - b_lse) * LOG2E).to(COMPUTE))
+        b_z = (sink - b_lse) * LOG2E
+        if HAS_BIAS:
+            b_z = (sink - b_high.to(tl.float64)) * LOG2E - b_low
+        b_p = tl.exp2(b_z.to(COMPUTE))
         tl.store(dsinks_ptr + pid, -tl.sum(b_p * b_delta, 0))
 
 
@@ -126,14 +130,14 @@ def _accumulate_dkdv(
         rows = i0 + tl.arange(0, sizes.BLOCK_M)[None, :]  # [1, M]
         m_rows = rows < seqlen_q
         b_q = load_rows(rows_from(q, first), seqlen_q - i0, sizes.BLOCK_M, sizes.BLOCK_D, sizes.D, True)  # [M, D]
-        b_lse = tl.load(saved.lse_log2 + rows, mask=m_rows, other=float("inf"))
+        b_lse = tl.load(saved.lse_high + rows, mask=m_rows, other=float("inf"))
         if DELTA_FIRST:  # loads it here and not where it is used if that avoids spills
             b_delta = tl.load(saved.delta + rows, mask=m_rows, other=0.0)
         b_s, b_t = scores(dot(b_k, tl.trans(b_q)), k_pos - rows, scoring)
         places = tl.arange(0, sizes.BLOCK_M)[None, :]
         if scoring.bias is not None:
             b_s = add_bias(b_s, dense, i0, places, seqlen_q, True)
-        b_z = b_s * factor - b_lse
+        b_z = powers(b_s, factor, b_lse, scoring.bias is not None)
         if saved.lse_low is not None:
             b_z -= tl.load(saved.lse_low + rows, mask=m_rows, other=0.0)
         if pairs.allowed is not None:
@@ -170,7 +174,7 @@ def _accumulate_dkdv(
 
 @triton.jit(do_not_specialize=["section", "threshold"])
 def flash_attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_high_ptr, lse_low_ptr, delta_ptr, dk_ptr, dv_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
     attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr, lists_ptr,
     n_batch, n_parts, members, num_splits, section, tokens_q, tokens_k,
@@ -244,7 +248,7 @@ def flash_attention_dkdv_kernel(
             order, visited = p_list + 2, Range(0, 0, tl.load(p_list), tl.load(p_list + 1))
         else:
             order, visited = None, queries
-        saved = Saved(lse_log2_ptr + at, lse_low_ptr + at if LSE_LOW else None, delta_ptr + at)
+        saved = Saved(lse_high_ptr + at, lse_low_ptr + at if LSE_LOW else None, delta_ptr + at)
         b_dk, b_dv = _accumulate_dkdv(
             b_dk, b_dv, b_k, b_v, j0, k_pos, q, dout, saved, order, visited, seqlen_q, seqlen_k, scoring, mask,
             pairs, dense, NEED_DK, NEED_DV, DELTA_FIRST, sizes,

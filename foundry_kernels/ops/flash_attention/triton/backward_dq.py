@@ -14,6 +14,7 @@ from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
 from foundry_kernels.ops.flash_attention.triton.order import program_order
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
+from foundry_kernels.ops.flash_attention.triton.softmax import powers
 from foundry_kernels.ops.flash_attention.triton.tile_io import head_keys, head_rows, load_rows, rows_from, store_rows
 from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_rows, list_of, tile_at
 
@@ -37,7 +38,7 @@ def _accumulate_dq(
         places = tl.arange(0, sizes.BLOCK_N)[None, :]
         if scoring.bias is not None:
             b_s = add_bias(b_s, dense, j0, places, keys.seqlen, MASKED)
-        b_z = b_s * factor - saved.lse_log2
+        b_z = powers(b_s, factor, saved.lse_high, scoring.bias is not None)
         if saved.lse_low is not None:
             b_z -= saved.lse_low
         if pairs.allowed is not None:
@@ -60,7 +61,7 @@ def _accumulate_dq(
 
 @triton.jit(do_not_specialize=["section", "threshold"])
 def flash_attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_high_ptr, lse_low_ptr, delta_ptr, dq_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
     attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr, lists_ptr,
     n_batch, n_heads, group, section, tokens_q, tokens_k,
@@ -103,7 +104,7 @@ def flash_attention_dq_kernel(
     keys = head_keys(k_ptr, v_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
                      n, head, group, start_k, seqlen_k)  # fmt: skip
     at = n * stride_lseb + head * tokens_q + start_q + rows
-    b_lse = tl.load(lse_log2_ptr + at, mask=m_rows, other=float("inf"))
+    b_lse = tl.load(lse_high_ptr + at, mask=m_rows, other=float("inf"))
     b_low = tl.load(lse_low_ptr + at, mask=m_rows, other=0.0) if LSE_LOW else None
     saved = Saved(b_lse, b_low, tl.load(delta_ptr + at, mask=m_rows, other=0.0))
     slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_BIAS, COMPUTE) if HAS_ALIBI else None

@@ -77,7 +77,7 @@ def launch_bwd(
 class _Rows(NamedTuple):
     """The values that the backward kernels read for each row."""
 
-    lse_log2: Tensor
+    lse_high: Tensor
     lse_low: Tensor | None
     delta: Tensor
 
@@ -96,8 +96,8 @@ def _plan_preprocess(
     tiles = triton.cdiv(p.tokens_q, config["BLOCK_M"]) * n_batch
     dlse_strides = (0, 0, 0) if dlse is None else (*[0] * (3 - len(dlse)), *dlse)
     numbers = (n_batch, p.n_heads, p.tokens_q, *dout[:3], *out[:3], *dlse_strides)
-    flags = {"HAS_DLSE": dlse is not None, "NEED_DSINKS": need_dsinks, "LSE_LOW": p.dtype == torch.float32}
-    shared = {name: p.constants[name] for name in ("COMPUTE", "DV", "BLOCK_DV")}
+    flags = {"HAS_DLSE": dlse is not None, "NEED_DSINKS": need_dsinks, "LSE_LOW": p.wide_lse}
+    shared = {name: p.constants[name] for name in ("HAS_BIAS", "COMPUTE", "DV", "BLOCK_DV")}
     return tiles, Plan((tiles * p.n_heads,), numbers, flags | shared | config)
 
 
@@ -111,12 +111,12 @@ def _launch_preprocess(
     dsinks: Tensor | None,
 ) -> _Rows:
     delta = torch.empty_like(lse, dtype=torch.float64 if p.dtype == torch.float64 else torch.float32)
-    rows = _Rows(torch.empty_like(delta), torch.empty_like(delta) if p.dtype == torch.float32 else None, delta)
+    rows = _Rows(torch.empty_like(delta), torch.empty_like(delta) if p.wide_lse else None, delta)
     tiles, plan = _plan_preprocess(p, out.shape[0], dout.stride(), out.stride(), strides_of(dlse), dsinks is not None)
     partial = None if dsinks is None else delta.new_empty((tiles, p.n_heads))
     launch(
         flash_attention_preprocess_kernel, plan, dout, out, lse, dlse, contiguous(options.sinks),
-        rows.delta, rows.lse_log2, rows.lse_low, partial,
+        rows.delta, rows.lse_high, rows.lse_low, partial,
     )  # fmt: skip
     if dsinks is not None and partial is not None:
         torch.sum(partial, 0, out=dsinks) if dsinks.dtype == partial.dtype else dsinks.copy_(partial.sum(0))
@@ -178,7 +178,7 @@ Strides = tuple[int, ...] | None
 def _plan_dkdv(p: _Problem, dout: tuple[int, ...], dk: Strides, dv: Strides) -> tuple[Plan, int, tuple[Plan, ...]]:
     """Returns the launch, into how many parts a group of heads is split and, if it is split, the launches that sum dk
     and dv."""
-    flags = {"LSE_LOW": p.dtype == torch.float32, "NEED_DK": dk is not None, "NEED_DV": dv is not None}
+    flags = {"LSE_LOW": p.wide_lse, "NEED_DK": dk is not None, "NEED_DV": dv is not None}
     config = p.config("dkdv" if not p.apart else "dk" if dv is None else "dv")
     unbounded = p.packed or p.batch_invariant or not p.constants["HAS_RIGHT"]
     if config["BLOCK_M"] == 64 and config["num_warps"] == 4 and unbounded:
@@ -260,7 +260,7 @@ def _plan_dq(p: _Problem, dout: tuple[int, ...], dq: tuple[int, ...]) -> Plan:
     lists = list_strides(p, config["BLOCK_M"], config["BLOCK_N"], False)
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
     numbers = (p.n_batch, p.n_heads, p.group, p.group * p.section(p.max_seqlen_k), *_numbers(p, dout, dq))
-    fixed = {"natural_scale": p.natural_scale, "LSE_LOW": p.dtype == torch.float32}
+    fixed = {"natural_scale": p.natural_scale, "LSE_LOW": p.wide_lse}
     return p.plan(tiles * p.n_batch * p.n_heads, numbers, lists, fixed, config)
 
 

@@ -15,13 +15,14 @@ from foundry_kernels.ops.flash_attention.triton.dense import add_bias, fixed_par
 from foundry_kernels.ops.flash_attention.triton.dropout import kept, load_dropout
 from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
+from foundry_kernels.ops.flash_attention.triton.softmax import powers
 from foundry_kernels.ops.flash_attention.triton.tile_io import head_rows, load_rows
 from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_rows
 
 
 @triton.jit(do_not_specialize=["threshold"])
 def flash_attention_dbias_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dbias_ptr, alibi_slopes_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_high_ptr, lse_low_ptr, delta_ptr, dbias_ptr, alibi_slopes_ptr,
     attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr,
     own_heads, tiles_q, tiles_k, each_n, each_head, each_q, each_k, n_heads, group, tokens_q, tokens_k,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
@@ -75,7 +76,8 @@ def flash_attention_dbias_kernel(
         b_s, _b_t = scores(dot(b_q, tl.trans(b_k)), j0 + places - q_pos, scoring)
         b_s = add_bias(b_s, bias, j0, places, tokens_k, True)
         at = n * stride_lseb + head * tokens_q + rows
-        b_z = b_s * score_factor(scoring) - tl.load(lse_log2_ptr + at, mask=m_rows, other=float("inf"))
+        b_lse = tl.load(lse_high_ptr + at, mask=m_rows, other=float("inf"))
+        b_z = powers(b_s, score_factor(scoring), b_lse, True)
         if LSE_LOW:
             b_z -= tl.load(lse_low_ptr + at, mask=m_rows, other=0.0)
         m_seen = m_rows & seen_keys(j0, BLOCK_N, q_pos, tokens_k, mask)

@@ -56,7 +56,7 @@ def _plan_dbias(p: _Problem, shape: tuple[int, ...], dout: tuple[int, ...], dbia
         *own[1:], *each, p.n_heads, p.group, p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(dout), *dbias,
         p.stride_lseb,
     )  # fmt: skip
-    flags = {"LSE_LOW": p.dtype.itemsize == 4}
+    flags = {"LSE_LOW": p.wide_lse}
     return p.plan(math.prod(own), numbers, flags, config, without=_IMPLIED)
 
 

@@ -118,7 +118,7 @@ class Range(NamedTuple):
 class Saved(NamedTuple):
     """The values that the backward pass reads for each row: pointers, or a tile's values."""
 
-    lse_log2: Any
+    lse_high: Any
     lse_low: Any
     delta: Any
 

@@ -33,7 +33,7 @@ from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
 from foundry_kernels.ops.flash_attention.triton.pages import load_from_pages
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
-from foundry_kernels.ops.flash_attention.triton.softmax import online_softmax
+from foundry_kernels.ops.flash_attention.triton.softmax import fall, online_softmax
 from foundry_kernels.ops.flash_attention.triton.tile_io import head_keys, load_rows, rows_from
 from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_rows
 
@@ -54,8 +54,8 @@ def _splits(n, start_k, seqlen_k, split_keys, num_splits, VARLEN: tl.constexpr, 
 @triton.jit
 def _add_splits(
     sums_ptr, states_ptr, at, m_rows, step, n_states, used,
-    COMPUTE: tl.constexpr, SAVE_STATS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
+    COMPUTE: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_STATS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """(the sums [ROWS, DV], the state) of a softmax over all keys. The rows' first splits are at the places `at`
     [ROWS], the next ones `step` further each. BLOCK_SPLITS are added at a time, in a fixed order."""
@@ -65,13 +65,14 @@ def _add_splits(
     b_tops = tl.load(p_states, mask=m_states, other=-float("inf"))
     b_m = tl.max(b_tops, 0)
     b_base = tl.where(b_m == -float("inf"), 0.0, b_m)[None, :]
-    b_shrink = tl.exp2(b_tops - b_base)
+    b_fall = fall(b_tops, b_base, HAS_BIAS)
+    b_shrink = tl.exp2(b_fall)
     b_sizes = tl.load(p_states + n_states, mask=m_states, other=0.0)
     b_l = tl.sum(b_sizes * b_shrink, 0)
     b_e = tl.zeros([ROWS], COMPUTE)
     if SAVE_STATS:  # a weight of 0 must not meet -inf
         b_falls = tl.load(p_states + 2 * n_states, mask=m_states, other=0.0)
-        b_e = tl.sum(b_shrink * (b_falls + tl.maximum(b_tops - b_base, -2000.0) * b_sizes), 0)
+        b_e = tl.sum(b_shrink * (b_falls + tl.maximum(b_fall, -2000.0) * b_sizes), 0)
     b_acc = tl.zeros([ROWS, BLOCK_DV], COMPUTE)
     dims = tl.arange(0, BLOCK_DV)[None, None, :]
     for first in range(0, used, BLOCK_SPLITS):
@@ -81,7 +82,7 @@ def _add_splits(
         b_each = tl.load(states_ptr + o_each, mask=m_each, other=-float("inf"))
         m_sums = m_each[:, :, None] & (dims < DV)
         b_sums = tl.load(sums_ptr + (o_each * DV)[:, :, None] + dims, mask=m_sums, other=0.0)
-        b_acc += tl.sum(b_sums * tl.exp2(b_each - b_base)[:, :, None], 0)
+        b_acc += tl.sum(b_sums * tl.exp2(fall(b_each, b_base, HAS_BIAS))[:, :, None], 0)
     return b_acc, State(b_m, b_l, b_e)
 
 
@@ -189,7 +190,7 @@ def flash_attention_decode_kernel(
         if HAS_TILES:
             b_s = tl.where(bits_of_rows(bits, j0, BLOCK_N), b_s, -float("inf"))
         b_s = tl.where(seen_keys(j0, BLOCK_N, q_pos, seqlen_k, mask), b_s, -float("inf"))
-        b_p, b_shrink, state = online_softmax(b_s, factor, state, True, SAVE_STATS)
+        b_p, b_shrink, state = online_softmax(b_s, factor, state, True, HAS_BIAS, SAVE_STATS)
         if dropout is not None:
             b_p = tl.where(kept(dropout, 0, tokens[:, None], j0, places, sizes), b_p, dropout.zero)
         b_acc = dot(round_to(b_p, b_v.dtype), b_v, b_acc * b_shrink[:, None])
@@ -216,8 +217,8 @@ def flash_attention_decode_kernel(
         m_rows = (tokens < seqlen_q) & (rows < n_rows)
         b_acc, state = _add_splits(
             sums_ptr, states_ptr, (place * n_kv_heads + kv_head) * n_rows + rows, m_rows,
-            tl.cast(n_kv_heads, tl.int64) * n_rows, n_states, used, COMPUTE, SAVE_STATS, DV, BLOCK_DV, ROWS,
-            BLOCK_SPLITS,
+            tl.cast(n_kv_heads, tl.int64) * n_rows, n_states, used, COMPUTE, HAS_BIAS, SAVE_STATS, DV,
+            BLOCK_DV, ROWS, BLOCK_SPLITS,
         )  # fmt: skip
     if BLOCK_SPLITS or not SPLIT:
         tokens += start_q
@@ -253,7 +254,7 @@ def flash_attention_combine_kernel(
     row_at = tl.arange(0, 1) + (place * n_kv_heads + kv_head) * n_rows + row  # [1]
     b_acc, state = _add_splits(
         sums_ptr, states_ptr, row_at, row_at >= 0, tl.cast(n_kv_heads, tl.int64) * n_rows, n_states, used, COMPUTE,
-        SAVE_STATS, DV, BLOCK_DV, 1, BLOCK_SPLITS,
+        HAS_BIAS, SAVE_STATS, DV, BLOCK_DV, 1, BLOCK_SPLITS,
     )  # fmt: skip
     token += start_q
     head = kv_head * group + row % group + tl.zeros([1], tl.int64)  # [1]

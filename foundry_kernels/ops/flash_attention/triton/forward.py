@@ -97,8 +97,9 @@ def _attend_range(
             if pairs.bits is not None:
                 m_seen = m_seen & bits_of_rows(pairs.bits, j0, sizes.BLOCK_N)
             b_s = tl.where(m_seen, b_s, -float("inf"))
-        SOME_EMPTY: tl.constexpr = MASKED or scoring.bias is not None or pairs.allowed is not None
-        b_p, b_shrink, state = online_softmax(b_s, factor, state, SOME_EMPTY, SAVE_STATS)
+        HAS_BIAS: tl.constexpr = scoring.bias is not None
+        SOME_EMPTY: tl.constexpr = MASKED or HAS_BIAS or pairs.allowed is not None
+        b_p, b_shrink, state = online_softmax(b_s, factor, state, SOME_EMPTY, HAS_BIAS, SAVE_STATS)
         if pairs.dropout is not None:
             b_p = tl.where(kept(pairs.dropout, i0, rows, j0, places, sizes), b_p, pairs.dropout.zero)
         if PAGE_SIZE:

@@ -26,8 +26,15 @@ from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_f
 from foundry_kernels.ops.flash_attention.triton.kernel_options import (
     page_tensors,
     pair_tensors,
+    tensor_options,
 )
-from foundry_kernels.ops.flash_attention.triton.problem import _FAR_APART, _has_aligned_rows, _Problem, _problem
+from foundry_kernels.ops.flash_attention.triton.problem import (
+    _FAR_APART,
+    _has_aligned_rows,
+    _Problem,
+    _problem,
+    lse_dtype,
+)
 from foundry_kernels.ops.flash_attention.triton.tiles_launch import launch_lists, list_strides
 
 
@@ -88,10 +95,7 @@ def _copy_back(target: Tensor, result: Tensor) -> None:
 def empty_fwd(
     q: Tensor, v: Tensor, options: AttentionOptions, save_lse: bool, save_stats: bool, rows: Rows = _empty_rows
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(out, lse, entropy, max_logit), with None for a result that is not requested.
-
-    For float32 inputs, lse is float64: rounded to float32, it would cause by far the largest error of the gradients.
-    """
+    """(out, lse, entropy, max_logit), with None for a result that is not requested."""
     head_dim_v = v.shape[-1]
     if options.packed:
         total, n_heads, _ = q.shape
@@ -99,8 +103,7 @@ def empty_fwd(
     else:
         out, shape = rows(q, head_dim_v), list(q.shape[:3])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse_dtype = torch.float64 if q.dtype == torch.float32 else dtype
-    lse = q.new_empty(shape, dtype=lse_dtype) if save_lse else None
+    lse = q.new_empty(shape, dtype=lse_dtype(q.dtype, tensor_options(options).biased)) if save_lse else None
     if not save_stats:
         return out, lse, None, None
     entropy = q.new_empty(shape, dtype=dtype)

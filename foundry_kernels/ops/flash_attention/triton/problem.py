@@ -41,6 +41,12 @@ def _has_aligned_rows(shape: tuple[int, ...], strides: tuple[int, ...], dtype: t
     return whole and strides[2] < _FAR_APART and all(s % step == 0 for s in strides[:3])
 
 
+def lse_dtype(dtype: torch.dtype, biased: bool) -> torch.dtype:
+    """The dtype of lse between the passes, for inputs of `dtype`. Rounded to float32, it would cause by far the largest
+    error of the gradients of float32 inputs. Beside a large bias it would lose the logarithm of the sum."""
+    return torch.float64 if biased or dtype.itemsize >= 4 else torch.float32
+
+
 class _Problem:
     """What the launches have in common for calls with the same shapes, strides and options; q, k and v are batched.
     `_problem` returns the same object for the same combination, so that caches can use it as a key."""
@@ -98,6 +104,8 @@ class _Problem:
             "BLOCK_D": max(16, triton.next_power_of_2(self.head_dim)),
             "BLOCK_DV": max(16, triton.next_power_of_2(self.head_dim_v)),
         }
+        #: Whether lse has two parts between the passes, see `lse_dtype`.
+        self.wide_lse = dtype != torch.float64 and lse_dtype(dtype, tensors.biased) == torch.float64
         #: What kernels that compute scores get by name.
         self.arguments = self.numbers | self.constants
         #: Whether heads are wider than 256 and there is a mask, a bias or dropout.

@@ -32,7 +32,8 @@ def scores(b_qk, rel_pos, scoring):
 
 @triton.jit
 def score_factor(scoring):
-    """The factor for the result of `scores`. The multiplication is free as part of the subtraction before exp2."""
+    """The factor for the result of `scores`. Without a bias the multiplication is free, as part of the subtraction
+    before exp2."""
     if scoring.bias is not None:
         return tl.full([], LOG2E, scoring.scale.dtype)
     elif scoring.softcap is not None or scoring.slope is not None:
