@@ -106,6 +106,25 @@ def test_a_mask_of_numbers(family: str) -> None:
             assert close(logits(model, attention_mask=mask), plain)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_documents_by_a_mask_of_numbers_in_bfloat16(autocast: bool) -> None:
+    """The second document sees nothing of the first 64 tokens, a tile of the kernels."""
+    dtype = torch.float32 if autocast else torch.bfloat16
+    ids = torch.arange(3, 99)[None]
+    document = (ids >= 70).int()
+    seen = (document[..., None] == document[:, None]).tril()[:, None]
+    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+    def run(model: Any, low: bool) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            return gradients(model, input_ids=ids, labels=ids, attention_mask=mask.to(model.dtype)).float()
+
+    model = tiny_model("llama", dtype=dtype)
+    exact, plain = run(tiny_model("llama", dtype=dtype).float(), False), run(model, autocast)
+    with fk.patch(model):
+        assert float((run(model, autocast) - exact).norm()) <= 1.1 * float((plain - exact).norm())
+
+
 @WITHOUT_SDPA
 @pytest.mark.parametrize("dense_masks", rest_slow(["kernels", "sdpa"]))
 def test_compiled(family: str, dense_masks: str) -> None:

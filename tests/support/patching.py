@@ -45,10 +45,10 @@ def logits(model: Any, **options: Any) -> Tensor:
         return model(IDS, **options).logits
 
 
-def gradients(model: Any) -> Tensor:
+def gradients(model: Any, **given: Any) -> Tensor:
     """The gradients of all parameters as one vector."""
     model.zero_grad()
-    model(IDS, labels=IDS).loss.backward()
+    model(**({"input_ids": IDS, "labels": IDS} | given)).loss.backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.bench import CuSeqlens
-from foundry_kernels.ops.flash_attention.case_makers import alibi_slopes_of, bias_with_gaps, blocks, bool_mask
+from foundry_kernels.ops.flash_attention.case_makers import (
+    LARGEST,
+    PartlyBiased,
+    alibi_slopes_of,
+    bias_with_gaps,
+    blocks,
+    bool_mask,
+)
 from foundry_kernels.ops.flash_attention.cases_paged import BlockTable, Integers
 from foundry_kernels.testing import Arg, Case, Values, alike, normal, uniform
 from foundry_kernels.testing.fuzzing import ELEMENTS, layouts, sizes, spreads, tensors
@@ -23,6 +30,7 @@ _CU_SEQLENS_LAYOUTS = st.sampled_from(["contiguous", "sliced", "offset", "stride
 #: With q and k of these a row has one dominant key, or nearly.
 _SHARP = st.sampled_from([uniform(1.0), uniform(3.0), uniform(9.0)])
 _QUERIES = spreads(1e-2, 5.0, 60.0) | _SHARP
+_LARGE_BIASES = [PartlyBiased(sign * size) for size in (50.0, 1e4, LARGEST) for sign in (-1, 1)]
 #: Where keys are alike, the gradients of what is far from 0 cancel.
 _VALUES = st.sampled_from([normal(), normal(), normal(1.0, 4.0), uniform(3.0)])
 
@@ -87,7 +95,7 @@ def _mask(draw: st.DrawFn, args: dict[str, Arg | None], kind: str) -> Arg:
             torch.bool,
             grad=False,
         )
-    values = draw(st.sampled_from([normal(), normal(5.0), bias_with_gaps]))
+    values = draw(st.sampled_from([normal(), normal(5.0), bias_with_gaps]) | st.sampled_from(_LARGE_BIASES))
     return Arg(shape, layout, values, draw(st.sampled_from([None, torch.float32])), draw(st.booleans()))
 
 

@@ -54,8 +54,14 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor, *, rounded: bool = Fals
         if not rounded:
             q, k = q.to(wide), k.to(wide)
         made = make_options(q, None, None, q.shape[2], k.shape[2], **options)
+        scores, at = reference.scores(q, k, made), lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
+        with torch.no_grad():  # the rounding error of lse, which beside a large bias has lost the number of keys
+            total = (scores - at).exp_().sum(-1, keepdim=True)
+            if made.sinks is not None:
+                total += torch.exp(made.sinks.to(wide)[:, None, None] - at)
+            lost = total.log_().masked_fill_(lse[..., None] == -torch.inf, 0.0)
         # In place: there is no other reference to the scores, and no backward pass needs them.
-        weights = reference.scores(q, k, made).sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
+        weights = scores.sub_(at).sub_(lost).exp_()
         if made.dropout_p is not None and made.dropout_seed is not None:
             kept = keep_mask((*q.shape[:3], k.shape[2]), made.dropout_p, made.dropout_seed, made.dropout_heads)
             weights = weights * (kept * keep_scale(made.dropout_p))

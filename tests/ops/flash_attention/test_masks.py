@@ -15,7 +15,7 @@ from torch import Tensor
 import foundry_kernels as fk
 from foundry_kernels import _triton
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, flash_attention
-from foundry_kernels.ops.flash_attention.case_makers import bias_arg, dense_case
+from foundry_kernels.ops.flash_attention.case_makers import PartlyBiased, bias_arg, dense_case
 from foundry_kernels.testing import assert_parity
 
 DEVICE = DEVICES[-1]
@@ -46,6 +46,29 @@ def test_a_bias_that_all_keys_share_satisfies_the_rule(backend: str) -> None:
     args = {n: x if x is None else x.detach().double().requires_grad_() for n, x in case.make(torch.float32).items()}
     exact = gradients(flash_attention(**args, backend="reference"), args["attn_mask"])[0]
     assert exact.abs().max() < 1e-12
+
+
+@over_backends
+@pytest.mark.parametrize("queries", [9, 4], ids=["many", "few"])
+def test_large_biases_as_sdpa(queries: int, backend: str) -> None:
+    """Each row of lse by itself: the parity suite measures all rows by the largest."""
+    tokens, values = (queries, 128 if queries > 4 else 1100), [1e10, torch.finfo(torch.bfloat16).max]
+    if _interpreted(backend):
+        tokens = queries, 128
+    else:
+        values += [50.0, 1e4, 1e6, 2.4e38]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 16, generator=generator).bfloat16() for n in (queries, tokens[1], tokens[1]))
+    wide = [x.float() for x in (q, k, v)]
+    for value in values:
+        for bias in (PartlyBiased(value)(generator, tokens), PartlyBiased(-value)(generator, tokens)):
+            bias = bias.bfloat16()
+            out, lse = flash_attention(*(x.to(DEVICE) for x in (q, k, v)), attn_mask=bias.to(DEVICE), return_lse=True,
+                                       backend=backend)  # fmt: skip
+            expected = F.scaled_dot_product_attention(*wide, attn_mask=bias.float())
+            of_rows = (wide[0] @ wide[1].transpose(-1, -2) / 4 + bias.float()).logsumexp(-1)
+            torch.testing.assert_close(out.float().cpu(), expected, rtol=0.02, atol=0.02)
+            torch.testing.assert_close(lse.cpu(), of_rows, rtol=1e-5, atol=0.03)
 
 
 @pytest.mark.parametrize("kind", ["bool", "bias"])

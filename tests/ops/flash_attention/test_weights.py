@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import foundry_kernels as fk
+from foundry_kernels.ops.flash_attention.case_makers import PartlyBiased
 from foundry_kernels.ops.flash_attention.weights import attention_weights
 
 BACKENDS = ("reference", *(("native",) if "native" in fk.OPS["flash_attention"].backends("cpu") else ()))
@@ -22,6 +23,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 SEEN = draw(B, 1, T, S, seed=7) > 0.0
 SEEN[1, 0, 4] = False
+LOWEST = PartlyBiased(torch.finfo(torch.float32).min)(torch.Generator(), (T, S)).float()
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -31,6 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bool": {"attn_mask": SEEN},
     "tiles": {"attn_mask": fk.AttentionMask(SEEN)},
     "bias": {"attn_mask": draw(H, T, S, seed=8)},
+    "lowest": {"attn_mask": LOWEST},
+    "lowest, sinks": {"attn_mask": LOWEST, "sinks": LOWEST[0, :H]},
     "dropout": {"dropout_p": 0.4, "dropout_seed": 11},
 }
 
