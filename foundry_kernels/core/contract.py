@@ -87,9 +87,9 @@ class Cases(Protocol):
         output 0 with this `error`. Required if `FROM_OUTPUT` is not empty."""
         raise NotImplementedError
 
-    def why_not(self, case: Case, backend: str, device: str) -> str | None:
-        """The reason why a backend does not support a case on "cpu" or "cuda", or None. The suite skips unsupported
-        cases."""
+    def why_not(self, case: Case, backend: str, device: str, dtype: torch.dtype | None = None) -> str | None:
+        """The reason why a backend does not support a case on "cpu" or "cuda", in a dtype or in any, or None. The suite
+        skips unsupported cases."""
         return None
 
     def compiled_cases(self, op: str) -> tuple[tuple[Case, torch.dtype], ...] | None:

@@ -166,7 +166,8 @@ class Row:
         for i, case in enumerate(kinds.values()):
             for j, dtype in enumerate(own):
                 stages[0 if i == 0 else 1 if j == i % len(own) else 2].append(Call(self, case, dtype))
-        return stages
+        why_not = self.op.cases.why_not
+        return [[c for c in s if why_not(c.case, self.backend, self.device, c.dtype) is None] for s in stages]
 
     def run(self, call: Call) -> None:
         name = short_dtype(call.dtype)
