@@ -76,8 +76,10 @@ struct Mixture {
   template <class C>
   FK_INLINE Mixture(const C& c, const KlDivOptions& o) {
     const Vec d = c.log_p - c.log_q, e = exp(d < 0.0f ? d : -d);
-    const Vec above = splat(0.0f) < d ? o.teacher_share + o.student_share * e : o.student_share + o.teacher_share * e;
-    const Vec log_of = log(above);
+    const Vec share = splat(0.0f) < d ? splat(o.student_share) : splat(o.teacher_share);
+    const Vec other = splat(0.0f) < d ? splat(o.teacher_share) : splat(o.student_share);
+    // other + share * e, with 1 as the sum of the shares: their float32 numbers may add up to 1 - 2e-8.
+    const Vec log_of = log(e > 0.5f ? 1.0f + share * (e - 1.0f) : other + share * e);
     log_p = splat(0.0f) < d ? -log_of : d - log_of;
     log_q = splat(0.0f) < d ? -d - log_of : -log_of;
   }
@@ -164,7 +166,7 @@ void rows(const KlDivRows& a, int64_t begin, int64_t end) {
                                 static_cast<const T*>(a.teacher) + a.teacher_strides.offset(a.rows, row), n, a.options);
       const Found found = writes ? of.template divergence<true>(dx, dloss) : of.template divergence<false>(dx, 0.0f);
       if (writes) of.gradient(dx, dloss, found);
-      if (a.loss) a.loss[row] = found.loss;
+      if (a.loss) a.loss[row] = found.loss < 0.0f ? 0.0f : found.loss;  // by rounding; NaN stays
     } else if (a.loss) {
       a.loss[row] = 0.0f;
     }

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.integrations import log_probs
 from foundry_kernels.integrations.adapters import Adapter, split_names
 from foundry_kernels.integrations.calls import current, own_class, reads_documents
+from foundry_kernels.losses.tokens import over_items
 from foundry_kernels.nn._head import PLANNED_INPUT, count_hooks, matrix_of
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
@@ -276,18 +276,9 @@ def _next_tokens(labels: Tensor, shift_labels: Tensor | None, ignore_index: int)
 
 
 def _by_items(loss: Tensor, num_items_in_batch: Any) -> Tensor:
-    """Returns a sum over the number of items, where that is given: float32 whatever the model's dtype. 0 / 0 items is
-    0, like a mean; a positive sum over 0 items is infinite, as without a patch."""
-    loss = loss.float()
-    if num_items_in_batch is None:
-        return loss
-    if isinstance(num_items_in_batch, torch.Tensor):
-        count = num_items_in_batch.to(loss.device)
-        # In the divisor, as the gradient of a quotient that is chosen afterwards is 0 / 0 all the same.
-        return loss / torch.where((count == 0) & (loss == 0), 1, count)
-    if num_items_in_batch == 0:
-        return loss / torch.where(loss == 0, 1.0, 0.0)
-    return loss / num_items_in_batch
+    """Returns a sum over the number of items, where that is given: float32 whatever the model's dtype. Over 0 items it
+    is 0 or infinite; without a patch 0 / 0 is NaN."""
+    return loss.float() if num_items_in_batch is None else over_items(loss.float(), num_items_in_batch)
 
 
 def _set_loss_function(self: Any, value: Any) -> None:

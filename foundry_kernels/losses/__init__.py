@@ -2,7 +2,8 @@
 
 Each is a few lines of PyTorch on :func:`foundry_kernels.linear_log_probs`. Tokens are rows of `hidden` ``[..., T, D]``,
 and `target` ``[..., T]`` holds the token that each row predicts: shift the labels by one before the call. Tokens with
-the target `ignore_index` (prompts, padding) are in no sum and no count.
+the target `ignore_index` (prompts, padding) are in no sum and no count: what hidden states, log-probabilities and
+advantages hold there, NaN among it, changes no bit of a loss or a gradient.
 
 Options that all have: `bias` of the head, `logit_scale` (1 / temperature), `softcap`, `ignore_index`, `chunk_size` and
 `backend`, as for :func:`foundry_kernels.linear_log_probs`.

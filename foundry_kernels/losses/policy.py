@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.checks import check_not_negative, check_number, check_positive, check_shape, check_tensor
-from foundry_kernels.losses.tokens import HeadOptions, check_rows, token_logps
+from foundry_kernels.core.checks import (
+    check_int,
+    check_not_negative,
+    check_number,
+    check_positive,
+    check_shape,
+    check_tensor,
+)
+from foundry_kernels.losses.tokens import HeadOptions, check_items, check_rows, mean, over_items, token_logps
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 LEVELS = ("token", "sequence")
@@ -39,6 +47,10 @@ def grpo_loss(
     .. math:: \ell = -\min(r A, \mathrm{clip}(r, 1 - \epsilon, 1 + \epsilon_\mathrm{high}) A)
        + \beta \left(e^{d} - d - 1\right), \quad d = \log \pi_\mathrm{ref} - \log \pi
 
+    Where the clipped product is the smaller one, r has no gradient, however large it is. If A is negative, r has no
+    upper bound but `delta`, and :math:`e^d` never has one. Where such a number overflows (:math:`e^{89}` in float32),
+    the loss is infinite, and its gradients are not finite. They are wherever the loss is.
+
     Args:
         hidden: ``[B, T, D]``, a completion for each row. weight: ``[V, D]``. target: ``[B, T]``.
         advantages: ``[B]``, or ``[B, T]`` for one for each token.
@@ -51,12 +63,13 @@ def grpo_loss(
             "bnpo": the number of tokens of the call. "dr_grpo": B * `max_completion_length`. "dapo":
             `num_items_in_batch`, or the number of tokens of the call.
         importance_sampling_level: "token", or "sequence" for GSPO: r is the geometric mean over the sequence's tokens.
-        max_completion_length: for "dr_grpo".
-        num_items_in_batch: for "dapo", the tokens of all micro-batches of a step, divided by the number of devices.
+        max_completion_length: for "dr_grpo", at least 1.
+        num_items_in_batch: for "dapo", the tokens of all micro-batches of a step, divided by the number of devices. A
+            number or a tensor of one. If it is 0 though a token counts, the loss is infinite.
         head: see :mod:`foundry_kernels.losses`.
 
     Returns:
-        A float32 scalar. 0, with gradients of 0, if no token counts.
+        A float32 scalar. 0, with gradients of 0, if no token counts, also with a `num_items_in_batch` of 0.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
@@ -71,29 +84,34 @@ def grpo_loss(
         raise ValueError(
             f"importance_sampling_level must be one of {', '.join(LEVELS)}; got {importance_sampling_level!r}"
         )
-    if loss_type == "dr_grpo" and max_completion_length is None:
-        raise ValueError("loss_type 'dr_grpo' needs max_completion_length")
+    if loss_type == "dr_grpo":
+        if max_completion_length is None:
+            raise ValueError("loss_type 'dr_grpo' needs max_completion_length")
+        check_int("max_completion_length", max_completion_length, minimum=1)
+    if num_items_in_batch is not None:
+        check_items(num_items_in_batch)
     check_number("beta", beta)
     if beta != 0.0 and ref_per_token_logps is None:
         raise ValueError(f"beta={beta} needs ref_per_token_logps, the log-probabilities of the reference policy")
     logps, counts = token_logps(hidden, weight, target, **head)
-    old = _brought("old_per_token_logps", old_per_token_logps, logps)
-    log_ratio = (logps - old) * counts
+    lengths = counts.sum(-1).clamp(min=1)
+    # What does not count is replaced before the arithmetic: 0 * NaN would be NaN, in the gradient too.
+    log_ratio = torch.where(counts, logps - _brought("old_per_token_logps", old_per_token_logps, logps), 0.0)
     if importance_sampling_level == "sequence":
-        log_ratio = (log_ratio.sum(-1) / counts.sum(-1).clamp(min=1.0)).unsqueeze(-1)
-    each = _clipped(log_ratio, _per_token(advantages, logps), epsilon, epsilon_high, delta)
+        log_ratio = (log_ratio.sum(-1) / lengths).unsqueeze(-1)
+    advantages = torch.where(counts, _per_token(advantages, logps), 0.0)
+    each = -advantages * _clipped_ratio(log_ratio, advantages, epsilon, epsilon_high, delta)
     if beta != 0.0:
-        d = (_brought("ref_per_token_logps", ref_per_token_logps, logps) - logps) * counts
+        d = torch.where(counts, _brought("ref_per_token_logps", ref_per_token_logps, logps) - logps, 0.0)
         each = each + beta * (torch.expm1(d) - d)
-    total = each * counts
     if loss_type == "grpo":
-        return (total.sum(-1) / counts.sum(-1).clamp(min=1.0)).mean()
+        return mean(each.sum(-1) / lengths)
     if loss_type == "dr_grpo":
         assert max_completion_length is not None
-        return total.sum() / (logps.shape[0] * max_completion_length)
+        return mean(each.sum(-1)) / max_completion_length
     if loss_type == "dapo" and num_items_in_batch is not None:
-        return total.sum() / num_items_in_batch
-    return total.sum() / counts.sum().clamp(min=1.0)
+        return over_items(each.sum(), num_items_in_batch).reshape(())
+    return each.sum() / counts.sum().clamp(min=1)
 
 
 def ppo_policy_loss(
@@ -116,7 +134,8 @@ def ppo_policy_loss(
         head: see :mod:`foundry_kernels.losses`.
 
     Returns:
-        A float32 scalar. 0 if no token counts.
+        A float32 scalar. 0, with gradients of 0, if no token counts. Infinite where r overflows beside a negative
+        advantage (:func:`grpo_loss`).
 
     Raises:
         TypeError, ValueError: an argument does not fit.
@@ -130,18 +149,23 @@ def ppo_policy_loss(
     )  # fmt: skip
 
 
-def _clipped(
+def _clipped_ratio(
     log_ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float | None, delta: float | None
 ) -> Tensor:
+    """The ratio whose product with the advantage is the smaller one: bounded from above if the advantage is positive,
+    from below and by `delta` if it is negative. Its logarithm is bounded: the gradient of an exponential that overflows
+    would be 0 * inf where the bound is chosen."""
     check_not_negative("epsilon", epsilon)
-    high = epsilon if epsilon_high is None else epsilon_high
-    check_not_negative("epsilon_high", high)
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1.0 - epsilon, 1.0 + high)
+    epsilon_high = epsilon if epsilon_high is None else epsilon_high
+    check_not_negative("epsilon_high", epsilon_high)
+    high, most = 1.0 + epsilon_high, math.inf
     if delta is not None:
         check_positive("delta", delta)
-        ratio = ratio.clamp(max=delta)
-    return -torch.min(ratio * advantages, clipped * advantages)
+        high, most = min(high, delta), max(high, delta)
+    low = math.log(1.0 - epsilon) if epsilon < 1.0 else -math.inf
+    return torch.where(
+        advantages >= 0.0, log_ratio.clamp(max=math.log(high)), log_ratio.clamp(low, math.log(most))
+    ).exp()  # fmt: skip
 
 
 def _per_token(advantages: Tensor, logps: Tensor) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, TypedDict, Unpack
 
+import torch
 from torch import Tensor
 
-from foundry_kernels.core.checks import check_shape, check_tensor
+from foundry_kernels.core.checks import check_not_negative, check_shape, check_tensor
 from foundry_kernels.ops.linear_log_probs import linear_log_probs
 
 
@@ -23,7 +24,7 @@ class HeadOptions(TypedDict, total=False):
 
 
 def token_logps(hidden: Tensor, weight: Tensor, target: Tensor, **head: Unpack[HeadOptions]) -> tuple[Tensor, Tensor]:
-    """The log-probabilities ``[B, T]`` of the targets, and whether each token counts, as numbers 0 and 1."""
+    """The log-probabilities ``[B, T]`` of the targets, 0 where a token does not count, and which do, as bools."""
     check_tensor("hidden", hidden)
     check_tensor("target", target)
     if hidden.dim() != 3:
@@ -32,15 +33,38 @@ def token_logps(hidden: Tensor, weight: Tensor, target: Tensor, **head: Unpack[H
         )
     found = linear_log_probs(hidden, weight, target, **head)
     assert isinstance(found, Tensor)
-    return found, (target != head.get("ignore_index", -100)).to(found.dtype)
+    return found, target != head.get("ignore_index", -100)
 
 
 def sequence_logps(
     hidden: Tensor, weight: Tensor, target: Tensor, average: bool = False, **head: Unpack[HeadOptions]
 ) -> Tensor:
-    """The sum ``[B]`` of each sequence's log-probabilities, or their mean over the tokens that count."""
+    """The sum ``[B]`` of each sequence's log-probabilities, or their mean over the tokens that count; 0 if none do."""
     each, counts = token_logps(hidden, weight, target, **head)
-    return each.sum(-1) / counts.sum(-1).clamp(min=1.0) if average else each.sum(-1)
+    return each.sum(-1) / counts.sum(-1).clamp(min=1) if average else each.sum(-1)
+
+
+def mean(each: Tensor) -> Tensor:
+    """The mean over sequences or pairs; 0 if there are none."""
+    return each.sum() / max(each.shape[0], 1)
+
+
+def check_items(count: Any) -> None:
+    """Checks `num_items_in_batch`, except the value of a tensor, for which the device would have to be waited for."""
+    if not isinstance(count, Tensor):
+        check_not_negative("num_items_in_batch", count)
+    elif count.numel() != 1:
+        raise ValueError(f"num_items_in_batch must be one number; got shape {tuple(count.shape)}")
+
+
+def over_items(total: Tensor, count: Tensor | float) -> Tensor:
+    """total / count, where 0 / 0 is 0, with a gradient of 0. Any other sum over 0 items is infinite: the count is wrong
+    then."""
+    # It is the divisor that is chosen: the gradient of a quotient that is chosen afterwards is 0 / 0 all the same.
+    if isinstance(count, Tensor):
+        count = count.to(total.device, total.dtype)
+        return total / torch.where((count == 0) & (total == 0), 1, count)
+    return total / (count if count else torch.where(total == 0, 1.0, 0.0))
 
 
 def halves(name: str, x: Tensor) -> tuple[Tensor, Tensor]:

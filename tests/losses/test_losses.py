@@ -1,197 +1,292 @@
-"""Losses from hidden states, against the formulas of their papers in float64 over all logits."""
+"""Losses from hidden states, against the formulas of their papers in float64 over all logits: of sequences with and
+without tokens, at ratios that overflow float32, and with NaN wherever nothing counts."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foundry_kernels import losses
+from foundry_kernels.losses import policy, preference
 
 B, T, D, V = 4, 6, 8, 13
+Inputs = dict[str, Tensor]
+#: Tokens of the four sequences. Those of a pair are the first and the third, the second and the fourth: one lacks its
+#: rejected answer; the first lacks both; each lacks another side; there are none.
+LENGTHS = ((6, 3, 1, 0), (0, 3, 0, 2), (0, 4, 2, 0), (0, 0, 0, 0))
 
 
-def inputs() -> dict[str, Tensor]:
-    """Sequences of 6, 3, 1 and 0 tokens that count, and what other policies say of them."""
+def inputs(lengths: Sequence[int] = LENGTHS[0]) -> Inputs:
+    """Sequences, and what other policies say of them."""
     g = torch.Generator().manual_seed(0)
     target = torch.randint(V, (B, T), generator=g)
-    for row, n in enumerate((6, 3, 1, 0)):
-        target[row, n:] = -100
+    target[torch.arange(T) >= torch.tensor(lengths)[:, None]] = -100
     hidden, weight = torch.randn(B, T, D, generator=g), torch.randn(V, D, generator=g) * 0.5
     near = plain_logps(hidden.double(), weight.double(), target)[0] + 0.3 * torch.randn(B, T, generator=g)
     return {
         "hidden": hidden, "weight": weight, "target": target, "old": near.float(),
         "ref": torch.randn(B, T, generator=g) - 2.0, "advantages": torch.randn(B, generator=g),
         "each": torch.randn(B, T, generator=g), "ref_sums": -8.0 * torch.rand(B, generator=g),
+        "good": torch.tensor([True, False, False, True]),
     }  # fmt: skip
 
 
-def plain_logps(hidden: Tensor, weight: Tensor, target: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    log_p = (scale * hidden @ weight.t()).log_softmax(-1)
+def plain_logps(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    log_p = (hidden @ weight.t()).log_softmax(-1)
     mask = target != -100
-    picked = torch.stack([row.gather(1, t.clamp(min=0)[:, None])[:, 0] for row, t in zip(log_p, target, strict=True)])
-    return picked * mask, mask.double()
+    return log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1) * mask, mask.double()
 
 
 def grpo(
-    x: dict[str, Tensor], kind: str, beta: float, sequence: bool, high: float = 0.2, delta: float = math.inf
-) -> Tensor:
+    x: Inputs, kind: str, beta: float, sequence: bool = False, high: float = 0.2, delta: float = math.inf,
+    advantages: str = "advantages",
+) -> Tensor:  # fmt: skip
     """One token after another."""
     logps, mask = plain_logps(x["hidden"], x["weight"], x["target"])
-    total, per_sequence = logps.new_zeros(()), []
+    total, per_sequence = logps.sum() * 0.0, []
     for b in range(B):
         n = int(mask[b].sum())
         mean_ratio = sum((logps[b, t] - x["old"][b, t] for t in range(n)), logps.new_zeros(())) / max(n, 1)
         found = logps.new_zeros(())
         for t in range(n):
             r = torch.exp(mean_ratio if sequence else logps[b, t] - x["old"][b, t])
-            a = x["advantages"][b]
+            a = x[advantages][b] if advantages == "advantages" else x[advantages][b, t]
             loss = -torch.minimum(torch.clamp(r, max=delta) * a, torch.clamp(r, 0.8, 1.0 + high) * a)
             d = x["ref"][b, t] - logps[b, t]
-            found = found + loss + beta * (torch.exp(d) - d - 1.0)
+            found = found + (loss + beta * (torch.exp(d) - d - 1.0) if beta else loss)
         total, per_sequence = total + found, [*per_sequence, found / max(n, 1)]
     if kind == "grpo":
-        return sum(per_sequence, logps.new_zeros(())) / B
-    return total / {"bnpo": float(mask.sum()), "dapo": float(mask.sum()), "dr_grpo": B * 9.0, "items": 7.0}[kind]
+        return sum(per_sequence, total * 0.0) / B
+    tokens = max(float(mask.sum()), 1.0)
+    return total / {"bnpo": tokens, "dapo": tokens, "dr_grpo": B * 9.0, "items": 7.0}[kind]
 
 
-def sums(x: dict[str, Tensor], average: bool = False) -> Tensor:
+def sums(x: Inputs, average: bool = False) -> Tensor:
     logps, mask = plain_logps(x["hidden"], x["weight"], x["target"])
     return logps.sum(1) / (mask.sum(1).clamp(min=1.0) if average else 1.0)
 
 
-def log_odds(x: dict[str, Tensor]) -> Tensor:
-    p = sums(x, average=True).exp()
-    odds = p / (1.0 - p)
-    return torch.log(odds[:2] / odds[2:])
+def above(x: Inputs, average: bool = False) -> Tensor:
+    """Over the reference, of which an answer without tokens has probability 1 too."""
+    return sums(x, average) - torch.where((x["target"] != -100).any(1), x["ref_sums"], 0.0)
 
 
-def likelihood(x: dict[str, Tensor]) -> Tensor:
+def pair(x: Inputs, average: bool = False) -> Tensor:
+    found = above(x, average)
+    return found[:2] - found[2:]
+
+
+def over_pairs(x: Inputs, each: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The mean of a loss of the means of chosen and rejected tokens over the pairs that have both."""
+    some, p = (x["target"] != -100).any(1), sums(x, average=True)
+    found = [each(p[i], p[i + 2]) for i in range(2) if some[i] and some[i + 2]]
+    return torch.stack(found).mean() if found else p.sum() * 0.0
+
+
+def log_odds(p: Tensor) -> Tensor:
+    return p - torch.log(-torch.expm1(p))
+
+
+def likelihood(x: Inputs) -> Tensor:
     logps, mask = plain_logps(x["hidden"], x["weight"], x["target"])
-    return -logps[:2].sum() / mask[:2].sum()
+    return -logps[:2].sum() / mask[:2].sum().clamp(min=1.0)
 
 
-def kto(x: dict[str, Tensor]) -> Tensor:
-    r = sums(x) - x["ref_sums"]
-    good = torch.tensor([True, False, False, True])
+def kto(x: Inputs) -> Tensor:
+    r = above(x)
     return torch.where(
-        good, 1.5 * (1 - torch.sigmoid(0.2 * (r - 0.4))), 0.7 * (1 - torch.sigmoid(0.2 * (0.4 - r)))
+        x["good"], 1.5 * (1 - torch.sigmoid(0.2 * (r - 0.4))), 0.7 * (1 - torch.sigmoid(0.2 * (0.4 - r)))
     ).mean()
 
 
-def call(function: Callable[..., Tensor], *names: str, **options: Any) -> Callable[[dict[str, Tensor]], Tensor]:
-    """The loss of inputs: names of positional ones, and of options by @name."""
-
-    def run(x: dict[str, Tensor]) -> Tensor:
-        given = {k: x[v[1:]] if isinstance(v, str) and v.startswith("@") else v for k, v in options.items()}
-        return function(x["hidden"], x["weight"], x["target"], *(x[n] for n in names), **given)
-
-    return run
+def items(x: Inputs) -> float:
+    return max(float((x["target"] != -100).sum()), 1.0)
 
 
-_GRPO: dict[str, Any] = {"old_per_token_logps": "@old", "ref_per_token_logps": "@ref", "beta": 0.04}
-GOOD = torch.tensor([True, False, False, True])
+class Loss:
+    """A loss of inputs: names of positional ones, and of options by @name; and what it should be."""
 
-LOSSES: dict[str, tuple[Callable[[dict[str, Tensor]], Tensor], Callable[[dict[str, Tensor]], Tensor]]] = {
+    def __init__(
+        self, function: Callable[..., Tensor], plain: Callable[[Inputs], Tensor], *names: str, **options: Any
+    ) -> None:
+        self.function, self.plain, self.names, self.options = function, plain, names, options
+
+    def __call__(self, x: Inputs, **changes: Any) -> Tensor:
+        given = {k: x[v[1:]] if isinstance(v, str) and v.startswith("@") else v for k, v in self.options.items()}
+        return self.function(x["hidden"], x["weight"], x["target"], *(x[n] for n in self.names), **(given | changes))
+
+
+GRPO, DPO = losses.grpo_loss, losses.dpo_loss
+OLD: dict[str, Any] = {"old_per_token_logps": "@old"}
+BOTH = OLD | {"ref_per_token_logps": "@ref", "beta": 0.04}
+
+LOSSES: dict[str, Loss] = {
     **{
-        f"grpo-{kind}": (
-            call(losses.grpo_loss, "advantages", loss_type=kind, max_completion_length=9, **_GRPO),
-            lambda x, kind=kind: grpo(x, kind, 0.04, False),
+        f"grpo-{kind}": Loss(
+            GRPO, lambda x, kind=kind: grpo(x, kind, 0.04), "advantages", loss_type=kind, max_completion_length=9,
+            **BOTH,
         )
-        for kind in ("grpo", "bnpo", "dr_grpo", "dapo")
+        for kind in policy.LOSS_TYPES
     },
-    "grpo-items": (
-        call(losses.grpo_loss, "advantages", num_items_in_batch=7, **_GRPO), lambda x: grpo(x, "items", 0.04, False)
+    "grpo-items": Loss(GRPO, lambda x: grpo(x, "items", 0.04), "advantages", num_items_in_batch=7, **BOTH),
+    "grpo-asymmetric": Loss(
+        GRPO, lambda x: grpo(x, "dapo", 0.04, False, 0.28, 1.5), "advantages", epsilon_high=0.28, delta=1.5, **BOTH
     ),
-    "grpo-asymmetric": (
-        call(losses.grpo_loss, "advantages", epsilon_high=0.28, delta=1.5, **_GRPO),
-        lambda x: grpo(x, "dapo", 0.04, False, 0.28, 1.5),
+    "grpo-each": Loss(GRPO, lambda x: grpo(x, "dapo", 0.0, advantages="each"), "each", **OLD),
+    **{
+        f"gspo-{names}-{delta}": Loss(
+            GRPO, lambda x, names=names, delta=delta: grpo(x, "grpo", 0.0, True, 0.2, delta or math.inf, names), names,
+            loss_type="grpo", importance_sampling_level="sequence", delta=delta, **OLD,
+        )
+        for names in ("advantages", "each")
+        for delta in (None, 3.0)
+    },
+    "gspo-kl": Loss(
+        GRPO, lambda x: grpo(x, "grpo", 0.04, True), "advantages", loss_type="grpo",
+        importance_sampling_level="sequence", **BOTH,
     ),
-    "gspo": (
-        call(losses.grpo_loss, "advantages", loss_type="grpo", importance_sampling_level="sequence", **_GRPO),
-        lambda x: grpo(x, "grpo", 0.04, True),
+    "ppo": Loss(losses.ppo_policy_loss, lambda x: grpo(x, "bnpo", 0.0), "advantages", "old"),
+    "ppo-each": Loss(losses.ppo_policy_loss, lambda x: grpo(x, "bnpo", 0.0, advantages="each"), "each", "old"),
+    "dpo": Loss(DPO, lambda x: F.softplus(-0.3 * pair(x)).mean(), "ref_sums", beta=0.3),
+    "dpo-smoothed": Loss(
+        DPO, lambda x: (0.9 * F.softplus(-0.3 * pair(x)) + 0.1 * F.softplus(0.3 * pair(x))).mean(), "ref_sums",
+        beta=0.3, label_smoothing=0.1,
     ),
-    "ppo": (
-        call(losses.ppo_policy_loss, "advantages", "old"), lambda x: grpo(x, "bnpo", 0.0, False)
+    "ipo": Loss(
+        DPO, lambda x: (pair(x, average=True) - 1 / 0.6).square().mean(), "ref_sums", beta=0.3, loss_type="ipo"
     ),
-    "dpo": (
-        call(losses.dpo_loss, "ref_sums", beta=0.3, label_smoothing=0.1),
-        lambda x: -(0.9 * torch.sigmoid(0.3 * pair(x)).log() + 0.1 * torch.sigmoid(-0.3 * pair(x)).log()).mean(),
+    "hinge": Loss(DPO, lambda x: torch.relu(1 - 0.1 * pair(x)).mean(), "ref_sums", loss_type="hinge"),
+    "kto": Loss(
+        losses.kto_loss, kto, desirable="@good", ref_logps="@ref_sums", kl=0.4, beta=0.2, desirable_weight=1.5,
+        undesirable_weight=0.7,
     ),
-    "ipo": (
-        call(losses.dpo_loss, "ref_sums", beta=0.3, loss_type="ipo"),
-        lambda x: (pair(x, average=True) - 1 / 0.6).square().mean(),
+    "orpo": Loss(
+        losses.orpo_loss,
+        lambda x: likelihood(x) + over_pairs(x, lambda c, r: 0.3 * F.softplus(log_odds(r) - log_odds(c))), beta=0.3,
     ),
-    "hinge": (
-        call(losses.dpo_loss, "ref_sums", loss_type="hinge"), lambda x: torch.relu(1 - 0.1 * pair(x)).mean()
+    "cpo": Loss(
+        losses.cpo_loss,
+        lambda x: 0.7 * likelihood(x) + F.softplus(0.3 * (sums(x)[2:] - sums(x)[:2])).mean(), beta=0.3, cpo_alpha=0.7,
     ),
-    "kto": (
-        call(losses.kto_loss, desirable=GOOD, ref_logps="@ref_sums", kl=0.4, beta=0.2, desirable_weight=1.5,
-             undesirable_weight=0.7),
-        kto,
+    "simpo": Loss(
+        losses.simpo_loss, lambda x: over_pairs(x, lambda c, r: F.softplus(0.5 - 2.0 * (c - r))), beta=2.0,
+        simpo_gamma=0.5,
     ),
-    "orpo": (
-        call(losses.orpo_loss, beta=0.3), lambda x: likelihood(x) - 0.3 * torch.log(torch.sigmoid(log_odds(x))).mean()
-    ),
-    "cpo": (
-        call(losses.cpo_loss, beta=0.3, cpo_alpha=0.7),
-        lambda x: 0.7 * likelihood(x) - torch.log(torch.sigmoid(0.3 * (sums(x)[:2] - sums(x)[2:]))).mean(),
-    ),
-    "simpo": (
-        call(losses.simpo_loss, beta=2.0, simpo_gamma=0.5),
-        lambda x: -torch.log(torch.sigmoid(2.0 * (sums(x, True)[:2] - sums(x, True)[2:]) - 0.5)).mean(),
-    ),
-    "sft": (call(losses.sft_loss), lambda x: -sums(x).sum() / 10),
-    "sft-items": (call(losses.sft_loss, num_items_in_batch=40), lambda x: -sums(x).sum() / 40),
+    "sft": Loss(losses.sft_loss, lambda x: -sums(x).sum() / items(x)),
+    "sft-items": Loss(losses.sft_loss, lambda x: -sums(x).sum() / 40, num_items_in_batch=40),
 }  # fmt: skip
+every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
-def pair(x: dict[str, Tensor], average: bool = False) -> Tensor:
-    above = sums(x, average) - x["ref_sums"]
-    return above[:2] - above[2:]
+def test_every_loss_is_asked() -> None:
+    assert {loss.function for loss in LOSSES.values()} == {getattr(losses, name) for name in losses.__all__}
+    asked = {value for loss in LOSSES.values() for value in loss.options.values() if isinstance(value, str)}
+    assert asked >= {*policy.LOSS_TYPES, "sequence", *preference.DPO_TYPES} - {"sigmoid"}
 
 
-@pytest.mark.parametrize("name", LOSSES)
+def of(function: Callable[[Inputs], Tensor], x: Inputs, dtype: torch.dtype) -> list[Tensor]:
+    """The loss, and the gradients of hidden states and weight."""
+    x = {k: v.to(dtype) if v.is_floating_point() else v for k, v in x.items()}
+    leaves = [x[name].clone().requires_grad_() for name in ("hidden", "weight")]
+    loss = function(x | dict(zip(("hidden", "weight"), leaves, strict=True)))
+    assert loss.shape == ()
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def assert_close(found: Sequence[Tensor], exact: Sequence[Tensor], error: float) -> None:
+    for a, e in zip(found, exact, strict=True):
+        assert (a.double() - e).abs().max() <= error * max(1.0, float(e.abs().max()))
+
+
+@every_loss
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_loss_and_gradients(name: str, dtype: torch.dtype) -> None:
-    ours, plain = LOSSES[name]
-    given = inputs()
-    if name in ("orpo", "simpo"):  # of a sequence without tokens the plain odds are infinite
-        given["target"][3, 0] = 5
-    results = []
-    for function, kind in ((ours, dtype), (plain, torch.float64)):
-        x = {k: v.to(kind) if v.is_floating_point() else v for k, v in given.items()}
-        leaves = [x["hidden"].requires_grad_(), x["weight"].requires_grad_()]
-        loss = function(x)
-        results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
-    error = 1e-5 if dtype == torch.float32 else 1e-11
-    for a, e in zip(*results, strict=True):
-        assert (a.double() - e).abs().max() <= error * max(1.0, float(e.abs().max()))
-        assert e.abs().max() > 0
+    loss = LOSSES[name]
+    for lengths in LENGTHS:
+        x = inputs(lengths)
+        found, exact = of(loss, x, dtype), of(loss.plain, x, torch.float64)
+        assert_close(found, exact, 1e-5 if dtype == torch.float32 else 1e-11)
+        if lengths == LENGTHS[0]:
+            assert all(e.any() for e in exact)
+        elif not any(lengths):
+            assert not any(gradient.any() for gradient in found[1:])
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo"])
-def test_nothing_that_counts_is_a_loss_of_0(loss_type: str) -> None:
-    x = inputs()
-    hidden = x["hidden"].requires_grad_()
-    loss = losses.grpo_loss(hidden, x["weight"], torch.full((B, T), -100), x["advantages"], loss_type=loss_type)
-    loss.backward()
-    assert loss == 0.0
-    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+@every_loss
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_does_not_count_changes_no_bit(name: str, value: float) -> None:
+    """Hidden states, log-probabilities and advantages of ignored tokens, and what belongs to sequences without any."""
+    for lengths in LENGTHS:
+        x = inputs(lengths)
+        ignored, expected = x["target"] == -100, of(LOSSES[name], x, torch.float32)
+        for each in x.values():
+            if each.is_floating_point() and each.shape[:1] == (B,):
+                each[ignored.all(1) if each.dim() == 1 else ignored] = value
+        assert all(map(torch.equal, of(LOSSES[name], x, torch.float32), expected))
 
 
-def test_values_of_ignored_tokens_do_not_matter() -> None:
-    x = inputs()
-    for name in ("old", "ref"):
-        x[name][x["target"] == -100] = 1e4
-    ours, plain = LOSSES["grpo-dapo"]
-    torch.testing.assert_close(
-        ours(x), plain({k: v.double() if v.is_floating_point() else v for k, v in x.items()}).float()
-    )
+@every_loss
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_extremes(name: str, scale: float) -> None:
+    """Unlikely tokens of each policy, with advantages of either sign, of one and of none. Where the loss is finite, so
+    are its gradients, and it is infinite only if it exceeds float32."""
+    loss, largest = LOSSES[name], torch.finfo(torch.float32).max
+    changeable = [key for key in ("old", "ref", "ref_sums") if key in loss.names or f"@{key}" in loss.options.values()]
+    for changed in changeable or ["old"]:
+        for value, rows in ((0.0, B), (-30.0, B), (-200.0, B), (-200.0, 1), (-math.inf, 1)):
+            for sign in (torch.clone, torch.abs, torch.zeros_like):
+                x = inputs()
+                x["hidden"] *= scale
+                x["advantages"], x["each"] = sign(x["advantages"]), sign(x["each"])
+                x[changed][:rows] = value
+                found, exact = of(loss, x, torch.float32), of(loss.plain, x, torch.float64)
+                assert not found[0].isnan()
+                assert found[0].isinf() or all(each.isfinite().all() for each in found)
+                if all(each.isfinite().all() for each in exact):
+                    if abs(float(exact[0])) > largest:
+                        assert found[0].isinf()
+                    else:
+                        assert_close(found, exact, 1e-4)  # e^60 has 60 times the error of its exponent
+
+
+def test_odds_of_certain_answers() -> None:
+    """Log-probabilities of 0 in float32: chosen, rejected, and both. The odds of 1 in 13 tokens are 1 / 12."""
+    target = torch.tensor([[3, 5], [1, 2]])
+    certain = 500.0 * F.one_hot(target, V).float()
+    most = -math.log(torch.finfo(torch.float32).tiny)
+    for scale, expected in (((1, 0), 0.0), ((0, 1), math.log(13) + most + math.log(12)), ((1, 1), math.log(2))):
+        x = (certain * torch.tensor(scale)[:, None, None]).requires_grad_()
+        loss = losses.orpo_loss(x, torch.eye(V), target, beta=1.0)
+        loss.backward()
+        assert loss.item() == pytest.approx(expected)
+        assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("count", [0, 0.0, torch.tensor(0), torch.tensor(0.0), torch.tensor([0])], ids=repr)
+@pytest.mark.parametrize(
+    "function",
+    [f for name in losses.__all__ if "num_items_in_batch" in inspect.signature(f := getattr(losses, name)).parameters],
+)
+def test_a_count_of_nothing(function: Callable[..., Tensor], count: Any) -> None:
+    """0 where no token counts. Where one does, the count is wrong, and the loss says so."""
+    loss = next(each for each in LOSSES.values() if each.function is function)
+    given: dict[str, Any] = {"num_items_in_batch": count} | ({"loss_type": "dapo"} if function is GRPO else {})
+    found = of(lambda x: loss(x, **given), inputs(LENGTHS[-1]), torch.float32)
+    assert not any(each.any() for each in found)
+    assert of(lambda x: loss(x, **given), inputs(), torch.float32)[0].isinf()
+
+
+@every_loss
+def test_no_sequences(name: str) -> None:
+    x = {key: value if key == "weight" else value[:0] for key, value in inputs().items()}
+    assert not any(each.any() for each in of(LOSSES[name], x, torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +307,13 @@ def test_values_of_ignored_tokens_do_not_matter() -> None:
         (losses.simpo_loss, {"hidden": torch.zeros(3, T, D), "target": torch.zeros(3, T).long()}, ValueError,
          "hidden must hold as many rejected sequences as chosen ones before them; got 3"),
         (losses.kto_loss, {"desirable": torch.ones(B), "ref_logps": torch.zeros(B)}, TypeError, "desirable must be"),
-        (losses.sft_loss, {"num_items_in_batch": 0}, ValueError, "num_items_in_batch must be positive"),
+        (losses.grpo_loss, {"loss_type": "dr_grpo", "max_completion_length": 0}, ValueError,
+         "max_completion_length must be >= 1; got 0"),
+        *(
+            (function, {"num_items_in_batch": count}, ValueError, f"num_items_in_batch must be {message}")
+            for function in (losses.grpo_loss, losses.sft_loss)
+            for count, message in ((-1, "finite and >= 0; got -1"), (torch.ones(2), "one number"))
+        ),
     ],
 )  # fmt: skip
 def test_bad_input(

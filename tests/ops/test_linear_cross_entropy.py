@@ -92,21 +92,6 @@ def test_a_weight_that_is_also_the_embedding(backend: str, device: str) -> None:
 
 
 @kernels
-def test_ignored_tokens_count_nothing_whatever_they_hold(backend: str, device: str) -> None:
-    hidden, weight, target = draw(device)
-    ignored = torch.zeros(TOKENS, dtype=torch.bool, device=device)
-    ignored[[0, 4, 12]] = True
-    with torch.no_grad():
-        hidden[4], hidden[12] = math.nan, math.inf
-    loss = linear_cross_entropy(hidden, weight, target.masked_fill(ignored, -100), chunk_size=3, backend=backend)
-    dhidden, dweight = gradients(loss, hidden, weight)
-    exact = expected(hidden[~ignored], weight, target[~ignored])
-    torch.testing.assert_close(loss, exact)
-    assert_near((dweight,), gradients(exact, weight))
-    assert not dhidden[ignored].any()
-
-
-@kernels
 def test_nothing_of_the_logits_size_is_kept_or_made_at_once(backend: str, device: str) -> None:
     """What is saved, and the largest matrix that any operation gives back."""
     hidden, weight, target = draw(device)

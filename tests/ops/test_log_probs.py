@@ -34,20 +34,6 @@ def test_known_distributions(backend: str) -> None:
     assert fk.log_probs(torch.full((1, 2), -math.inf).index_fill(1, torch.tensor([0]), 0.0), torch.tensor([0])) == 0.0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ignored_tokens_read_nothing(backend: str) -> None:
-    hidden, weight, target = inputs()
-    hidden[1], target[1] = math.nan, -100
-    hidden.requires_grad_(), weight.requires_grad_()
-    found = fk.linear_log_probs(hidden, weight, target, return_entropy=True, return_lse=True, backend=backend)
-    assert all(x[1] == 0.0 and x.isfinite().all() for x in found)
-    sum(x.sum() for x in found).backward()
-    assert torch.equal(hidden.grad[1], torch.zeros(8))
-    assert weight.grad.isfinite().all()
-    nothing = fk.linear_log_probs(hidden, weight, torch.full((6,), -100), backend=backend)
-    assert torch.equal(nothing, torch.zeros(6))
-
-
 def test_the_temperature_of_logits_and_of_hidden_states() -> None:
     hidden, weight, target = inputs()
     logits = hidden @ weight.t()

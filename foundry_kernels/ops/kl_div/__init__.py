@@ -20,8 +20,8 @@ a kernel that has the logits anyway makes loss and gradient at once (:func:`foun
 
 A term of a KL divergence is summed as :math:`p_j d_j + q_j - p_j`, which is never negative in exact arithmetic and adds
 :math:`\sum_j (q_j - p_j) = 0`: errors of the normalizers cancel to first order, so small divergences are accurate. A
-class of probability 0 has no term with a logarithm. The mixture's logarithm comes from :math:`e^{-|d_j|}`, so nothing
-overflows. Arithmetic is in float32 (float64 for float64 logits).
+divergence that is negative by rounding becomes 0. A class of probability 0 has no term with a logarithm. The mixture's
+logarithm comes from :math:`e^{-|d_j|}`, so nothing overflows. Arithmetic is in float32 (float64 for float64 logits).
 
 Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, arXiv:1503.02531; Agarwal et al., "On-Policy
 Distillation of Language Models", 2024, arXiv:2306.13649 (GKD).
@@ -81,7 +81,7 @@ def kl_div(
         backend: "auto", "reference", "triton" or "native" (on the CPU).
 
     Returns:
-        ``[...]`` for "none", else a scalar; float32 (float64 for float64 logits).
+        ``[...]`` for "none", else a scalar; float32 (float64 for float64 logits). At least 0.
 
     Raises:
         TypeError: an argument is not a tensor or has an unsupported dtype.

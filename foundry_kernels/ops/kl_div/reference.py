@@ -33,6 +33,7 @@ def kl_div(logits: Tensor, teacher_logits: Tensor, target: Tensor, options: KlDi
             log_q.masked_fill(neither, 0.0) + math.log1p(-options.beta),
         )
         each = options.beta * _kl(log_p, log_m) + (1.0 - options.beta) * _kl(log_q, log_m)
+    each = each - each.detach().clamp(max=0.0)  # negative by rounding; its gradient stays
     return torch.where(counts, each, 0.0).contiguous()
 
 

@@ -65,8 +65,8 @@ def linear_kl_div(
         backend: "auto", "reference" (which computes all logits at once), "triton" or "native" (on the CPU).
 
     Returns:
-        ``[...]`` for reduction "none", else a scalar; float32 (float64 for float64 inputs). 0, with gradients of 0, if
-        no token counts.
+        ``[...]`` for reduction "none", else a scalar; float32 (float64 for float64 inputs). At least 0; 0, with
+        gradients of 0, if no token counts.
 
     Raises:
         As :func:`foundry_kernels.kl_div`; ValueError also if a tensor does not fit, the vocabularies differ,

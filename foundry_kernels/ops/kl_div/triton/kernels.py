@@ -41,7 +41,10 @@ def _in_mixture(b_log_q, b_log_p, beta, rest):
     b_d = b_log_p - b_log_q
     above = b_d > 0.0
     b_e = tl.exp(-tl.abs(b_d))
-    b_log = tl.log(tl.where(above, beta + rest * b_e, rest + beta * b_e))
+    b_share = tl.where(above, rest, beta)
+    b_other = tl.where(above, beta, rest)
+    # b_other + b_share * b_e, with 1 as the sum of the shares: their float32 numbers may add up to 1 - 2e-8.
+    b_log = tl.log(tl.where(b_e > 0.5, 1.0 + b_share * (b_e - 1.0), b_other + b_share * b_e))
     return tl.where(above, -b_d, 0.0) - b_log, tl.where(above, 0.0, b_d) - b_log
 
 
@@ -128,6 +131,7 @@ def kl_div_kernel(
     else:
         b_mean = b_loss
     if loss_ptr is not None:
+        b_loss = tl.where(b_loss < 0.0, 0.0, b_loss)  # by rounding; NaN stays
         tl.store(loss_ptr + rows, tl.where(counts, b_loss, 0.0), mask=live)
 
     if dloss_ptr is not None and DIVERGENCE != "forward":
