@@ -19,11 +19,17 @@ from torch.nn.functional import silu
 from foundry_kernels.integrations.adapters import Adapter, layers_of, split_names
 from foundry_kernels.integrations.calls import current
 from foundry_kernels.integrations.packing import LENGTHS, ONE_A_ROW, Documents, from_lengths
-from foundry_kernels.nn._delta import continues_in_place, decay_and_step, delta_rule_of, delta_rule_step_of, taps_of
+from foundry_kernels.nn._delta import (
+    continues_in_place,
+    decay_and_step,
+    delta_rule_of,
+    delta_rule_step_of,
+    gated,
+    taps_of,
+)
 from foundry_kernels.nn._linear_layers import Layers
 from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.short_conv1d import ACTIVATIONS, short_conv1d, short_conv1d_step
-from foundry_kernels.ops.swiglu import swiglu
 
 #: The argument of a decoder layer, and of its linear attention, that tells of packed documents.
 DOCUMENTS = "_foundry_documents"
@@ -31,7 +37,7 @@ DOCUMENTS = "_foundry_documents"
 
 @dataclass(frozen=True)
 class GatedNorm(Adapter):
-    """``rms_norm(x) * weight * silu(gate)``, rounded before the weight multiplies."""
+    """``rms_norm(x) * weight * silu(gate)``, rounded before the weight multiplies and at the end."""
 
     names = split_names(
         "dtype to torch float32 pow mean rsqrt variance_epsilon weight ACT2FN activation nn functional silu F"
@@ -62,7 +68,7 @@ def _gated_norm_forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tenso
         backend=backends["rms_norm"],
     )
     if "swiglu" in backends:
-        return swiglu(gate, y, backend=backends["swiglu"])
+        return gated(y, gate, hidden_states.dtype, backends["swiglu"])
     return (y * silu(gate.float())).to(hidden_states.dtype)
 
 
