@@ -59,6 +59,7 @@ class State:
     gelu: str = "none"  # the approximation of geglu
     dense_masks: str = "kernels"  # as in `patch`
     recurrent: tuple[str, ...] = ()  # the model's classes of layers that mix packed documents
+    hands_on: bool = False  # whether the model gives its layers the documents of a call as an argument
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,6 @@ class Adapter:
 
     def bases(self, original: type) -> tuple[type, ...]:
         return (original,)
-
-    def name(self, original: type) -> tuple[str, str]:
-        """Returns module and name of the subclass."""
-        return __name__, f"Foundry{original.__name__}"
 
     def known(self) -> frozenset[str]:
         return self.names
@@ -308,7 +305,8 @@ class Attention(Adapter):
         return "SDPA" if self.may_be_sdpa(module) and not own else "the model's own eager attention"
 
     def members(self, original: type) -> dict[str, Any]:
-        return {"forward": _attention_forward}
+        named = "cache" in inspect.signature(original.forward).parameters
+        return {"forward": _attention_forward, "_foundry_cache": named}
 
 
 def _attention_forward(
@@ -317,7 +315,6 @@ def _attention_forward(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     attention_mask: Any = None,
     past_key_values: Any = None,
-    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     row: Attention = self._foundry_row
@@ -341,9 +338,11 @@ def _attention_forward(
     if rotates:
         assert position_embeddings is not None
         q, k = _rotate(self, row, q, k, *position_embeddings, fused)
-    cache = past_key_values if cache is None else cache  # its name since transformers 5.24
-    if cache is not None:
-        k, v = cache.update(k, v, self.layer_idx)
+    past, told = past_key_values, {}
+    if self._foundry_cache:  # since transformers 5.24; an argument `cache` of before is for the attention function
+        past, told = kwargs.pop("cache", past), {"kwargs": kwargs}
+    if past is not None:
+        k, v = past.update(k, v, self.layer_idx, **told)
     attend = home.ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, home.eager_attention_forward)
     dropout = self.attention_dropout if self.training else 0.0
     options = {"dropout": dropout, "scaling": self.scaling, **row.passes(self), **kwargs}

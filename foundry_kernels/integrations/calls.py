@@ -39,6 +39,9 @@ from foundry_kernels.integrations.packing import (
 HIDDEN = -1e3
 #: The arguments of a model that describe packed documents.
 TELLING = (*LENGTHS, "seq_idx", "position_ids", "attention_mask")
+#: The argument by which layers of linear attention get the documents. A layer that is computed again for its gradient,
+#: outside of the call, gets it again.
+DOCUMENTS = "_foundry_documents"
 
 
 @dataclass
@@ -104,6 +107,13 @@ def models_around(model: nn.Module, attending: Iterable[nn.Module]) -> list[nn.M
     return [m for m in model.modules() if _is_model(m) and not theirs.isdisjoint(m.modules())]
 
 
+def holders_of(layers: Iterable[nn.Module], models: Iterable[nn.Module]) -> set[nn.Module]:
+    """Returns, for each of `layers`, the innermost of `models` that holds it; a model comes before those in it."""
+    theirs = set(layers)
+    holder = {module: model for model in models for module in model.modules() if module in theirs}
+    return set(holder.values())
+
+
 def _is_model(module: nn.Module) -> bool:
     known = (c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in type(module).__mro__)
     return any(known)
@@ -114,13 +124,17 @@ def reads_rows(model: nn.Module) -> bool:
     return not inspect.signature(model.forward).parameters.keys().isdisjoint(("input_ids", "inputs_embeds"))
 
 
-def makes_masks(module: nn.Module) -> bool:
-    """Returns whether the family of an attention has its masks made by transformers, and so by `mask_functions.py`."""
-    home = next(c.__module__ for c in type(module).__mro__ if "forward" in vars(c))
+def makes_masks(attention: type) -> bool:
+    """Returns whether the family of a class of attention has its masks made by transformers, and so by
+    `mask_functions.py`."""
+    home = next(c.__module__ for c in attention.__mro__ if "forward" in vars(c))
     return any(
         getattr(value, "__module__", "") == "transformers.masking_utils" and name.startswith("create_")
         for name, value in vars(sys.modules[home]).items()
     )
+
+
+makes_masks._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the compiler cannot look into it
 
 
 @dataclass(frozen=True)
@@ -128,10 +142,6 @@ class PackedModel(Adapter):
     """A model of transformers that holds patched attention."""
 
     transparent: ClassVar[bool] = True
-
-    def name(self, original: type) -> tuple[str, str]:
-        """Returns the original's: transformers writes it into saved configs."""
-        return original.__module__, original.__name__
 
     def members(self, original: Any) -> dict[str, Any]:
         return {"forward": reads_documents(_own, inspect.signature(original.forward))}
@@ -161,7 +171,8 @@ def reads_documents(theirs: Callable[..., Any], signature: inspect.Signature) ->
         sizes = tokens.shape[0], tokens.shape[1]
         outer, told = current(), tuple(given.get(name) for name in TELLING)
         if outer is not None and (outer.batch, outer.queries) == sizes and _same(outer.told, told):
-            return theirs(self, *args, **kwargs)  # a model inside of one that has read them
+            # a model inside of one that has read them
+            return theirs(self, *args, **_handed_on(state, outer.documents, kwargs))
         documents, mask = _read(given, *sizes, tokens.device)
         if documents is not None:
             _check_model(self, state, documents)
@@ -175,7 +186,7 @@ def reads_documents(theirs: Callable[..., Any], signature: inspect.Signature) ->
         told = told if mask is None else (*told[:-1], mask)
         _running.call = Call(*sizes, told, documents)
         try:
-            out = theirs(self, *args, **kwargs)
+            out = theirs(self, *args, **_handed_on(state, documents, kwargs))
         finally:
             _running.call = outer
         if documents is not None:
@@ -185,6 +196,11 @@ def reads_documents(theirs: Callable[..., Any], signature: inspect.Signature) ->
     made: Any = forward
     made.__signature__ = signature  # trainers and `generate` look at it
     return made
+
+
+def _handed_on(state: Any, documents: Documents | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a model, with `documents` for its layers."""
+    return kwargs if documents is None or not state.hands_on else {**kwargs, DOCUMENTS: documents}
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -199,8 +215,9 @@ def _remember(out: Any) -> None:
 
 
 def _tokens(given: Mapping[str, Any]) -> Tensor | None:
-    """Returns the tokens of a call, or their embeddings; None where it has none, or its masks are made already."""
-    if isinstance(given.get("attention_mask"), dict):
+    """Returns the tokens of a call, or their embeddings; None where it has none, or its masks are made already.
+    Continuous batching makes its own: a call of it has places in the cache to write."""
+    if isinstance(given.get("attention_mask"), dict) or given.get("write_index") is not None:
         return None
     for name in ("input_ids", "inputs_embeds"):
         tokens = given.get(name)

@@ -92,10 +92,6 @@ class CausalLM(Adapter):
             return f"its lm_head is no plain linear layer ({type(head).__name__}) or has hooks, so its logits are made"
         return None
 
-    def name(self, original: type) -> tuple[str, str]:
-        """Returns the original's: transformers writes it into saved configs, and reads the file of the module."""
-        return original.__module__, original.__name__
-
     def members(self, original: Any) -> dict[str, Any]:
         theirs = importlib.import_module("transformers.loss.loss_utils").ForCausalLMLoss
         signature = inspect.signature(original.forward)

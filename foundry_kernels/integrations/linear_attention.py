@@ -1,8 +1,7 @@
 """Adapters of linear attention by the gated delta rule: Qwen3-Next, Qwen3.5 and OLMo Hybrid.
 
-A layer computes what transformers' own computes, with the same cache. In addition it keeps packed documents apart: it
-takes them from the running call of the model (`calls.py`). A layer that is recomputed for its gradient runs outside of
-that call. So the decoder layer around it gets the documents as an argument, which a recomputation repeats.
+A layer computes what transformers' own computes, with the same cache. In addition it keeps packed documents apart. The
+model gives them to its layers as an argument (`calls.py`), which a recomputation for the gradient repeats.
 """
 
 from __future__ import annotations
@@ -10,28 +9,31 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from foundry_kernels.integrations.adapters import Adapter, layers_of, split_names
-from foundry_kernels.integrations.calls import current
+from foundry_kernels.integrations.calls import DOCUMENTS, current
 from foundry_kernels.integrations.packing import LENGTHS, ONE_A_ROW, Documents, from_lengths
-from foundry_kernels.nn._delta import continues_in_place, decay_and_step, delta_rule_of, delta_rule_step_of, taps_of
+from foundry_kernels.nn._delta import (
+    continues_in_place,
+    decay_and_step,
+    delta_rule_of,
+    delta_rule_step_of,
+    gated,
+    taps_of,
+)
 from foundry_kernels.nn._linear_layers import Layers
 from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.short_conv1d import ACTIVATIONS, short_conv1d, short_conv1d_step
-from foundry_kernels.ops.swiglu import swiglu
-
-#: The argument of a decoder layer, and of its linear attention, that tells of packed documents.
-DOCUMENTS = "_foundry_documents"
 
 
 @dataclass(frozen=True)
 class GatedNorm(Adapter):
-    """``rms_norm(x) * weight * silu(gate)``, rounded before the weight multiplies."""
+    """``rms_norm(x) * weight * silu(gate)``, rounded before the weight multiplies and at the end."""
 
     names = split_names(
         "dtype to torch float32 pow mean rsqrt variance_epsilon weight ACT2FN activation nn functional silu F"
@@ -62,7 +64,7 @@ def _gated_norm_forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tenso
         backend=backends["rms_norm"],
     )
     if "swiglu" in backends:
-        return swiglu(gate, y, backend=backends["swiglu"])
+        return gated(y, gate, hidden_states.dtype, backends["swiglu"])
     return (y * silu(gate.float())).to(hidden_states.dtype)
 
 
@@ -217,29 +219,3 @@ def _documents(given: dict[str, Any], batch: int, tokens: int, continues: bool) 
             "support; pass one document per row"
         )
     return documents
-
-
-@dataclass(frozen=True)
-class AroundDeltaNet(Adapter):
-    """A decoder layer that holds linear attention, and hands packed documents to it."""
-
-    transparent: ClassVar[bool] = True
-
-    def name(self, original: type) -> tuple[str, str]:
-        return original.__module__, original.__name__
-
-    def members(self, original: type) -> dict[str, Any]:
-        return {"__call__": _call_with_documents}
-
-
-def _call_with_documents(self: Any, *args: Any, **kwargs: Any) -> Any:
-    # Not in `forward`, which transformers runs again for the gradient, with the arguments of the first time.
-    call = current()
-    if call is not None and call.documents is not None and hasattr(self, "_foundry"):
-        kwargs.setdefault(DOCUMENTS, call.documents)
-    return super(self._foundry_class, self).__call__(*args, **kwargs)
-
-
-def layers_around(model: nn.Module, inner: set[nn.Module]) -> list[nn.Module]:
-    """Returns the modules of `model` that hold one of `inner` themselves."""
-    return [m for m in model.modules() if not inner.isdisjoint(m.children())]

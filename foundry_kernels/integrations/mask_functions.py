@@ -62,11 +62,7 @@ def mask(**kwargs: Any) -> Tensor | None:
     _refuse_unnamed(config)
     documents = _documents(kwargs)
     if not is_passed_on(config):
-        # For "sdpa", None would mean that query 0 is aligned with key 0, which a patched attention cannot know.
-        some = kwargs["q_length"] > 1 and kwargs["q_length"] != kwargs["kv_length"]
-        if some or documents is not None:
-            return _dense(documents, **kwargs)
-        return _with_tiles(sdpa_mask(**kwargs))
+        return _dense(documents, **kwargs) if documents is not None else _with_tiles(_like_sdpa(**kwargs))
     if _is_traced(kwargs):
         return _of_unread(documents, **kwargs)
     try:
@@ -75,6 +71,13 @@ def mask(**kwargs: Any) -> Tensor | None:
         if refused.present is not None and documents is None and not _adds_to_masks(config):
             return refused.present
     return _of_tokens(documents, **kwargs)
+
+
+def _like_sdpa(**kwargs: Any) -> Tensor | None:
+    """Returns the mask of "sdpa". There None may mean that query 0 is aligned with key 0, which attention cannot know:
+    such a mask is dense here."""
+    unlike = kwargs["q_length"] > 1 and kwargs["q_length"] != kwargs["kv_length"]
+    return _seen(None, **kwargs) if unlike else sdpa_mask(**kwargs)
 
 
 def _documents(kwargs: dict[str, Any]) -> Documents | None:
@@ -187,7 +190,7 @@ def mask_or_error(**kwargs: Any) -> Tensor | None:
     documents = _documents(kwargs)
     if is_passed_on(config):
         return _skippable(documents=documents, **kwargs)
-    if documents is not None or sdpa_mask(**kwargs) is not None:
+    if documents is not None or _like_sdpa(**kwargs) is not None:
         raise DenseMask("has padding, a window or another pattern, in a family that has no row")
     return None
 
@@ -270,7 +273,7 @@ def mask_or_sdpa(**kwargs: Any) -> Tensor | None:
         except DenseMask:
             pass
     if documents is None:
-        return sdpa_mask(**kwargs)
+        return sdpa_mask(**kwargs) if is_passed_on(config) else _like_sdpa(**kwargs)
     seen = _seen(documents, **kwargs)
     return None if seen is None else marked(seen, DENSE, apart=True)
 

@@ -14,11 +14,18 @@ from torch import nn
 from foundry_kernels.core.registry import short_dtype
 from foundry_kernels.integrations import swap
 from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention, Gated, Norm, State
-from foundry_kernels.integrations.calls import PackedModel, makes_masks, models_around, reads_rows, recurrent_layers
+from foundry_kernels.integrations.calls import (
+    PackedModel,
+    holders_of,
+    makes_masks,
+    models_around,
+    reads_rows,
+    recurrent_layers,
+)
 from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
 from foundry_kernels.integrations.configs import Configs
 from foundry_kernels.integrations.handle import Arguments, PatchHandle, handle_of, keep
-from foundry_kernels.integrations.linear_attention import AroundDeltaNet, DeltaNet, layers_around
+from foundry_kernels.integrations.linear_attention import DeltaNet
 from foundry_kernels.integrations.release import check_release_of
 from foundry_kernels.integrations.table import NO_ROW, adapter_for
 from foundry_kernels.nn import Attention as OurAttention
@@ -206,17 +213,15 @@ def patch(
     linear = [module for module, adapter, _ in changes if isinstance(adapter, DeltaNet)]
     around = models_around(model, [*(module for module, _, _ in attending), *linear])
     recurrent = tuple(recurrent_layers(model, linear)) if around else ()
-    for (_, adapter, _), state in zip(changes, states, strict=True):
-        if isinstance(adapter, CausalLM):
-            state.recurrent = recurrent
     known = {module for module, _, _ in changes}
     for module in around:
         if module not in known and "forward" not in vars(module):
             changes.append((module, PACKED, Entry("", "")))
-            states.append(State({}, recurrent=recurrent))
-    for module in layers_around(model, set(linear)):
-        changes.append((module, TOLD, Entry("", "")))
-        states.append(State({}))
+            states.append(State({}))
+    holders = holders_of(linear, around)
+    for (module, adapter, _), state in zip(changes, states, strict=True):
+        if isinstance(adapter, (CausalLM, PackedModel)):
+            state.recurrent, state.hands_on = recurrent, module in holders
     mixing = _mixing(model, [module for module, _, _ in attending], linear) if around else ()
     report = _report(model, entries, backends, " and ".join(sorted(dense)), mixing)
     done: list[nn.Module] = []
@@ -244,12 +249,12 @@ def _mixing(model: nn.Module, attending: list[nn.Module], linear: list[nn.Module
     reading = {
         module for around in models_around(model, attending) if reads_rows(around) for module in around.modules()
     }
-    unaware = Counter(type(m).__name__ for m in attending if m in reading and not makes_masks(m))
+    unaware = Counter(type(m).__name__ for m in attending if m in reading and not makes_masks(type(m)))
     untold = [f"{n:>4}  {name}  is not told of them: such a call is refused" for name, n in unaware.items()]
     return (*recurrent, *untold)
 
 
-PACKED, TOLD = PackedModel(), AroundDeltaNet()
+PACKED = PackedModel()
 
 
 def _wanted(ops: Iterable[str] | None) -> tuple[str, ...]:

@@ -26,9 +26,8 @@ def patched_class(original: type, adapter: Adapter) -> type:
     known = _CLASSES.get((original, adapter))
     if known is not None:
         return known
-    module, name = adapter.name(original)
     members = {
-        "__module__": module,
+        "__module__": original.__module__,
         "__doc__": f"{original.__name__} on the operations of foundry_kernels.",
         "__reduce_ex__": _reduce,
         "__prepare_scriptable__": refuse_scripting,
@@ -37,7 +36,8 @@ def patched_class(original: type, adapter: Adapter) -> type:
         "_foundry_home": sys.modules[next(c for c in original.__mro__ if adapter.method in vars(c)).__module__],
         **adapter.members(original),
     }
-    made: Any = type(name, adapter.bases(original), members)
+    # Its name stays too: transformers writes it into saved configs, and trainers find the layers to wrap by it.
+    made: Any = type(original.__name__, adapter.bases(original), members)
     made._foundry_class = made  # a class that is derived from it has another
     _CLASSES[original, adapter] = made
     return made

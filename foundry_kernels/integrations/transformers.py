@@ -42,6 +42,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from foundry_kernels.integrations.adapters import split_names
+from foundry_kernels.integrations.calls import makes_masks
 from foundry_kernels.integrations.isolation import apart, documents_told
 from foundry_kernels.integrations.mask_functions import is_passed_on, mask, mask_or_error, mask_or_sdpa
 from foundry_kernels.integrations.masks import KEYS, LAYOUT, DenseMask, dense_layout, is_dense, kind_of, totals_of
@@ -82,8 +83,8 @@ def attention(
 
     Args:
         query: ``[B, H, T, D]``. key, value: ``[B, Hk, S, D]``, the cached ones included.
-        attention_mask: None, where query T - 1 is aligned with key S - 1 (in a family without a row of the table query
-            0 with key 0, as "sdpa" has it), or what :func:`mask` gave, or any mask that broadcasts to ``[B, H, T, S]``:
+        attention_mask: None, where query T - 1 is aligned with key S - 1 (in a family without a row of the table that
+            makes its masks itself query 0 with key 0, as "sdpa" has it), or what :func:`mask` gave, or any mask that broadcasts to ``[B, H, T, S]``:
             bool, or floating and then added. Such a mask says all that a query sees.
         scaling, softcap: as `scale` and `softcap` of :func:`foundry_kernels.flash_attention`.
         dropout: of the weights, its `dropout_p`; transformers passes 0 in evaluation.
@@ -131,8 +132,9 @@ def attention(
         if layout is not None:
             sides = (None, 0 if causal else None) if window is None else (window, 0 if causal else window)
             attention_mask = dense_layout(layout, batch, queries, keys, *sides)
-        elif causal and queries > 1 and not is_passed_on(getattr(module, "config", None)):
-            options["align"] = "top_left"
+        elif causal and queries != keys and not is_passed_on(getattr(module, "config", None)):
+            # A model whose masks say so has cut its first queries off.
+            options["align"] = "bottom_right" if queries == 1 or makes_masks(type(module)) else "top_left"
     of_keys = kind_of(attention_mask) == KEYS
     if attention_mask is None or of_keys:
         options |= {"causal": causal, "window": None if window is None else (window, 0 if causal else window)}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
+from foundry_kernels.ops.swiglu import swiglu
 
 #: The operations of a layer besides the norm and the gate of its result.
 DELTA_OPS = ("short_conv1d", "gated_delta_rule", "gated_delta_rule_step")
@@ -122,6 +123,13 @@ def _vectors(mixed: Tensor, heads: tuple[int, int], dims: tuple[int, int]) -> tu
     # `unflatten` is a method in Python, which takes as long as two operators.
     rows = mixed.shape[:-1]
     return q.view(*rows, k_heads, k_dim), k.view(*rows, k_heads, k_dim), v.view(*rows, v_heads, v_dim)
+
+
+def gated(normed: Tensor, gate: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    """Returns ``normed * silu(gate)`` of `dtype`. A norm with a weight of higher precision gives that precision, in
+    which the product is then computed, as in transformers."""
+    wide = torch.promote_types(normed.dtype, gate.dtype)
+    return swiglu(gate.to(wide), normed.to(wide), backend=backend).to(dtype)
 
 
 def taps_of(weight: Tensor) -> Tensor:

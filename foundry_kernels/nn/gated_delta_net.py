@@ -27,6 +27,7 @@ from foundry_kernels.nn._delta import (
     decay_and_step,
     delta_rule_of,
     delta_rule_step_of,
+    gated,
     taps_of,
 )
 from foundry_kernels.nn._linear_layers import layers_for
@@ -35,7 +36,6 @@ from foundry_kernels.nn._scripting import refuse_scripting
 from foundry_kernels.nn.norm import RMSNorm
 from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM
 from foundry_kernels.ops.short_conv1d import MAX_TAPS, short_conv1d, short_conv1d_step
-from foundry_kernels.ops.swiglu import swiglu
 
 
 class GatedDeltaState(NamedTuple):
@@ -262,8 +262,8 @@ class GatedDeltaNet(torch.nn.Module):
             if state is not None and final is not None:
                 state.conv.copy_(conv)
                 state.recurrent.copy_(final)
-        gated = swiglu(z, self.norm(out).flatten(2), backend=self.backends["swiglu"])
-        return layers.linear(gated, self.out_proj)
+        normed = self.norm(out).flatten(2)
+        return layers.linear(gated(normed, z, out.dtype, self.backends["swiglu"]), self.out_proj)
 
     def extra_repr(self) -> str:
         extra = ", negative_eigenvalues=True" if self.negative_eigenvalues else ""

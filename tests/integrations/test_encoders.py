@@ -219,14 +219,17 @@ def test_an_activation_without_a_kernel_is_left() -> None:
     assert any("ReLU" in reason for reason in reasons(tiny_encoder("t5", feed_forward_proj="gated-relu")))
 
 
-def test_a_class_that_asks_for_sdpa_by_name_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may give another attention what says which keys are seen."""
-    source = '\n    if self.config._attn_implementation in ("eager", "sdpa"):\n'
-    monkeypatch.setattr(interface, "_source", lambda home: source)
-    interface._knows_sdpa_by_name.cache_clear()
+@pytest.mark.parametrize(("names", "left"), [('in ("eager", "sdpa")', True), ('== "sdpa"', False)])
+def test_a_class_that_compares_the_name_of_its_attention(
+    names: str, left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may give one that is neither what says which keys are seen; one that is not "sdpa" gets what eager does."""
+    monkeypatch.setattr(interface, "_source", lambda home: f"\n    if self.config._attn_implementation {names}:\n")
+    interface._knows_two_names.cache_clear()
     found = reasons(tiny_encoder("bert"))
-    interface._knows_sdpa_by_name.cache_clear()
-    assert found == {"its family does something else for an attention that is not called 'sdpa'"}
+    interface._knows_two_names.cache_clear()
+    reason = "its family does something else for an attention that is called neither 'sdpa' nor 'eager'"
+    assert found == ({reason} if left else set())
 
 
 def test_without_a_config() -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from patching import close
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.families import FAMILIES
@@ -35,9 +40,22 @@ def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+def recomputed_by_transformers(model: Any) -> None:
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def recomputed_by_wrappers(model: Any) -> None:
+    """As FSDP does it."""
+    apply_activation_checkpointing(model, check_fn=lambda m: type(m).__name__.endswith("DecoderLayer"))
+    assert sum(isinstance(m, CheckpointWrapper) for m in model.modules()) == 2
+
+
 @FAMILY
+@pytest.mark.parametrize("recompute", [None, recomputed_by_transformers, recomputed_by_wrappers])
 @pytest.mark.parametrize("way", GIVEN)
-def test_gradients_of_packed_rows_are_those_of_documents(family: str, way: str) -> None:
+def test_gradients_of_packed_rows_are_those_of_documents(
+    family: str, way: str, recompute: Callable[[Any], None] | None
+) -> None:
     model = tiny_model(family)
     given = {"position_ids": GIVEN["positions"]["position_ids"], **GIVEN[way], "use_cache": False}
     pieces = IDS.view(1, -1).split(TOTALS.diff().tolist(), 1)
@@ -46,9 +64,12 @@ def test_gradients_of_packed_rows_are_those_of_documents(family: str, way: str) 
     expected = gradients(model, (alone * weights).sum())
     with fk.patch(model) as handle:
         assert handle.report().mixing == ()
+        if recompute is not None:
+            recompute(model)
         packed = model(IDS, **given).logits
         assert close(packed, alone)
         found = gradients(model, (packed * weights).sum())
+    found = {name.replace("_checkpoint_wrapped_module.", ""): gradient for name, gradient in found.items()}
     assert found.keys() == expected.keys()
     largest = max(float(x.norm()) for x in expected.values())
     for name, gradient in expected.items():

@@ -75,8 +75,16 @@ def test_the_formula_and_its_gradients(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found, wanted, rtol=10 * error, atol=10 * error)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_qwens_own_layer_and_its_state_dict(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "norm", "autocast"),
+    [
+        (torch.float32, torch.float32, False),
+        (torch.bfloat16, torch.bfloat16, False),
+        (torch.bfloat16, torch.float32, False),
+        (torch.float32, torch.float32, True),
+    ],
+)
+def test_qwens_own_layer_and_its_state_dict(dtype: torch.dtype, norm: torch.dtype, autocast: bool) -> None:
     pytest.importorskip("transformers.models.qwen3_5")
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
@@ -86,11 +94,15 @@ def test_qwens_own_layer_and_its_state_dict(dtype: torch.dtype) -> None:
     config = Qwen3_5TextConfig(hidden_size=20, num_hidden_layers=1, **heads, **sizes)
     theirs = Qwen3_5GatedDeltaNet(config, 0).to(dtype)
     ours = make(dtype=dtype, norm_round_before_weight=True)
+    for layer in (theirs, ours):
+        layer.norm.to(norm)
     theirs.load_state_dict(ours.state_dict())
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     x = draw(2, 70, 20, dtype=dtype)
-    expected, found = theirs(x), ours(x)
-    error = 2e-5 if dtype == torch.float32 else 0.03
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected, found = theirs(x), ours(x)
+    assert found.dtype == expected.dtype
+    error = 2e-5 if found.dtype == torch.float32 else 0.03
     assert (found - expected).abs().max() <= error * expected.abs().max()
 
 

@@ -16,7 +16,7 @@ from foundry_kernels.integrations.release import OLDEST
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The tests: packed documents in every family, and results, gradients and generation for the table's families.
-NAMES = ("test_packing", "test_packing_arguments", "test_releases")
+NAMES = ("test_packing", "test_packing_arguments", "test_continuous_batching", "test_releases")
 TESTS = tuple(f"tests/integrations/{name}.py" for name in NAMES)
 RELEASES = {"oldest": f"transformers=={'.'.join(map(str, OLDEST))}.*", "newest": "transformers"}
 

@@ -1,0 +1,100 @@
+"""Mixed precision in every family: a patched model runs where transformers' own does, and is as close to float32."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from any_family import NAMED, WITHOUT_A_ROW, any_family
+from patching import BUILDABLE, IDS, LABELS
+from slow import rest_slow
+from torch import Tensor, nn
+
+import foundry_kernels as fk
+from foundry_kernels.integrations.families import FAMILIES
+from foundry_kernels.integrations.tiny import tiny_config, tiny_model
+
+LEFT = torch.ones_like(IDS)
+LEFT[0, :4] = 0
+LOW = torch.bfloat16
+#: In one small model the errors of two runs that are equally exact differ by up to this.
+LUCK = 3.0
+
+
+def norms(model: Any) -> list[nn.Module]:
+    return [m for m in model.modules() if "norm" in type(m).__name__.lower()]
+
+
+def all_but_linear(model: Any) -> list[nn.Module]:
+    """What PEFT's `prepare_model_for_kbit_training` makes float32."""
+    layers = [m for m in model.modules() if not list(m.children()) and type(m) is not nn.Linear]
+    return [*layers, model.get_output_embeddings()]
+
+
+#: The dtype of the parameters, the modules that are float32 all the same, and whether autocast is on.
+WAYS: dict[str, tuple[torch.dtype, Callable[[Any], list[nn.Module]] | None, bool]] = {
+    "autocast": (torch.float32, None, True),
+    "float32 norms": (LOW, norms, False),
+    "float32 but for the layers": (LOW, all_but_linear, True),
+}
+
+
+def run(model: Any, autocast: bool, train: bool) -> tuple[dict[str, Tensor], list[torch.dtype]]:
+    """The results of a step of training, of an evaluation, and of tokens one by one on a cache; and all dtypes."""
+    ids, labels = IDS % model.config.vocab_size, torch.where(LABELS < 0, LABELS, LABELS % model.config.vocab_size)
+    with torch.autocast("cpu", LOW) if autocast else contextlib.nullcontext():
+        model.train(train).zero_grad()
+        trained = model(ids, attention_mask=LEFT, labels=labels).loss
+        trained.backward()
+        model.eval()
+        with torch.no_grad():
+            out = model(ids, attention_mask=LEFT, labels=labels, output_hidden_states=True)
+            cache = model(ids[:, :10], attention_mask=LEFT[:, :10], use_cache=True)
+            steps = []
+            for n in (10, 11):
+                given = {"attention_mask": LEFT[:, : n + 1], "use_cache": True}
+                steps.append(model(ids[:, n : n + 1], past_key_values=cache.past_key_values, **given).logits)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    vectors = [g.float().flatten() / (float(g.float().norm()) or 1.0) for g in grads.values()]
+    results = {"logits": out.logits[LEFT.bool()], "on a cache": torch.cat(steps), "gradients": torch.cat(vectors)}
+    dtypes = [trained.dtype, out.loss.dtype, *(x.dtype for x in (*steps, *out.hidden_states, *grads.values()))]
+    return {name: x.detach().float() for name, x in results.items()}, dtypes
+
+
+def is_as_close(model: Any, way: str, train: bool = True) -> None:
+    dtype, kept, autocast = WAYS[way]
+    model.to(dtype)
+    for module in () if kept is None else kept(model):
+        module.float()
+    exact, _ = run(copy.deepcopy(model).float(), False, train)
+    theirs, their_dtypes = run(model, autocast, train)
+    with fk.patch(model) as handle:
+        assert handle.report().replaced
+        ours, dtypes = run(model, autocast, train)
+    assert dtypes == their_dtypes
+    for name, expected in exact.items():
+        error, usual = (float((found[name] - expected).norm()) for found in (ours, theirs))
+        assert error <= LUCK * usual, f"{name}: {error:.1e}, theirs {usual:.1e}"
+
+
+@pytest.mark.parametrize("family", BUILDABLE)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_family_of_the_table(family: str, way: str) -> None:
+    if way == "float32 norms" and FAMILIES[family].norm == "llama":
+        return  # its norms give float32 then, which transformers' own linear layers refuse
+    # All experts, so that none comes and goes with the last bit.
+    every = {"num_experts_per_tok": 4} if hasattr(tiny_config(family), "num_experts_per_tok") else {}
+    is_as_close(tiny_model(family, **every), way)
+
+
+@pytest.mark.parametrize("family", rest_slow([*NAMED, *sorted({*WITHOUT_A_ROW} - {*NAMED})], quick=3))
+def test_families_without_a_row(family: str) -> None:
+    """In evaluation mode: their dropout is not ours."""
+    model = any_family(family)
+    if model is None or not fk.patch(copy.deepcopy(model)).report().replaced:
+        pytest.skip("nothing of it is replaced, or its sizes do not suffice to build it in this release")
+    is_as_close(model, "autocast", train=False)
