@@ -1,4 +1,5 @@
-"""The two operators of a backend, forward and backward, and the autograd function around them."""
+"""The two operators of a loss on a backend, forward and backward, the autograd function around them, and the backend's
+function."""
 
 from __future__ import annotations
 
@@ -10,34 +11,20 @@ from torch import Tensor
 
 from foundry_kernels.core.autocast import no_autocast
 from foundry_kernels.core.inference import refuse_second_derivative
-from foundry_kernels.ops.linear_cross_entropy import chunks, vocabulary_blocks
-from foundry_kernels.ops.linear_cross_entropy.calls import (
+from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops._linear_loss import chunks, class_blocks, sizes
+from foundry_kernels.ops._linear_loss.problem import (
+    GRADIENTS,
+    NOTHING,
+    TILES,
+    Call,
     Inputs,
-    Kernels,
+    Loss,
     Needs,
-    Saves,
-    empty_outputs,
-    scaled,
-    target_probabilities,
+    RowKernel,
 )
-from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 
-_INPUTS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight"
 _NEEDS = "bool need_dhidden, bool need_dweight, bool need_dbias"
-FWD = (
-    f"linear_cross_entropy_fwd({_INPUTS}, {LinearLossOptions.SCHEMA}, bool save_lse, bool save_z_loss, "
-    f"bool save_stats, bool save_predicted, {_NEEDS}) -> (Tensor loss, Tensor lse, Tensor lse_low, Tensor z_loss, "
-    "Tensor dscale, Tensor dhidden, Tensor dweight, Tensor dbias, Tensor predicted)"
-)
-BWD = (
-    f"linear_cross_entropy_bwd(Tensor dloss, {_INPUTS}, Tensor lse, Tensor lse_low, {LinearLossOptions.SCHEMA}, "
-    f"{_NEEDS}) -> (Tensor dhidden, Tensor dweight, Tensor dbias)"
-)
-_NOTHING = Needs(False, False, False)
-
-#: By the prefix of its name the operator that computes the gradients of an lse: the backward operator of
-#: linear_log_probs, which is built on this module and sets it.
-LSE_BACKWARD: dict[str, Any] = {}
 
 #: Rows of a gradient that are widened at a time: the copy stays in the cache.
 _ROWS = 4096
@@ -46,149 +33,162 @@ _ROWS = 4096
 _graph_is_retained = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-class Strategy(NamedTuple):
-    """What a backend's operators do.
+class Operators(NamedTuple):
+    """What the operators of a loss do with a backend's kernel."""
 
-    kernels: the cross-entropy of logits. chunk_size: that of a call, of hidden, weight, the options and what gets a
-    gradient; None where it depends on the tokens that count. scale_: multiplies a gradient in place by a number that is
-    on its device; None where that is PyTorch's.
-    """
+    loss: Loss
+    rows: type[RowKernel]
 
-    kernels: Kernels
-    chunk_size: Callable[[Tensor, Tensor, LinearLossOptions, Needs], int | None]
-    scale_: Callable[[Tensor, Tensor], None] | None = None
+    def schemas(self) -> tuple[str, str]:
+        """Those of the forward and the backward operator."""
+        loss = self.loss
+        inputs = ["Tensor hidden", "Tensor weight", "Tensor target", "Tensor? bias"]
+        inputs += [f"Tensor? {name}" for name in loss.constants]
+        fwd = [*inputs, loss.options.SCHEMA, *(f"bool {flag}" for flag in loss.flags.values())]
+        fwd += [_NEEDS] if loss.makes_gradients else []
+        incoming = "Tensor dloss" if loss.rows_of is None else "Tensor drows"
+        bwd = [incoming, *inputs, *(f"Tensor {name}" for name in loss.saved), loss.options.SCHEMA, _NEEDS]
+        results = [f"Tensor {name}" for name in loss.outputs]
+        return (
+            f"{loss.name}_fwd({', '.join(fwd)}) -> ({', '.join(results)})",
+            f"{loss.name}_bwd({', '.join(bwd)}) -> (Tensor dhidden, Tensor dweight, Tensor dbias)",
+        )
+
+    def _tensors(self, args: tuple[Any, ...]) -> tuple[Inputs, tuple[Tensor | None, ...], tuple[Any, ...]]:
+        """The inputs and the constants at the front of an operator's arguments, and the others."""
+        n = 4 + len(self.loss.constants)
+        return Inputs(*args[:4]), args[4:n], args[n:]
 
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
-        inputs, (options, flags) = Inputs(*args[:5]), LinearLossOptions.from_operator_args(args[5:])
-        saves, needs = Saves(*flags[:4]), Needs(*flags[4:])
+        loss, (inputs, constants, others) = self.loss, self._tensors(args)
+        options, flags = loss.options.from_operator_args(others)
         with no_autocast(inputs.hidden):
-            if options.tiles and self.kernels.losses is not None:
-                return tuple(vocabulary_blocks.forward(self.kernels, inputs, options, saves))
-            return tuple(chunks.forward(self.kernels, inputs, options, saves, needs))
+            rows = self.rows(inputs, constants, options)
+            call = Call(loss, rows, inputs, options, loss.needs(flags), loss.wanted(flags))
+            found = (class_blocks if options.chunk_size == TILES else chunks).forward(call)
+        return tuple([found[name] for name in loss.outputs])
 
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
-        inputs, (options, flags) = Inputs(*args[:5]), LinearLossOptions.from_operator_args(args[5:])
-        dtypes = chunks.gradient_dtypes(inputs.hidden, inputs.weight, options, self.kernels.cpu)
-        return tuple(empty_outputs(inputs, options, Saves(*flags[:4]), Needs(*flags[4:]), dtypes))
+        """All that is asked for, in new memory, in the dtype of the arithmetic; gradients as chunks make them."""
+        loss, (inputs, _, others) = self.loss, self._tensors(args)
+        options, flags = loss.options.from_operator_args(others)
+        needs, wanted, hidden = loss.needs(flags), loss.wanted(flags), inputs.hidden
+        shapes: dict[str, Any] = dict.fromkeys(wanted, hidden.shape[:-1])
+        if options.reduction != "none":
+            shapes |= dict.fromkeys(wanted.intersection(loss.reduced), ())
+        dtypes = dict.fromkeys(loss.classes, torch.int64)
+        if any(needs):
+            of_inputs = (hidden.shape, inputs.weight.shape, inputs.weight.shape[:1])
+            shapes |= {"dscale": ()} | {n: s for n, s, needed in zip(GRADIENTS[1:], of_inputs, needs, strict=True) if needed}
+            dtypes |= zip(GRADIENTS[1:], chunks.gradient_dtypes(hidden, inputs.weight, options, self.rows.cpu), strict=True)
+        wide = wide_dtype(hidden.dtype)
+        return tuple([hidden.new_empty(shapes.get(n, (0,)), dtype=dtypes.get(n, wide)) for n in loss.outputs])
 
     def backward(self, dloss: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        inputs, lse, lse_low = Inputs(*args[:5]), args[5], args[6]
-        options, needs = LinearLossOptions.from_operator_args(args[7:])
-        of = vocabulary_blocks if options.tiles else chunks
+        loss, (inputs, constants, others) = self.loss, self._tensors(args)
+        saved, others = others[: len(loss.saved)], others[len(loss.saved) :]
+        options, needs = loss.options.from_operator_args(others)
         with no_autocast(inputs.hidden):
-            return of.backward(self.kernels, dloss, inputs, lse, lse_low, options, Needs(*needs))
+            call = Call(loss, self.rows(inputs, constants, options), inputs, options, Needs(*needs))
+            return (class_blocks if options.chunk_size == TILES else chunks).backward(call, dloss, *saved)
 
 
-def _fake_backward(dloss: Tensor, hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def fake_backward(dloss: Tensor, hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     shapes = (hidden.shape, weight.shape, weight.shape[:1])
     return tuple(hidden.new_empty(s if needed else (0,)) for s, needed in zip(shapes, rest[-3:], strict=True))
 
 
-#: The forward and the backward operator by the prefix of their names, which torch.compile can look up; and `scale_`.
-_OPERATORS: dict[str, tuple[Any, Any]] = {}
-_SCALE: dict[str, Any] = {}
+class Backend(NamedTuple):
+    """scale_: multiplies a gradient in place by a number that is on its device; None where that is PyTorch's."""
+
+    loss: Loss
+    forward: Callable[..., tuple[Tensor, ...]]
+    backward: Callable[..., tuple[Tensor, ...]]
+    scale_: Callable[[Tensor, Tensor], None] | None
 
 
-def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) -> Callable[..., tuple[Tensor, ...]]:
-    """The backend's function. Its operators, with `prefix` before their names, are registered by ``define(schema,
+#: The backends of the losses by the name of the loss with the prefix of its operators, which torch.compile can look up.
+BACKENDS: dict[str, Backend] = {}
+
+
+def make_backend(
+    loss: Loss, rows: type[RowKernel], prefix: str, define: Callable[..., Any],
+    scale_: Callable[[Tensor, Tensor], None] | None = None,
+) -> Callable[..., dict[str, Tensor]]:  # fmt: skip
+    """The backend's function, of hidden, weight, target, bias, the constants and the options, which returns the results
+    that the options request. Its operators, with `prefix` before their names, are registered by ``define(schema,
     function, fake)``."""
-    _OPERATORS[prefix] = (
-        define(prefix + FWD, strategy.forward, strategy.fake_forward),
-        define(prefix + BWD, strategy.backward, _fake_backward),
-    )
-    _SCALE[prefix] = strategy.scale_
-    forward, chunk_size, cpu = _OPERATORS[prefix][0], strategy.chunk_size, strategy.kernels.cpu
+    name, operators = prefix + loss.name, Operators(loss, rows)
+    fwd, bwd = operators.schemas()
+    forward = define(prefix + fwd, operators.forward, operators.fake_forward)
+    BACKENDS[name] = Backend(loss, forward, define(prefix + bwd, operators.backward, fake_backward), scale_)
 
-    def linear_cross_entropy(
-        hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-        options: LinearLossOptions,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        needs = _NOTHING
+    def results(inputs: tuple[Tensor | None, ...], options: Any, needs: Needs) -> dict[str, Tensor]:
+        """All results; those that are not requested may be empty."""
+        if any(needs):
+            return dict(zip(loss.results, _LinearLoss.apply(name, options, *inputs), strict=True))
+        flags = [result in options.results() for result in loss.flags]
+        found = forward(*inputs, *options.operator_args(), *flags, *(NOTHING if loss.makes_gradients else ()))
+        return dict(zip(loss.outputs, found, strict=True))
+
+    def linear_loss(
+        hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *constants_and_options: Any
+    ) -> dict[str, Tensor]:
+        *constants, options = constants_and_options
+        needs = NOTHING
         if torch.is_grad_enabled():
             needs = Needs(hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
-        options = options._replace(chunk_size=chunk_size(hidden, weight, options, needs))
-        inputs = Inputs(hidden, weight, target, bias, class_weight)
-        if options.token_scaling and options.tiles:
-            # The backward pass computes the logits again anyway, so a gradient for each token costs nothing.
-            unscaled = options._replace(token_scaling=False, reduction="none", return_lse=True)
-            each, lse, z, predicted = linear_cross_entropy(*inputs, unscaled)
-            rounded = chunks.dtype_of_products(hidden, weight.shape[0]) if cpu else hidden.dtype
-            with torch.no_grad(), no_autocast(hidden):
-                p = target_probabilities(inputs, lse, options, rounded)
-            loss, z = scaled(each, z, p, target, class_weight, options)
-            return loss, lse, z, predicted
-        if any(needs):
-            loss, lse, low, z, predicted = _LinearCrossEntropy.apply(prefix, *inputs, options)
-            if options.return_lse:
-                lse = _Lse.apply(prefix, lse, low, hidden, weight, target, bias, options)
-            return loss, lse, z, predicted
-        saves = Saves(options.return_lse, options.return_z_loss, False, options.return_predictions)
-        loss, lse, _, z, *_, predicted = forward(*inputs, *options.operator_args(), *saves, *_NOTHING)
-        return loss, lse, z, predicted
-
-    return linear_cross_entropy
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, prefix: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-        class_weight: Tensor | None, options: LinearLossOptions,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        _, need_dhidden, need_dweight, _, need_dbias, *_ = ctx.needs_input_grad
-        ctx.needs = (need_dhidden, need_dweight, need_dbias)
-        ctx.options, ctx.recomputes = options.operator_args(), options.reduction == "none" or options.tiles
-        ctx.prefix, ctx.dtype = prefix, hidden.dtype
-        save_lse = options.return_lse or ctx.recomputes
-        loss, lse, low, z, dscale, *gradients, predicted = _OPERATORS[prefix][0](
-            hidden, weight, target, bias, class_weight, *ctx.options,
-            save_lse, options.return_z_loss, save_lse, options.return_predictions,
-            *(_NOTHING if ctx.recomputes else ctx.needs),
-        )  # fmt: skip
-        if ctx.recomputes:
-            ctx.save_for_backward(hidden, weight, target, bias, class_weight, lse, low)
+        options = options._replace(chunk_size=sizes.chosen(loss, rows.cpu, hidden, weight, options, needs))
+        inputs = (hidden, weight, target, bias, *constants)
+        if loss.around is None:
+            found = results(inputs, options, needs)
         else:
-            ctx.save_for_backward(dscale, *gradients)
-        ctx.mark_non_differentiable(lse, low, z, predicted)
-        return loss, lse, low, z, predicted
+            found = loss.around(results, prefix, inputs, options, needs)
+        return {result: found[result] for result in options.results()}
+
+    return linear_loss
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, options: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        loss = BACKENDS[name].loss
+        _, _, need_dhidden, need_dweight, _, need_dbias, *_ = ctx.needs_input_grad
+        ctx.name, ctx.options, ctx.returned = name, options.operator_args(), options.results()
+        ctx.needs, ctx.dtype = (need_dhidden, need_dweight, need_dbias), inputs[0].dtype
+        ctx.recomputes = options.reduction == "none" or options.chunk_size == TILES
+        saves = ctx.recomputes or any([result in loss.saved for result in ctx.returned])
+        flags = [result in ctx.returned or (saves and result in loss.saved) for result in loss.flags]
+        needs = (NOTHING if ctx.recomputes else ctx.needs) if loss.makes_gradients else ()
+        found = dict(zip(loss.outputs, BACKENDS[name].forward(*inputs, *ctx.options, *flags, *needs), strict=True))
+        if ctx.recomputes:
+            ctx.save_for_backward(*inputs, *[found[result] for result in loss.kept])
+        else:
+            ctx.save_for_backward(*[found[gradient] for gradient in GRADIENTS])
+        constant = [result for result in loss.results[1:] if result not in loss.differentiable]
+        ctx.mark_non_differentiable(*[found[result] for result in constant])
+        ctx.set_materialize_grads(loss.rows_of is None)
+        return tuple([found[result] for result in loss.results])
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
-        refuse_second_derivative("linear_cross_entropy")
+    def backward(ctx: Any, dloss: Any, *others: Tensor | None) -> Any:
+        loss = BACKENDS[ctx.name].loss
+        refuse_second_derivative(loss.name)
         if ctx.recomputes:
-            found = _OPERATORS[ctx.prefix][1](dloss, *ctx.saved_tensors, *ctx.options, *ctx.needs)
+            n = 4 + len(loss.constants)
+            inputs, kept = ctx.saved_tensors[:n], dict(zip(loss.kept, ctx.saved_tensors[n:], strict=True))
+            if loss.rows_of is not None:
+                # torch.compile materializes the gradients of results that nobody gets.
+                given = zip(loss.results, (dloss, *others), strict=True)
+                dloss = loss.rows_of({result: d if result in ctx.returned else None for result, d in given}, kept)
+            saved = [kept[result] for result in loss.saved]
+            found = BACKENDS[ctx.name].backward(dloss, *inputs, *saved, *ctx.options, *ctx.needs)
         else:
             dscale, *gradients = ctx.saved_tensors
             factor = dloss * dscale
-            found = [times_own_gradient(g, factor, ctx.dtype, _SCALE[ctx.prefix]) for g in gradients]
+            found = [times_own_gradient(g, factor, ctx.dtype, BACKENDS[ctx.name].scale_) for g in gradients]
         dhidden, dweight, dbias = (g if n else None for g, n in zip(found, ctx.needs, strict=True))
-        return None, dhidden, dweight, None, dbias, None, None
-
-
-class _Lse(torch.autograd.Function):
-    """The lse of a call with its own gradient, which computes the logits once more. A function of its own, so that an
-    lse without a gradient costs nothing, under torch.compile too."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, prefix: str, lse: Tensor, lse_low: Tensor, hidden: Tensor, weight: Tensor, target: Tensor,
-        bias: Tensor | None, options: LinearLossOptions,
-    ) -> Tensor:  # fmt: skip
-        *_, need_dhidden, need_dweight, _, need_dbias, _ = ctx.needs_input_grad
-        ctx.prefix, ctx.needs = prefix, (need_dhidden, need_dweight, need_dbias)
-        ctx.options = (
-            options.ignore_index, options.logit_scale, options.softcap, options.chunk_size, options.batch_invariant
-        )  # fmt: skip
-        ctx.save_for_backward(hidden, weight, target, bias, lse, lse_low)
-        return lse.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dlse: Tensor) -> Any:
-        refuse_second_derivative("linear_cross_entropy")
-        drows = torch.stack([torch.zeros_like(dlse), dlse], -1)
-        found = LSE_BACKWARD[ctx.prefix](drows, *ctx.saved_tensors, *ctx.options, *ctx.needs)
-        dhidden, dweight, dbias = (x if n else None for x, n in zip(found, ctx.needs, strict=True))
-        return None, None, None, dhidden, dweight, None, dbias, None
+        return None, None, dhidden, dweight, None, dbias, *[None] * len(loss.constants)
 
 
 def times_own_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype, scale_: Any) -> Tensor:

@@ -1,16 +1,18 @@
-"""What the operators are called with and what they return, under names; and what every strategy needs of them."""
+"""What a linear loss is: the inputs and options of a call, the kernel over logits, and the names of the results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.registry import wide_dtype
-from foundry_kernels.ops.cross_entropy.tokens import known_targets, probabilities_of
-from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
+#: The `chunk_size` by which "tiles" comes to the operators, and the one of a single chunk, whose gradients are whole.
+TILES, ALL = 0, -1
+#: Outputs of the forward operator of a loss that can be reduced. The gradients are those of a loss whose own is 1, over
+#: `dscale`.
+GRADIENTS = ("dscale", "dhidden", "dweight", "dbias")
 
 
 class Inputs(NamedTuple):
@@ -18,7 +20,6 @@ class Inputs(NamedTuple):
     weight: Tensor
     target: Tensor
     bias: Tensor | None
-    class_weight: Tensor | None
 
 
 class Needs(NamedTuple):
@@ -29,73 +30,122 @@ class Needs(NamedTuple):
     bias: bool
 
 
-class Saves(NamedTuple):
-    """The results of the forward pass besides the loss. stats: lse with its rounding error, for a backward pass.
-    predicted: the class of each token's largest logit."""
-
-    lse: bool
-    z_loss: bool
-    stats: bool
-    predicted: bool
+NOTHING = Needs(False, False, False)
 
 
-class Outputs(NamedTuple):
-    """The outputs of the forward pass. The gradients are those of a loss whose own is 1, over `dscale`. Empty: not
-    asked for."""
+class Problem(Protocol):
+    """What the options of each linear loss say of its logits and tokens, by fields or by constants of their class."""
 
-    loss: Tensor
-    lse: Tensor
-    lse_low: Tensor
-    z_loss: Tensor
-    dscale: Tensor
-    dhidden: Tensor
-    dweight: Tensor
-    dbias: Tensor
-    predicted: Tensor
+    @property
+    def ignore_index(self) -> int: ...
+    @property
+    def reduction(self) -> str: ...
+    @property
+    def logit_scale(self) -> float: ...
+    @property
+    def softcap(self) -> float | None: ...
+    @property
+    def chunk_size(self) -> int | None: ...  # None: one is chosen
+    @property
+    def batch_invariant(self) -> bool: ...
 
 
-class Kernels(NamedTuple):
-    """The cross-entropy of logits that exist, as a backend computes it.
+class RowKernel:
+    """The results of tokens from logits that exist. A loss has a subclass for each backend; an object is for one call.
 
-    forward: of (logits, target, class_weight, options, save_lse, save_z_loss, save_stats, dloss) each token's loss,
-    lse,
-        its rounding error, and z-loss; with `dloss`, the gradient of each token's loss, the logits' own gradient is
-        written over them.
-    gradients_: of (logits, dloss, target, class_weight, lse, lse_low, first, n_classes, options) writes over the logits
-        of the classes from `first` on their gradient.
-    cpu: whether values may be looked at (see `chunks.Tokens`).
-    classes: how many have logits at a time in `vocabulary_blocks`, of (n_tokens, n_classes, itemsize).
-    losses: the losses from one block of classes after another; None where there are none (`triton/launchers.py`).
+    Results have the names in `Loss.outputs`. `part` says which tokens of `chunks.Tokens` the logits belong to. `first`
+    is the class of the first column; all classes have logits where it is missing.
     """
 
-    forward: Callable[..., tuple[Tensor, ...]]
-    gradients_: Callable[..., None]
-    cpu: bool
-    classes: Callable[[int, int, int], int]
-    losses: Any = None
+    #: Whether values may be looked at (see `chunks.Tokens`).
+    cpu = False
+    #: The weights of the classes, by which a mean counts the tokens.
+    class_weight: Tensor | None = None
+
+    def __init__(self, inputs: Inputs, constants: tuple[Tensor | None, ...], options: Any) -> None:
+        self.options, self.n_classes = options, inputs.weight.shape[0]
+
+    def forward(
+        self, part: slice, logits: Tensor, target: Tensor, wanted: frozenset[str], dloss: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Returns each token's results, those `wanted` at least. With `dloss`, the gradient of each token's loss, the
+        logits' own gradient is written over them."""
+        raise NotImplementedError
+
+    def gradients_(
+        self, part: slice, logits: Tensor, dloss: Tensor, target: Tensor, saved: tuple[Tensor, ...], first: int
+    ) -> None:
+        """Writes over the logits their gradient. `saved`: the tokens' `Loss.saved`."""
+        raise NotImplementedError
+
+    def blocks(self, target: Tensor, wanted: frozenset[str], dtype: torch.dtype) -> Any:
+        """An object whose `add(logits, first)` takes the logits of one block of classes after another, and which then
+        has the `results`. None: this backend's tiles use the forward pass of chunks."""
+        return None
 
 
-def empty_outputs(
-    inputs: Inputs, options: LinearLossOptions, saves: Saves, needs: Needs,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-) -> Outputs:  # fmt: skip
-    """All that is asked for, in new memory, in the dtype of the arithmetic, the gradients in `dtypes`; predictions are
-    int64."""
-    hidden, weight = inputs.hidden, inputs.weight
-    need_dhidden, need_dweight, need_dbias = needs
-    rows = hidden.shape[:-1]
-    reduced = rows if options.reduction == "none" else ()
-    shapes = (
-        (True, reduced), (saves.lse, rows), (saves.stats, rows), (saves.z_loss, reduced),
-        (need_dhidden or need_dweight or need_dbias, ()),
-        (need_dhidden, hidden.shape), (need_dweight, weight.shape), (need_dbias, weight.shape[:1]),
-    )  # fmt: skip
-    dtype = wide_dtype(hidden.dtype)
-    found = [hidden.new_empty(shape if wanted else (0,), dtype=dtype) for wanted, shape in shapes]
-    if any(needs):
-        found[-3:] = [gradient.to(d) for gradient, d in zip(found[-3:], dtypes, strict=True)]
-    found.append(hidden.new_empty(rows if saves.predicted else (0,), dtype=torch.int64))
-    return Outputs(*found)
+class Loss(NamedTuple):
+    """What an operation says of its loss to the engine.
+
+    name: the operation's. options: the class of its options, a `Problem` whose method `results` names the results that
+        are requested.
+    outputs: of the forward operator, in order. The first is the loss of the tokens. `GRADIENTS` are among them if the
+        forward pass makes the gradients of a reduced loss.
+    constants: tensors that the operators take after the bias. They have no gradient.
+    flags: by output the flag of the forward operator that requests it.
+    saved: results that the backward operator takes.
+    reduced: results that are summed or averaged over the tokens. classes: results that are numbers of classes.
+    differentiable, rows_of: the results that have a gradient besides the first, and a function of the gradients (None:
+        not given) and the values of results by name, which returns the first argument of the backward operator. Without
+        it that is the gradient of the loss.
+    around: called in place of the function that makes the results, with that function; see `make_backend`.
+    logits: how many a token has for each class. tiles: whether there are blocks of classes.
+    """
+
+    name: str
+    options: Any
+    outputs: tuple[str, ...]
+    constants: tuple[str, ...] = ()
+    flags: Mapping[str, str] = {}
+    saved: tuple[str, ...] = ()
+    reduced: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    differentiable: tuple[str, ...] = ()
+    rows_of: Callable[[Mapping[str, Tensor | None], Mapping[str, Tensor]], Tensor] | None = None
+    around: Callable[..., dict[str, Tensor]] | None = None
+    logits: int = 1
+    tiles: bool = True
+
+    @property
+    def makes_gradients(self) -> bool:
+        return "dscale" in self.outputs
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return tuple([name for name in self.outputs if name not in GRADIENTS])
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The results that are stored for the backward pass."""
+        return tuple([name for name in self.results if name in self.saved or name in self.differentiable])
+
+    def wanted(self, flags: tuple[Any, ...]) -> frozenset[str]:
+        """The results that a call of the forward operator returns, from the arguments that follow the options."""
+        return frozenset(self.results) - {name for name, flag in zip(self.flags, flags, strict=False) if not flag}
+
+    def needs(self, flags: tuple[Any, ...]) -> Needs:
+        return Needs(*flags[len(self.flags) :]) if self.makes_gradients else NOTHING
+
+
+class Call(NamedTuple):
+    """One call of an operator. wanted: the results that it returns."""
+
+    loss: Loss
+    rows: RowKernel
+    inputs: Inputs
+    options: Problem
+    needs: Needs
+    wanted: frozenset[str] = frozenset()
 
 
 def total_weight(target: Tensor, class_weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -113,39 +163,3 @@ def mean_of(rows: Tensor, total: Tensor | int) -> Tensor:
         return rows.sum() / max(total, 1)
     nothing, found = total == 0, rows.sum()
     return (found / total.masked_fill(nothing, 1.0)).masked_fill(nothing & ~found.isnan(), 0.0)
-
-
-#: Tokens of which rows of the weight are gathered at a time.
-_ROWS = 2048
-
-
-def target_probabilities(inputs: Inputs, lse: Tensor, options: LinearLossOptions, logits_dtype: torch.dtype) -> Tensor:
-    """Each target's probability ``[...]`` where there are no logits that it could be read from, which had this dtype
-    when lse was made of them."""
-    hidden, weight, target, bias, _ = inputs
-    known = known_targets(target, weight.shape[0], options.ignore_index)
-    index = torch.where(known, target, 0).long()
-    x, at = hidden.detach().reshape(-1, hidden.shape[-1]), index.reshape(-1)
-    step = at.numel() if torch.compiler.is_compiling() else _ROWS  # a loop would fix the number of tokens
-    rows = [
-        (part.to(lse.dtype) * weight.detach()[i].to(lse.dtype)).sum(1)
-        for part, i in zip(x.split(max(step, 1)), at.split(max(step, 1)), strict=True)
-    ]
-    picked = torch.cat(rows).view(target.shape)
-    if bias is not None:
-        picked = picked + bias.detach()[index].to(lse.dtype)
-    picked = (picked.to(logits_dtype) * options.logit_scale).to(lse.dtype)
-    return probabilities_of(picked, known, lse, options.softcap)
-
-
-def scaled(
-    losses: Tensor, zs: Any, p: Tensor, target: Tensor, class_weight: Tensor | None, options: LinearLossOptions
-) -> tuple[Tensor, Any]:
-    """The losses of the tokens, and their z-losses where these are returned, times p and reduced."""
-    losses, zs = losses * p, zs * p if options.return_z_loss else None
-    if options.reduction == "none":
-        return losses, zs
-    if options.reduction == "sum":
-        return losses.sum(), None if zs is None else zs.sum()
-    total = total_weight(target.reshape(-1), class_weight, options.ignore_index, losses.dtype)
-    return mean_of(losses, total), None if zs is None else mean_of(zs, total)

@@ -12,6 +12,7 @@ Tokens may be sharded besides, along other dimensions of the mesh.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,16 +22,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from foundry_kernels.core.autocast import no_autocast
 from foundry_kernels.core.inference import refuse_second_derivative
+from foundry_kernels.ops._linear_loss.chunks import Gradients, Tokens, rows_of
+from foundry_kernels.ops._linear_loss.problem import Inputs, Needs
 from foundry_kernels.ops.cross_entropy.tokens import NO_CLASS
-from foundry_kernels.ops.linear_cross_entropy.calls import Inputs, Needs
-from foundry_kernels.ops.linear_cross_entropy.chunks import Gradients, Tokens, rows_of
-from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
-
-#: The options that this strategy supports, in the order of the fields. The reduction is left to the caller.
-SUPPORTED = (
-    "ignore_index", "reduction", "label_smoothing", "z_loss", "softcap", "logit_scale", "chunk_size", "token_scaling",
-    "batch_invariant", "return_lse", "return_z_loss", "return_predictions",
-)  # fmt: skip
 
 
 class Shards(NamedTuple):
@@ -50,28 +44,23 @@ def vocabulary_dim(weight: Any) -> int | None:
     return found[0] if len(found) == 1 else None
 
 
-def linear_cross_entropy(
-    hidden: Any, weight: Any, target: Any, bias: Any, class_weight: Any, options: LinearLossOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """Losses, lse, z-losses and, if requested, predictions of the tokens as DTensors, and `target` as one.
+def sharded_loss(
+    loss: type[OwnClasses], hidden: Any, weight: Any, target: Any, bias: Any, class_weight: Any, options: Any
+) -> tuple[dict[str, Any], Any]:
+    """The results that the options request, of each token, as DTensors, and `target` as one.
 
     Args:
         hidden: a DTensor; gathered along the dimension of the mesh that shards the classes, and nowhere else.
         weight: a DTensor of which `vocabulary_dim` is not None. bias, class_weight: DTensors, or None.
         target: a DTensor, or a tensor that is the same on all devices.
     """
-    options.refuse_others(SUPPORTED, "linear_cross_entropy", "vocab-parallel")
+    options.refuse_others(loss.supported, loss.name, "vocab-parallel")
     local = Local.of(hidden, weight, target, bias)
-    everywhere: list[Placement] = [Replicate()] * weight.device_mesh.ndim
-    each, lse, zs, predicted = _VocabParallel.apply(
-        *local.inputs,
-        None if class_weight is None else class_weight.redistribute(weight.device_mesh, everywhere).to_local(),
-        options,
-        local.shards,
-    )
-    whole = local.whole
-    predicted = whole(predicted) if options.return_predictions else None
-    return whole(each), whole(lse), whole(zs), predicted, local.target
+    if class_weight is not None:
+        everywhere: list[Placement] = [Replicate()] * weight.device_mesh.ndim
+        class_weight = class_weight.redistribute(weight.device_mesh, everywhere).to_local()
+    found = _VocabParallel.apply(loss, *local.inputs, class_weight, options, local.shards)
+    return {name: local.whole(x) for name, x in zip(options.results(), found, strict=True)}, local.target
 
 
 class Local(NamedTuple):
@@ -83,7 +72,7 @@ class Local(NamedTuple):
 
     @classmethod
     def of(cls, hidden: Any, weight: Any, target: Any, bias: Any) -> Local:
-        """See the arguments of `linear_cross_entropy`."""
+        """See the arguments of `sharded_loss`."""
         mesh, dim = weight.device_mesh, vocabulary_dim(weight)
         assert dim is not None  # or the caller takes another path
         if not isinstance(target, DTensor):
@@ -122,6 +111,8 @@ class Local(NamedTuple):
 def on_mesh_of(hidden: Any, results: Any) -> Any:
     """Returns DTensors on the mesh of `hidden`, as the object that it is. AOTAutograd finds the mesh of an output by
     its identity, and DTensor's cache answers with any that is equal, of a call before."""
+    if isinstance(results, dict):
+        return {name: on_mesh_of(hidden, x) for name, x in results.items()}
     if isinstance(results, tuple):
         return tuple(on_mesh_of(hidden, x) for x in results)
     if not isinstance(results, DTensor):
@@ -132,59 +123,60 @@ def on_mesh_of(hidden: Any, results: Any) -> Any:
 
 
 class _VocabParallel(torch.autograd.Function):
-    """The loss from the tensors of one device, and their gradients."""
+    """The requested results from the tensors of one device, and their gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-        options: LinearLossOptions, shards: Shards,
+        ctx: Any, loss: type[OwnClasses], hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
+        class_weight: Tensor | None, options: Any, shards: Shards,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         with no_autocast(hidden):
-            own = Own(hidden, weight, target, bias, class_weight, options, shards)
-            y, nll, smooth = own.statistics()
-            of_target, lse = own.of_target, y + nll
-            z = of_target * options.z_loss * lse.square()
-            loss = of_target * (1.0 - options.label_smoothing) * nll + z
-            if smooth is not None:
-                loss = loss + (options.label_smoothing / shards.n_classes) * (smooth * own.counts)
-            loss = loss.masked_fill(own.unknown, torch.nan)  # on a GPU
-            lse = lse * own.counts
-            if options.token_scaling:
-                loss, z = loss * torch.exp(-nll), z * torch.exp(-nll)
-        ctx.save_for_backward(hidden, weight, target, bias, class_weight, y, nll)
-        ctx.options, ctx.shards = options, shards
-        ctx.needs = Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
-        outputs = tuple(own.tokens.whole(x).view(target.shape) for x in (loss, lse, z))
-        if options.return_predictions:
-            outputs += (own.tokens.whole(own.predicted, NO_CLASS).view(target.shape),)
-        else:
-            outputs += (own.predicted,)
+            own = loss(Inputs(hidden, weight, target, bias), class_weight, options, shards)
+            found, saved = own.forward()
+        ctx.loss, ctx.names, ctx.options, ctx.shards = loss, options.results(), options, shards
+        ctx.save_for_backward(hidden, weight, target, bias, class_weight, *saved)
+        _, need_dhidden, need_dweight, _, need_dbias, *_ = ctx.needs_input_grad
+        ctx.needs = Needs(need_dhidden, need_dweight, need_dbias)
+        others = {name: 0.0 if found[name].is_floating_point() else NO_CLASS for name in ctx.names}
+        outputs = {name: own.tokens.whole(found[name], other).view(target.shape) for name, other in others.items()}
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*outputs[2:])
-        return outputs
+        ctx.mark_non_differentiable(*[x for name, x in outputs.items() if name not in loss.differentiable])
+        return tuple(outputs.values())
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
-        refuse_second_derivative("linear_cross_entropy")
-        hidden, weight, target, bias, class_weight, y, nll = ctx.saved_tensors
-        if dloss is None:
-            dloss = torch.zeros(target.shape, dtype=y.dtype, device=y.device)
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        refuse_second_derivative(ctx.loss.name)
+        hidden, weight, target, bias, class_weight, *saved = ctx.saved_tensors
         with no_autocast(hidden):
-            own = Own(hidden, weight, target, bias, class_weight, ctx.options, ctx.shards)
-            found = own.gradients(dloss, dlse, y, nll, ctx.needs).of(hidden)
+            own = ctx.loss(Inputs(hidden, weight, target, bias), class_weight, ctx.options, ctx.shards)
+            given = zip(ctx.names, gradients, strict=True)
+            of_kept = {name: None if d is None else own.tokens.of_kept(d) for name, d in given}
+            found = own.gradients(of_kept, saved, ctx.needs).of(hidden)
         dhidden, dweight, dbias = (g.to(hidden.dtype) if n else None for g, n in zip(found, ctx.needs, strict=True))
-        return dhidden, dweight, None, dbias, None, None, None
+        return None, dhidden, dweight, None, dbias, None, None, None
 
 
-class Own:
-    """The tokens of a call and what a device knows of its own classes."""
+class OwnClasses:
+    """The tokens of a call and what a device knows of its own classes. A loss has a subclass."""
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-        options: LinearLossOptions, shards: Shards,
-    ) -> None:  # fmt: skip
-        cpu = hidden.device.type == "cpu"
-        self.tokens = Tokens(Inputs(hidden, weight, target, bias, class_weight), options, cpu)
+    #: The operation; the fields of its options that this strategy supports, in their order (the reduction is left to
+    #: the caller); and the results that have a gradient.
+    name: str
+    supported: tuple[str, ...]
+    differentiable: tuple[str, ...]
+
+    def forward(self) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+        """The results of the tokens by name, and what `of_rows` needs besides gradients."""
+        raise NotImplementedError
+
+    def of_rows(self, given: dict[str, Tensor | None], *saved: Tensor) -> Callable[[slice, Tensor], Tensor]:
+        """A function that makes the gradient of some tokens' logits from these logits, which it may overwrite.
+        given: the gradients of results by name; they may be missing or None."""
+        raise NotImplementedError
+
+    def __init__(self, inputs: Inputs, class_weight: Tensor | None, options: Any, shards: Shards) -> None:
+        cpu = inputs.hidden.device.type == "cpu"
+        self.tokens = Tokens(inputs, options, cpu)
         self.options, self.shards = options, shards
         target = self.tokens.target
         self.counts = target != options.ignore_index
@@ -197,12 +189,13 @@ class Own:
             )
         target = torch.where(known, target, 0).long()
         here = target - shards.first
-        self.mine = (here >= 0) & (here < weight.shape[0])
-        self.column = here.clamp(0, max(weight.shape[0] - 1, 0)).unsqueeze(1)
+        n_own = inputs.weight.shape[0]
+        self.mine = (here >= 0) & (here < n_own)
+        self.column = here.clamp(0, max(n_own - 1, 0)).unsqueeze(1)
         dtype = self.tokens.dtype
         self.weights = None if class_weight is None else class_weight.to(dtype)
         self.of_target = self.counts.to(dtype) if self.weights is None else self.weights[target] * self.counts
-        #: Each token's class of the largest logit, which `statistics` finds on request.
+        #: Each token's class of the largest logit, which `statistics` finds if asked.
         self.predicted = target.new_empty(0, dtype=torch.int64)
         self.sum_of_weights = shards.n_classes if self.weights is None else self.weights.sum()
 
@@ -218,15 +211,18 @@ class Own:
         cap = self.options.softcap
         return y if cap is None else y.div_(cap).tanh_().mul_(cap)
 
-    def statistics(self, entropy: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The target's logit and its negative log-likelihood of each token; and with label smoothing the sum over the
-        classes of their weight times theirs, or with `entropy` that of their probability times theirs."""
+    def statistics(
+        self, smooth: bool = False, entropy: bool = False, predict: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The target's logit and its negative log-likelihood of each token; and with `smooth` the sum over the classes
+        of their weight times theirs, or with `entropy` that of their probability times theirs. With `predict`,
+        `predicted` is set too."""
         n, dtype = self.tokens.target.numel(), self.tokens.dtype
         empty = self.tokens.x.new_empty(n, dtype=dtype)
         largest = torch.full_like(empty, -torch.inf)
         total, at_target, below = (torch.zeros_like(empty) for _ in range(3))
-        best = self.predicted.new_zeros(n) if self.options.return_predictions else None
-        smooth, weights = self.options.label_smoothing > 0.0, self.own_weights()
+        best = self.predicted.new_zeros(n) if predict else None
+        weights = self.own_weights()
         for part in self.tokens.chunks() if self.tokens.weight.shape[0] else ():
             y, (m, s, t, b) = self.logits(part), (rows_of(x, part) for x in (largest, total, at_target, below))
             column, mine = rows_of(self.column, part), rows_of(self.mine, part)
@@ -275,33 +271,15 @@ class Own:
     def _sum(self, weights: Tensor | float) -> Tensor | float:
         return self.tokens.weight.shape[0] * weights if isinstance(weights, float) else weights.sum()
 
-    def gradients(self, dloss: Tensor, dlse: Tensor | None, y: Tensor, nll: Tensor, needs: Needs) -> Gradients:
-        """Returns the gradients of this device's logits and inputs; see the mathematics in `cross_entropy/__init__`.
-        An lse with a gradient adds it times the probability of each class."""
-        tokens, options = self.tokens, self.options
-        found = Gradients(tokens, needs)
-        d = torch.where(self.counts, tokens.of_kept(dloss), 0.0).masked_fill(self.unknown, torch.nan)
-        if options.token_scaling:
-            d = d * torch.where(self.counts, torch.exp(-nll), 0.0)
-        epsilon, share = options.label_smoothing, options.label_smoothing / self.shards.n_classes
-        certain = (1.0 - epsilon) * self.of_target
-        beside = share * self.sum_of_weights + 2.0 * options.z_loss * self.of_target * (y + nll)
-        of_weights = share * self.own_weights()
-        from_lse = None if dlse is None else torch.where(self.counts, tokens.of_kept(dlse), 0.0)
+    def gradients(self, given: dict[str, Tensor | None], saved: list[Tensor], needs: Needs) -> Gradients:
+        """The gradients of this device's inputs."""
+        tokens, softcap = self.tokens, self.options.softcap
+        found, dlogits = Gradients(tokens, needs), self.of_rows(given, *saved)
         for part in tokens.chunks() if tokens.weight.shape[0] else ():
-            dlogits, mine, column = self.logits(part), rows_of(self.mine, part), rows_of(self.column, part)
-            slope = None if options.softcap is None else 1.0 - (dlogits / options.softcap).square()
-            c, e, f, at, each = (rows_of(x, part).unsqueeze(1) for x in (certain, beside, nll, y, d))
-            p = dlogits.sub_(at).sub_(f).exp_()
-            more = None if from_lse is None else p * rows_of(from_lse, part).unsqueeze(1)
-            own = c * torch.expm1(-f) + e * p.gather(1, column)
-            p.mul_(c + e).scatter_(1, column, torch.where(mine.unsqueeze(1), own, p.gather(1, column)))
-            if epsilon > 0.0:
-                p.sub_(of_weights)
-            p.mul_(each)
-            if more is not None:
-                p.add_(more)
-            found.add(part, (p if slope is None else p.mul_(slope)).to(tokens.x.dtype))
+            logits = self.logits(part)
+            slope = None if softcap is None else 1.0 - (logits / softcap).square()
+            d = dlogits(part, logits)
+            found.add(part, (d if slope is None else d.mul_(slope)).to(tokens.x.dtype))
         if needs.hidden and not tokens.weight.shape[0]:
             found.dx.zero_()
         return found
