@@ -1,5 +1,4 @@
-"""The chunked strategy over any row kernel: one matmul computes a chunk's logits, and two more its gradients if they are
-needed."""
+"""The chunked strategy over any row kernel: one matmul computes a chunk's logits, and two more its gradients if needed."""
 
 from __future__ import annotations
 
@@ -228,7 +227,7 @@ class Gradients:
 
 def forward(call: Call) -> dict[str, Tensor]:
     """The wanted results; and with `call.needs` the gradients, each chunk's right behind its logits."""
-    loss, rows, inputs, options, needs, wanted = call
+    _, rows, inputs, options, needs, wanted = call
     tokens = Tokens(inputs, options, rows.cpu)
     gradients = Gradients(tokens, needs) if any(needs) else None
     total = total_of(call, tokens)
@@ -273,9 +272,7 @@ def total_of(call: Call, tokens: Tokens) -> Tensor | int | None:
     return total_weight(tokens.target, class_weight, options.ignore_index, tokens.dtype)
 
 
-def outputs(
-    call: Call, tokens: Tokens, total: Tensor | int | None, of_tokens: dict[str, Tensor]
-) -> dict[str, Tensor]:
+def outputs(call: Call, tokens: Tokens, total: Tensor | int | None, of_tokens: dict[str, Tensor]) -> dict[str, Tensor]:
     """All outputs of the forward pass, without gradients, from each token's results. One that is not wanted is
     empty."""
     loss, shape = call.loss, call.inputs.target.shape

@@ -79,8 +79,12 @@ class Operators(NamedTuple):
         dtypes = dict.fromkeys(loss.classes, torch.int64)
         if any(needs):
             of_inputs = (hidden.shape, inputs.weight.shape, inputs.weight.shape[:1])
-            shapes |= {"dscale": ()} | {n: s for n, s, needed in zip(GRADIENTS[1:], of_inputs, needs, strict=True) if needed}
-            dtypes |= zip(GRADIENTS[1:], chunks.gradient_dtypes(hidden, inputs.weight, options, self.rows.cpu), strict=True)
+            shapes |= {"dscale": ()} | {
+                n: s for n, s, needed in zip(GRADIENTS[1:], of_inputs, needs, strict=True) if needed
+            }
+            dtypes |= zip(
+                GRADIENTS[1:], chunks.gradient_dtypes(hidden, inputs.weight, options, self.rows.cpu), strict=True
+            )
         wide = wide_dtype(hidden.dtype)
         return tuple([hidden.new_empty(shapes.get(n, (0,)), dtype=dtypes.get(n, wide)) for n in loss.outputs])
 
@@ -157,7 +161,7 @@ class _LinearLoss(torch.autograd.Function):
         ctx.name, ctx.options, ctx.returned = name, options.operator_args(), options.results()
         ctx.needs, ctx.dtype = (need_dhidden, need_dweight, need_dbias), inputs[0].dtype
         ctx.recomputes = options.reduction == "none" or options.chunk_size == TILES
-        saves = ctx.recomputes or any([result in loss.saved for result in ctx.returned])
+        saves = ctx.recomputes or any(result in loss.saved for result in ctx.returned)
         flags = [result in ctx.returned or (saves and result in loss.saved) for result in loss.flags]
         needs = (NOTHING if ctx.recomputes else ctx.needs) if loss.makes_gradients else ()
         found = dict(zip(loss.outputs, BACKENDS[name].forward(*inputs, *ctx.options, *flags, *needs), strict=True))
@@ -186,7 +190,8 @@ class _LinearLoss(torch.autograd.Function):
         else:
             dscale, *gradients = ctx.saved_tensors
             factor = dloss * dscale
-            found = [times_own_gradient(g, factor, ctx.dtype, BACKENDS[ctx.name].scale_) for g in gradients]
+            scale_ = BACKENDS[ctx.name].scale_
+            found = tuple([times_own_gradient(g, factor, ctx.dtype, scale_) for g in gradients])
         dhidden, dweight, dbias = (g if n else None for g, n in zip(found, ctx.needs, strict=True))
         return None, None, dhidden, dweight, None, dbias, *[None] * len(loss.constants)
 

@@ -44,10 +44,7 @@ extension.set_single_chunk(SMALL, SUMMED24)
 
 def chosen(loss: Loss, cpu: bool, hidden: Tensor, weight: Tensor, options: Problem, needs: Needs) -> int | None:
     """The `chunk_size` of a call; None where it depends on the tokens that count."""
-    if cpu:
-        found = on_cpu(hidden, weight, options, needs)
-    else:
-        found = on_gpu(hidden, weight, options, needs, loss.logits)
+    found = on_cpu(hidden, weight, options, needs) if cpu else on_gpu(hidden, weight, options, needs, loss.logits)
     return found if loss.tiles or found != TILES else None
 
 

@@ -26,7 +26,7 @@ Kernel", 2024, arXiv:2410.10989.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -190,8 +190,8 @@ def linear_cross_entropy(
 
     DTensors: tokens may be sharded over devices, and so may the classes (`weight` and `bias` as ``Shard(0)``). With
     sharded classes every backend runs on the same code of PyTorch operations: each device computes the logits of its
-    own classes, and two small all-reduces give the loss, in chunks of tokens (`_linear_loss/vocab_parallel.py`). `target` may be a
-    plain tensor then, the same on all devices.
+    own classes, and two small all-reduces give the loss, in chunks of tokens (`_linear_loss/vocab_parallel.py`).
+    `target` may be a plain tensor then, the same on all devices.
     """
     if (
         return_lse is return_z_loss is return_token_accuracy is return_predicted_tokens is token_scaling is False
@@ -224,15 +224,13 @@ def linear_cross_entropy(
         from foundry_kernels.ops.linear_cross_entropy.vocab_parallel import CrossEntropyOfOwnClasses
 
         check_vocab_sharded(chunk_size, hidden=hidden, bias=bias, class_weight=class_weight)
-        found, target = sharded_loss(
-            CrossEntropyOfOwnClasses, hidden, weight, target, bias, class_weight, options
-        )
+        found, target = sharded_loss(CrossEntropyOfOwnClasses, hidden, weight, target, bias, class_weight, options)
         if return_lse and torch.compiler.is_compiling():
             found["lse"] = found["lse"].detach()  # AOTAutograd wants gradients of all DTensors (pytorch#172556)
     else:
         of_call = options._replace(reduction="none") if reduces else options
         found = function(hidden, weight, target, bias, class_weight, of_call)
-    each, lse, zs = (found.get(name) for name in ("loss", "lse", "z_loss"))
+    each, lse, zs = found["loss"], found.get("lse"), found.get("z_loss")
     if reduces:
         each, lse, zs = losses.reduced(each, lse, zs, target, class_weight, options)
     results = options.select(each, lse, zs)

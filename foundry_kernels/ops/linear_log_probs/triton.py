@@ -1,5 +1,4 @@
-"""Log-probabilities by the kernels of log_probs between PyTorch's matmuls: all rows at once, blocks of classes, or chunks
-of rows."""
+"""The kernels of log_probs between PyTorch's matmuls: all rows at once, blocks of classes, or chunks of rows."""
 
 from __future__ import annotations
 
@@ -30,9 +29,8 @@ class Rows(RowKernel):
     def gradients_(
         self, part: slice, logits: Tensor, dloss: Tensor, target: Tensor, saved: tuple[Tensor, ...], first: int
     ) -> None:
-        g, c, b = numbers(dloss)
-        options = self.options.of_logits()
-        of_logits.gradients(g, c, b, logits, target, *saved, options, logits, first, self.n_classes)
+        (g, c, b), (lse, lse_low), options = numbers(dloss), saved, self.options.of_logits()
+        of_logits.gradients(g, c, b, logits, target, lse, lse_low, options, logits, first, self.n_classes)
 
     def blocks(self, target: Tensor, wanted: frozenset[str], dtype: torch.dtype) -> _Results:
         options = self.options.of_logits()._replace(return_entropy="entropy" in wanted)
