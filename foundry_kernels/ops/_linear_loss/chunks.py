@@ -1,4 +1,4 @@
-"""The chunked strategy over any row kernel: one matmul computes a chunk's logits, and two more its gradients if needed."""
+"""The chunked strategy: one matmul computes a chunk's logits, and two more its gradients if they are needed."""
 
 from __future__ import annotations
 

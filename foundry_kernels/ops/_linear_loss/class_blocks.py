@@ -2,8 +2,8 @@
 
 In the forward pass, a matmul computes a block's logits, and a kernel adds them to each token's running log-sum-exp, if
 the backend can pass results from block to block (`RowKernel.blocks`); otherwise it is the forward pass of chunks. In
-the backward pass, the same matmul computes the logits again, bit for bit, and they are overwritten by their gradient. One
-matmul sums each row of the weight's gradient over all tokens, so no float32 copy of it exists. hidden's gradient is
+the backward pass, the same matmul computes the logits again, bit for bit, and they are overwritten by their gradient.
+One matmul sums each row of the weight's gradient over all tokens, so no float32 copy of it exists. hidden's gradient is
 summed over the classes in float32. There are four matmuls in all; chunks with a reduced loss need three.
 
 No block is skipped for having small gradients ("Cut your losses" does): a row of the weight whose class is no target of

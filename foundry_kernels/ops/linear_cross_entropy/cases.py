@@ -8,34 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels.ops.cross_entropy.cases import IGNORED, class_weights, targets
-from foundry_kernels.testing import Arg, Case, normal
-
-
-def linear_case(
-    rows: tuple[int, ...],
-    width: int,
-    n_classes: int,
-    note: str = "",
-    hidden: str = "contiguous",
-    frozen: tuple[str, ...] = (),
-    bias: bool = False,
-    class_weight: bool = False,
-    ignored: float = 0.0,
-    std: float = 1.0,
-    cotangent: str = "contiguous",
-    **options: Any,
-) -> Case:
-    name = "x".join(map(str, (*rows, width))) + f"-{n_classes}" + ("-" + note if note else "")
-    args = {
-        "hidden": Arg((*rows, width), hidden, values=normal(std), grad="hidden" not in frozen),
-        "weight": Arg((n_classes, width), values=normal(width**-0.5), grad="weight" not in frozen),
-        "target": Arg(rows, values=targets(n_classes, ignored), dtype=torch.int64, grad=False),
-        "bias": Arg((n_classes,), values=normal(0.5)) if bias else None,
-        "class_weight": Arg((n_classes,), values=class_weights, grad=False) if class_weight else None,
-    }
-    return Case(name, args, options, cotangent)
-
+from foundry_kernels.ops._linear_loss.cases import linear_case, magnitudes
+from foundry_kernels.ops.cross_entropy.cases import IGNORED
+from foundry_kernels.testing import Case
 
 _NONE: dict[str, Any] = {"reduction": "none"}
 _PREDICTIONS: dict[str, Any] = {"return_token_accuracy": True, "return_predicted_tokens": True}
@@ -125,16 +100,12 @@ def scales(
 
     A logit sums products, and the loss is a difference of logits: it is as exact as they are.
     """
-    hidden, weight, target = args["hidden"], args["weight"], args["target"]
-    class_weight = args.get("class_weight")
-    assert hidden is not None
-    assert weight is not None
+    sizes, target, class_weight = magnitudes(args, options), args["target"], args.get("class_weight")
+    if sizes is None:
+        return {}
+    logits, x, w = sizes
     assert target is not None
     counts = target != options.get("ignore_index", IGNORED)
-    if not counts.any():
-        return {}
-    x, w = hidden.detach().reshape(-1, hidden.shape[-1]).abs(), weight.detach().abs()
-    logits = float((x @ w.t()).max())
     found = {"output 0": logits, "output 1": logits}
     ones = torch.ones(counts.shape, dtype=torch.float64, device=target.device)
     of_target = ones if class_weight is None else class_weight[torch.where(counts, target, 0).long()]
@@ -144,7 +115,7 @@ def scales(
     dlogits = largest * float(cotangents[0].abs().max())
     if options.get("return_lse"):
         dlogits += abs(options.get("logit_scale", 1.0)) * float(cotangents[1].abs().max())
-    return found | {"hidden": 2 * dlogits * float(w.max()), "weight": dlogits * float(x.max())}
+    return found | {"hidden": 2 * dlogits * w, "weight": dlogits * x}
 
 
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
