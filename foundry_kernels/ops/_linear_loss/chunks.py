@@ -248,7 +248,8 @@ def forward(call: Call) -> dict[str, Tensor]:
             gradients.add(part, logits)
         del logits
     if not found:
-        found.append({name: one.new_empty(0, dtype=dtype_of(call, name)) for name in wanted})
+        dtypes = dict.fromkeys(call.loss.classes, torch.int64)
+        found.append({name: one.new_empty(0, dtype=dtypes.get(name)) for name in wanted})
     of_tokens = found[0] if len(found) == 1 else {name: torch.cat([each[name] for each in found]) for name in wanted}
     results = outputs(call, tokens, total, of_tokens)
     if gradients is None:
@@ -256,10 +257,6 @@ def forward(call: Call) -> dict[str, Tensor]:
     rounded = rows.cpu and rounds(inputs.hidden, inputs.weight, options)
     dhidden, dweight, dbias = gradients.of(inputs.hidden, rounded)
     return results | {"dscale": share.clone() if late else one, "dhidden": dhidden, "dweight": dweight, "dbias": dbias}
-
-
-def dtype_of(call: Call, name: str) -> torch.dtype:
-    return torch.int64 if name in call.loss.classes else wide_dtype(call.inputs.hidden.dtype)
 
 
 def total_of(call: Call, tokens: Tokens) -> Tensor | int | None:
@@ -273,22 +270,15 @@ def total_of(call: Call, tokens: Tokens) -> Tensor | int | None:
 
 
 def outputs(call: Call, tokens: Tokens, total: Tensor | int | None, of_tokens: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All outputs of the forward pass, without gradients, from each token's results. One that is not wanted is
-    empty."""
-    loss, shape = call.loss, call.inputs.target.shape
-
-    def whole(name: str, x: Tensor) -> Tensor:
-        return tokens.whole(x, NO_CLASS if name in loss.classes else 0.0).view(shape)
-
-    def output(name: str) -> Tensor:
-        if name not in call.wanted:
-            return call.inputs.hidden.new_empty(0, dtype=dtype_of(call, name))
+    """The wanted results of the forward pass, from each token's."""
+    found, reduces = {}, call.options.reduction != "none"
+    for name in call.wanted:
         x = of_tokens[name]
-        if name not in loss.reduced or call.options.reduction == "none":
-            return whole(name, x)
-        return x.sum() * 1.0 if total is None else mean_of(x, total)
-
-    return {name: output(name) for name in loss.outputs}
+        if reduces and name in call.loss.reduced:
+            found[name] = x.sum() * 1.0 if total is None else mean_of(x, total)
+        else:
+            found[name] = tokens.whole(x, NO_CLASS if name in call.loss.classes else 0.0).view(call.inputs.target.shape)
+    return found
 
 
 def backward(call: Call, dloss: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:

@@ -1,8 +1,8 @@
 """The form "tiles": all tokens with one block of classes at a time.
 
 In the forward pass, a matmul computes a block's logits, and a kernel adds them to each token's running log-sum-exp, if
-the backend can pass results from block to block (`RowKernel.blocks`); otherwise it is the forward pass of chunks. In
-the backward pass, the same matmul computes the logits again, bit for bit, and they are overwritten by their gradient.
+the backend can pass results from block to block (`RowKernel.has_blocks`); otherwise it is that of chunks. In the
+backward pass, the same matmul computes the logits again, bit for bit, and they are overwritten by their gradient.
 One matmul sums each row of the weight's gradient over all tokens, so no float32 copy of it exists. hidden's gradient is
 summed over the classes in float32. There are four matmuls in all; chunks with a reduced loss need three.
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from foundry_kernels.ops._linear_loss import chunks, sizes
+from foundry_kernels.ops._linear_loss import sizes
 from foundry_kernels.ops._linear_loss.chunks import Tokens, accumulate_product, make_logits, outputs, total_of
 from foundry_kernels.ops._linear_loss.problem import Call, total_weight
 from foundry_kernels.ops._products import accumulate, multiply
@@ -39,8 +39,6 @@ def _blocks(tokens: Tokens) -> Iterator[tuple[slice, Tensor, Tensor]]:
 def forward(call: Call) -> dict[str, Tensor]:
     tokens = Tokens(call.inputs, call.options, call.rows.cpu)
     results = call.rows.blocks(tokens.target, call.wanted, tokens.dtype)
-    if results is None:
-        return chunks.forward(call)
     for here, _, logits in _blocks(tokens):
         results.add(logits, here.start)
     return outputs(call, tokens, total_of(call, tokens), results.results)

@@ -65,8 +65,10 @@ class Operators(NamedTuple):
         with no_autocast(inputs.hidden):
             rows = self.rows(inputs, constants, options)
             call = Call(loss, rows, inputs, options, loss.needs(flags), loss.wanted(flags))
-            found = (class_blocks if options.chunk_size == TILES else chunks).forward(call)
-        return tuple([found[name] for name in loss.outputs])
+            found = (class_blocks if options.chunk_size == TILES and rows.has_blocks else chunks).forward(call)
+            absent = found[loss.outputs[0]].new_empty
+        dtypes = dict.fromkeys(loss.classes, torch.int64)
+        return tuple([found[n] if n in found else absent(0, dtype=dtypes.get(n)) for n in loss.outputs])
 
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         """All that is asked for, in new memory, in the dtype of the arithmetic; gradients as chunks make them."""
@@ -131,7 +133,8 @@ def make_backend(
         """All results; those that are not requested may be empty."""
         if any(needs):
             return dict(zip(loss.results, _LinearLoss.apply(name, options, *inputs), strict=True))
-        flags = [result in options.results() for result in loss.flags]
+        requested = options.results()
+        flags = [result in requested for result in loss.flags]
         found = forward(*inputs, *options.operator_args(), *flags, *(NOTHING if loss.makes_gradients else ()))
         return dict(zip(loss.outputs, found, strict=True))
 
@@ -176,11 +179,11 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Any, *others: Tensor | None) -> Any:
-        loss = BACKENDS[ctx.name].loss
+        loss, stored = BACKENDS[ctx.name].loss, ctx.saved_tensors
         refuse_second_derivative(loss.name)
         if ctx.recomputes:
             n = 4 + len(loss.constants)
-            inputs, kept = ctx.saved_tensors[:n], dict(zip(loss.kept, ctx.saved_tensors[n:], strict=True))
+            inputs, kept = stored[:n], dict(zip(loss.kept, stored[n:], strict=True))
             if loss.rows_of is not None:
                 # torch.compile materializes the gradients of results that nobody gets.
                 given = zip(loss.results, (dloss, *others), strict=True)
@@ -188,7 +191,7 @@ class _LinearLoss(torch.autograd.Function):
             saved = [kept[result] for result in loss.saved]
             found = BACKENDS[ctx.name].backward(dloss, *inputs, *saved, *ctx.options, *ctx.needs)
         else:
-            dscale, *gradients = ctx.saved_tensors
+            dscale, *gradients = stored
             factor = dloss * dscale
             scale_ = BACKENDS[ctx.name].scale_
             found = tuple([times_own_gradient(g, factor, ctx.dtype, scale_) for g in gradients])

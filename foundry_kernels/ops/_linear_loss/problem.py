@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -59,6 +60,8 @@ class RowKernel:
 
     #: Whether values may be looked at (see `chunks.Tokens`).
     cpu = False
+    #: Whether there are `blocks`. Otherwise tiles use the forward pass of chunks.
+    has_blocks = False
     #: The weights of the classes, by which a mean counts the tokens.
     class_weight: Tensor | None = None
 
@@ -80,11 +83,12 @@ class RowKernel:
 
     def blocks(self, target: Tensor, wanted: frozenset[str], dtype: torch.dtype) -> Any:
         """An object whose `add(logits, first)` takes the logits of one block of classes after another, and which then
-        has the `results`. None: this backend's tiles use the forward pass of chunks."""
-        return None
+        has the `results`."""
+        raise NotImplementedError
 
 
-class Loss(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Loss:
     """What an operation says of its loss to the engine.
 
     name: the operation's. options: the class of its options, a `Problem` whose method `results` names the results that
@@ -106,7 +110,7 @@ class Loss(NamedTuple):
     options: Any
     outputs: tuple[str, ...]
     constants: tuple[str, ...] = ()
-    flags: Mapping[str, str] = {}
+    flags: Mapping[str, str] = field(default_factory=dict)
     saved: tuple[str, ...] = ()
     reduced: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
@@ -116,22 +120,21 @@ class Loss(NamedTuple):
     logits: int = 1
     tiles: bool = True
 
-    @property
-    def makes_gradients(self) -> bool:
-        return "dscale" in self.outputs
+    #: Whether the forward pass makes gradients; the outputs except `GRADIENTS`; those that the backward pass stores.
+    makes_gradients: bool = field(init=False)
+    results: tuple[str, ...] = field(init=False)
+    kept: tuple[str, ...] = field(init=False)
 
-    @property
-    def results(self) -> tuple[str, ...]:
-        return tuple([name for name in self.outputs if name not in GRADIENTS])
-
-    @property
-    def kept(self) -> tuple[str, ...]:
-        """The results that are stored for the backward pass."""
-        return tuple([name for name in self.results if name in self.saved or name in self.differentiable])
+    def __post_init__(self) -> None:
+        results = tuple(name for name in self.outputs if name not in GRADIENTS)
+        object.__setattr__(self, "makes_gradients", results != self.outputs)
+        object.__setattr__(self, "results", results)
+        kept = tuple(name for name in results if name in self.saved or name in self.differentiable)
+        object.__setattr__(self, "kept", kept)
 
     def wanted(self, flags: tuple[Any, ...]) -> frozenset[str]:
         """The results that a call of the forward operator returns, from the arguments that follow the options."""
-        return frozenset(self.results) - {name for name, flag in zip(self.flags, flags, strict=False) if not flag}
+        return frozenset(self.results).difference([n for n, on in zip(self.flags, flags, strict=False) if not on])
 
     def needs(self, flags: tuple[Any, ...]) -> Needs:
         return Needs(*flags[len(self.flags) :]) if self.makes_gradients else NOTHING

@@ -56,7 +56,7 @@ class CrossEntropyRows(RowKernel):
 
     def row_blocks(self, target: Tensor, wanted: frozenset[str], dtype: torch.dtype) -> Any:
         """As `blocks`, without predictions."""
-        return None
+        raise NotImplementedError
 
     def forward(
         self, part: slice, logits: Tensor, target: Tensor, wanted: frozenset[str], dloss: Tensor | None
@@ -86,7 +86,7 @@ class CrossEntropyRows(RowKernel):
 
     def blocks(self, target: Tensor, wanted: frozenset[str], dtype: torch.dtype) -> Any:
         found = self.row_blocks(target, wanted, dtype)
-        if found is None or "predicted" not in wanted:
+        if "predicted" not in wanted:
             return found
         return _WithPredictions(found, known_targets(target, self.n_classes, self.options.ignore_index))
 

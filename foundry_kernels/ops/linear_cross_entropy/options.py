@@ -27,8 +27,8 @@ class LinearCrossEntropyOptions(
     select = LossOptions.select
 
     def results(self) -> tuple[str, ...]:
-        asked = {"lse": self.return_lse, "z_loss": self.return_z_loss, "predicted": self.return_predictions}
-        return "loss", *[name for name, wanted in asked.items() if wanted]
+        lse, z_loss = ("lse",) * self.return_lse, ("z_loss",) * self.return_z_loss
+        return "loss", *lse, *z_loss, *("predicted",) * self.return_predictions
 
     def of_logits(self, reduction: str) -> LossOptions:
         """The options of the cross-entropy of logits that exist, scaled."""

@@ -20,8 +20,7 @@ class LinearLogProbsOptions(
     reduction = "none"
 
     def results(self) -> tuple[str, ...]:
-        asked = {"entropy": self.return_entropy, "lse": self.return_lse}
-        return "log_probs", *[name for name, wanted in asked.items() if wanted]
+        return "log_probs", *("entropy",) * self.return_entropy, *("lse",) * self.return_lse
 
     def of_logits(self) -> LogProbsOptions:
         """The options for logits that exist, scaled."""

@@ -19,6 +19,8 @@ class _Results(of_logits.Rows):
 
 
 class Rows(RowKernel):
+    has_blocks = True
+
     def forward(
         self, part: slice, logits: Tensor, target: Tensor, wanted: frozenset[str], dloss: Tensor | None
     ) -> dict[str, Tensor]:

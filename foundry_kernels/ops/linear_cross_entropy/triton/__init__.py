@@ -20,6 +20,8 @@ from foundry_kernels.ops.linear_cross_entropy.triton import launchers
 
 
 class Rows(CrossEntropyRows):
+    has_blocks = True
+
     def rows(self, logits: Tensor, target: Tensor, wanted: frozenset[str], dloss: Tensor | None) -> dict[str, Tensor]:
         losses = self.row_blocks(target, wanted, wide_dtype(logits.dtype))
         losses.add(logits, 0, dloss)
