@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,45 @@ def linear_case(
     if class_weight:
         args["class_weight"] = Arg((n_classes,), values=class_weights, grad=False)
     return Case(name, args, options, cotangent)
+
+
+def common_cases(case: Callable[..., Case], results: Mapping[str, Any], each: Mapping[str, Any]) -> tuple[Case, ...]:
+    """Cases of every loss, made by its `case`. Options: those that request all `results`, and those for which `each`
+    token's loss has a gradient of its own."""
+    layouts = ("swapped", "sliced", "offset", "expanded", "strided")
+    return (
+        *(
+            case((rows,), width, n)
+            for rows, width, n in [(1, 1, 1), (4, 8, 9), (7, 16, 33), (130, 8, 67), (9, 24, 129)]
+        ),
+        case((12,), 8, 50, "chunks", chunk_size=5),
+        case((2, 3, 5), 8, 40, "4d", **results),
+        *(case((2, 3, 5), 8, 40, layout, hidden=layout, cotangent="strided", **each) for layout in layouts),
+        case((0,), 8, 40, "empty", **results),
+        case((12,), 8, 50, "bias", bias=True, **results),
+        *(case((12,), 8, 50, "frozen-" + name, frozen=(name,), **results) for name in ("hidden", "weight")),
+        case((12,), 8, 50, "frozen-both", frozen=("hidden", "weight"), bias=True),
+        case((40,), 8, 50, "ignored", ignored=0.4, chunk_size=7, **results),
+        case((12,), 8, 50, "all-ignored", ignored=1.0, **results),
+        case((12,), 8, 5, "ignore-index-0", ignored=0.0, ignore_index=0, **results),
+        case((40,), 8, 50, "one-chunk", ignored=0.2, chunk_size=40, **results),
+    )
+
+
+def tiles_cases(results: Mapping[str, Any]) -> tuple[Case, ...]:
+    """Cases in blocks of classes; `results` as above."""
+    tiles: dict[str, Any] = {"chunk_size": "tiles", **results}
+    return (
+        linear_case((12,), 8, 50, "tiles", **tiles),
+        # Several blocks of tokens, of classes and of the width.
+        linear_case((70,), 40, 131, "tiles", ignored=0.2, **tiles),
+        *(linear_case((12,), 8, 50, f"tiles-frozen-{name}", frozen=(name,), **tiles) for name in ("hidden", "weight")),
+        linear_case((3,), 4, 1, "tiles", **tiles),
+        linear_case((12,), 8, 5, "tiles-ignore-index-0", ignore_index=0, **tiles),
+        linear_case((12,), 8, 50, "tiles-all-ignored", ignored=1.0, **tiles),
+        linear_case((0,), 8, 40, "tiles-empty", **tiles),
+        linear_case((12,), 8, 50, "tiles-large", std=60.0, **tiles),
+    )
 
 
 def magnitudes(args: Mapping[str, Tensor | None], options: Mapping[str, Any]) -> tuple[float, float, float] | None:

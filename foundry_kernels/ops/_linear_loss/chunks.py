@@ -11,7 +11,17 @@ from foundry_kernels.core import extension
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops._linear import linear
 from foundry_kernels.ops._linear_loss import sizes
-from foundry_kernels.ops._linear_loss.problem import ALL, TILES, Call, Inputs, Needs, Problem, mean_of, total_weight
+from foundry_kernels.ops._linear_loss.problem import (
+    ALL,
+    TILES,
+    Call,
+    Chunk,
+    Inputs,
+    Needs,
+    Problem,
+    mean_of,
+    total_weight,
+)
 from foundry_kernels.ops._products import accumulate, fast_products, multiply, own_products
 from foundry_kernels.ops.cross_entropy.tokens import NO_CLASS
 
@@ -241,12 +251,12 @@ def forward(call: Call) -> dict[str, Tensor]:
         share = total.reciprocal().masked_fill(total == 0, 0.0)
     found: list[dict[str, Tensor]] = []
     for part in tokens.chunks():
-        target, logits = rows_of(tokens.target, part), tokens.logits(part)
-        dloss = None if gradients is None else (one if late else share).expand(target.shape)
-        found.append(rows.forward(part, logits, target, wanted, dloss))
+        chunk = Chunk(part, tokens.logits(part), rows_of(tokens.target, part))
+        dloss = None if gradients is None else (one if late else share).expand(chunk.target.shape)
+        found.append(rows.forward(chunk, wanted, dloss))
         if gradients is not None:
-            gradients.add(part, logits)
-        del logits
+            gradients.add(part, chunk.logits)
+        del chunk
     if not found:
         dtypes = dict.fromkeys(call.loss.classes, torch.int64)
         found.append({name: one.new_empty(0, dtype=dtypes.get(name)) for name in wanted})
@@ -289,8 +299,8 @@ def backward(call: Call, dloss: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
     of_rows = [tokens.of_kept(x) for x in (dloss, *saved)]
     for part in tokens.chunks():
         d, *of_part = (rows_of(x, part) for x in of_rows)
-        logits = tokens.logits(part)
-        rows.gradients_(part, logits, d, rows_of(tokens.target, part), tuple(of_part), 0)
-        gradients.add(part, logits)
+        chunk = Chunk(part, tokens.logits(part), rows_of(tokens.target, part))
+        rows.gradients_(chunk, d, tuple(of_part), 0)
+        gradients.add(part, chunk.logits)
     # A copy where nothing else was written, so that an output is never an input.
     return tuple(g.to(hidden.dtype) for g in gradients.of(hidden))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foundry_kernels.ops._linear_loss import sizes
 from foundry_kernels.ops._linear_loss.chunks import Tokens, accumulate_product, make_logits, outputs, total_of
-from foundry_kernels.ops._linear_loss.problem import Call, total_weight
+from foundry_kernels.ops._linear_loss.problem import Call, Chunk, total_weight
 from foundry_kernels.ops._products import accumulate, multiply
 
 
@@ -63,7 +63,7 @@ def backward(call: Call, dloss: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
     dweight, dbias = made(weight.shape if needs.weight else (0,)), made(weight.shape[:1] if needs.bias else (0,))
     everything = slice(0, x.shape[0])
     for here, w, logits in _blocks(tokens) if x.shape[0] else ():
-        rows.gradients_(everything, logits, d, tokens.target, tuple(of_rows), here.start)
+        rows.gradients_(Chunk(everything, logits, tokens.target), d, tuple(of_rows), here.start)
         tokens.scale_gradients(logits)
         if needs.hidden and not rows.cpu:
             accumulate(dx, logits, w, alpha)

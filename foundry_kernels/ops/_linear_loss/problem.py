@@ -51,11 +51,18 @@ class Problem(Protocol):
     def batch_invariant(self) -> bool: ...
 
 
+class Chunk(NamedTuple):
+    """Tokens with logits, of all classes or some. part: which of `chunks.Tokens` they are."""
+
+    part: slice
+    logits: Tensor
+    target: Tensor
+
+
 class RowKernel:
     """The results of tokens from logits that exist. A loss has a subclass for each backend; an object is for one call.
 
-    Results have the names in `Loss.outputs`. `part` says which tokens of `chunks.Tokens` the logits belong to. `first`
-    is the class of the first column; all classes have logits where it is missing.
+    Results have the names in `Loss.outputs`.
     """
 
     #: Whether values may be looked at (see `chunks.Tokens`).
@@ -68,17 +75,14 @@ class RowKernel:
     def __init__(self, inputs: Inputs, constants: tuple[Tensor | None, ...], options: Any) -> None:
         self.options, self.n_classes = options, inputs.weight.shape[0]
 
-    def forward(
-        self, part: slice, logits: Tensor, target: Tensor, wanted: frozenset[str], dloss: Tensor | None
-    ) -> dict[str, Tensor]:
+    def forward(self, chunk: Chunk, wanted: frozenset[str], dloss: Tensor | None) -> dict[str, Tensor]:
         """Returns each token's results, those `wanted` at least. With `dloss`, the gradient of each token's loss, the
         logits' own gradient is written over them."""
         raise NotImplementedError
 
-    def gradients_(
-        self, part: slice, logits: Tensor, dloss: Tensor, target: Tensor, saved: tuple[Tensor, ...], first: int
-    ) -> None:
-        """Writes over the logits their gradient. `saved`: the tokens' `Loss.saved`."""
+    def gradients_(self, chunk: Chunk, dloss: Tensor, saved: tuple[Tensor, ...], first: int) -> None:
+        """Writes over the logits, which are those of the classes from `first` on, their gradient. `saved`: the tokens'
+        `Loss.saved`."""
         raise NotImplementedError
 
     def blocks(self, target: Tensor, wanted: frozenset[str], dtype: torch.dtype) -> Any:

@@ -16,6 +16,7 @@ from foundry_kernels.ops._linear_loss.operators import BACKENDS
 from foundry_kernels.ops._linear_loss.problem import (
     GRADIENTS,
     TILES,
+    Chunk,
     Inputs,
     Loss,
     Needs,
@@ -44,13 +45,11 @@ class CrossEntropyRows(RowKernel):
         (self.class_weight,) = constants
         self.of_logits = options.of_logits("none")
 
-    def rows(self, logits: Tensor, target: Tensor, wanted: frozenset[str], dloss: Tensor | None) -> dict[str, Tensor]:
+    def rows(self, chunk: Chunk, wanted: frozenset[str], dloss: Tensor | None) -> dict[str, Tensor]:
         """As `forward`, without predictions and token scaling."""
         raise NotImplementedError
 
-    def rows_backward_(
-        self, logits: Tensor, dloss: Tensor, target: Tensor, lse: Tensor, lse_low: Tensor, first: int
-    ) -> None:
+    def rows_backward_(self, chunk: Chunk, dloss: Tensor, lse: Tensor, lse_low: Tensor, first: int) -> None:
         """As `gradients_`, without token scaling."""
         raise NotImplementedError
 
@@ -58,31 +57,28 @@ class CrossEntropyRows(RowKernel):
         """As `blocks`, without predictions."""
         raise NotImplementedError
 
-    def forward(
-        self, part: slice, logits: Tensor, target: Tensor, wanted: frozenset[str], dloss: Tensor | None
-    ) -> dict[str, Tensor]:
+    def forward(self, chunk: Chunk, wanted: frozenset[str], dloss: Tensor | None) -> dict[str, Tensor]:
+        _, logits, target = chunk
         scales = self.options.token_scaling
         predicted = predictions(logits, target, self.options.ignore_index) if "predicted" in wanted else None
         needed = wanted | {"lse"} if scales else wanted
         if dloss is not None:
             needed = needed | {"lse", "lse_low"}
-        found = self.rows(logits, target, needed, None if scales else dloss)
+        found = self.rows(chunk, needed, None if scales else dloss)
         if predicted is not None:
             found["predicted"] = predicted
         if scales:
-            p = self._probabilities(logits, target, found["lse"])
+            p = self._probabilities(chunk, found["lse"])
             found |= {name: found[name] * p for name in ("loss", "z_loss") if name in wanted}
             if dloss is not None:
-                self.rows_backward_(logits, dloss * p, target, found["lse"], found["lse_low"], 0)
+                self.rows_backward_(chunk, dloss * p, found["lse"], found["lse_low"], 0)
         return found
 
-    def gradients_(
-        self, part: slice, logits: Tensor, dloss: Tensor, target: Tensor, saved: tuple[Tensor, ...], first: int
-    ) -> None:
+    def gradients_(self, chunk: Chunk, dloss: Tensor, saved: tuple[Tensor, ...], first: int) -> None:
         lse, lse_low = saved
         if self.options.token_scaling:
-            dloss = dloss * self._probabilities(logits, target, lse)
-        self.rows_backward_(logits, dloss, target, lse, lse_low, first)
+            dloss = dloss * self._probabilities(chunk, lse)
+        self.rows_backward_(chunk, dloss, lse, lse_low, first)
 
     def blocks(self, target: Tensor, wanted: frozenset[str], dtype: torch.dtype) -> Any:
         found = self.row_blocks(target, wanted, dtype)
@@ -90,8 +86,8 @@ class CrossEntropyRows(RowKernel):
             return found
         return _WithPredictions(found, known_targets(target, self.n_classes, self.options.ignore_index))
 
-    def _probabilities(self, logits: Tensor, target: Tensor, lse: Tensor) -> Tensor:
-        return probabilities(logits, target, lse, self.options.ignore_index, self.options.softcap)
+    def _probabilities(self, chunk: Chunk, lse: Tensor) -> Tensor:
+        return probabilities(chunk.logits, chunk.target, lse, self.options.ignore_index, self.options.softcap)
 
 
 class _WithPredictions:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from foundry_kernels.ops._linear_loss.problem import GRADIENTS, Inputs, Loss, RowKernel
+from foundry_kernels.ops._linear_loss.problem import GRADIENTS, Chunk, Inputs, Loss, RowKernel
 from foundry_kernels.ops.kl_div.options import KlDivOptions
 from foundry_kernels.ops.linear_kl_div.options import LinearKlDivOptions
 from foundry_kernels.ops.linear_kl_div.teacher import Teacher, TeacherLogits
@@ -42,12 +42,9 @@ class KlDivRows(RowKernel):
         them."""
         raise NotImplementedError
 
-    def forward(
-        self, part: slice, logits: Tensor, target: Tensor, wanted: frozenset[str], dloss: Tensor | None
-    ) -> dict[str, Tensor]:
+    def forward(self, chunk: Chunk, wanted: frozenset[str], dloss: Tensor | None) -> dict[str, Tensor]:
+        part, logits, target = chunk
         return {"loss": self.rows(logits, self.teacher.logits(part), target, self.options.of_logits(), dloss)}
 
-    def gradients_(
-        self, part: slice, logits: Tensor, dloss: Tensor, target: Tensor, saved: tuple[Tensor, ...], first: int
-    ) -> None:
-        self.rows(logits, self.teacher.logits(part), target, self.options.of_logits(), dloss)
+    def gradients_(self, chunk: Chunk, dloss: Tensor, saved: tuple[Tensor, ...], first: int) -> None:
+        self.forward(chunk, frozenset(), dloss)

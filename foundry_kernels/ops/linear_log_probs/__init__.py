@@ -9,7 +9,7 @@ the formulas.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -28,38 +28,28 @@ from foundry_kernels.ops.linear_log_probs import reference
 from foundry_kernels.ops.linear_log_probs.options import LinearLogProbsOptions
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments except those that select the results."""
+
+    bias: Tensor | None
+    logit_scale: float
+    softcap: float | None
+    ignore_index: int
+    chunk_size: int | Literal["tiles"] | None
+    batch_invariant: bool
+    backend: str
+
+
 @overload
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    return_entropy: Literal[False] = False,
-    return_lse: Literal[False] = False,
-    chunk_size: int | Literal["tiles"] | None = None,
-    batch_invariant: bool = False,
-    backend: str = "auto",
-) -> Tensor: ...
+    hidden: Tensor, weight: Tensor, target: Tensor, *, return_entropy: Literal[False] = False,
+    return_lse: Literal[False] = False, **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
 @overload
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    return_entropy: bool = False,
-    return_lse: bool = False,
-    chunk_size: int | Literal["tiles"] | None = None,
-    batch_invariant: bool = False,
-    backend: str = "auto",
-) -> Tensor | tuple[Tensor, ...]: ...
+    hidden: Tensor, weight: Tensor, target: Tensor, *, return_entropy: bool = False, return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels.ops._linear_loss.cases import linear_case, magnitudes
+from foundry_kernels.ops._linear_loss.cases import common_cases, linear_case, magnitudes, tiles_cases
 from foundry_kernels.testing import Case
 
 _RESULTS: dict[str, Any] = {"return_entropy": True, "return_lse": True}
@@ -17,42 +17,20 @@ _TILES: dict[str, Any] = {"chunk_size": "tiles"}
 
 CASES: dict[str, tuple[Case, ...]] = {
     "linear_log_probs": (
+        *common_cases(linear_case, _RESULTS, _RESULTS),
+        *tiles_cases(_RESULTS),
         linear_case((3,), 4, 5, **_RESULTS),
-        *(
-            linear_case((rows,), width, n)
-            for rows, width, n in [(1, 1, 1), (4, 8, 9), (7, 16, 33), (130, 8, 67), (9, 24, 129)]
-        ),
         linear_case((200,), 32, 1031, "all", **_RESULTS),
-        linear_case((12,), 8, 50, "chunks", chunk_size=5),
         linear_case((12,), 8, 50, "one-by-one", chunk_size=1, **_RESULTS),
-        linear_case((2, 3, 5), 8, 40, "4d", **_RESULTS),
-        *(
-            linear_case((2, 3, 5), 8, 40, layout, hidden=layout, cotangent="strided", **_RESULTS)
-            for layout in ("swapped", "sliced", "offset", "expanded", "strided")
-        ),
-        linear_case((0,), 8, 40, "empty", **_RESULTS),
-        linear_case((12,), 8, 50, "bias", bias=True, ignored=0.3),
-        *(linear_case((12,), 8, 50, "frozen-" + name, frozen=(name,), **_RESULTS) for name in ("hidden", "weight")),
-        linear_case((12,), 8, 50, "frozen-both", frozen=("hidden", "weight"), bias=True),
         linear_case((12,), 8, 50, "entropy", return_entropy=True, ignored=0.2),
         linear_case((12,), 8, 50, "lse", return_lse=True, ignored=0.2),
-        linear_case((40,), 8, 50, "ignored", ignored=0.4, chunk_size=7, **_RESULTS),
-        linear_case((12,), 8, 50, "all-ignored", ignored=1.0, **_RESULTS),
-        linear_case((12,), 8, 5, "ignore-index-0", ignore_index=0, **_RESULTS),
         linear_case((12,), 8, 50, "everything", bias=True, ignored=0.2, chunk_size=5, **_ALL),
         linear_case((12,), 8, 50, "large", std=60.0, **_RESULTS),
-        linear_case((12,), 8, 50, "tiles", **_TILES),
-        linear_case((70,), 40, 131, "tiles", ignored=0.2, **_TILES, **_RESULTS),
+        linear_case((12,), 8, 50, "tiles-alone", **_TILES),
         linear_case(
             (2, 6), 8, 50, "tiles-everything", "strided", bias=True, cotangent="strided", ignored=0.2, **_TILES, **_ALL
         ),
-        *(linear_case((12,), 8, 50, f"tiles-frozen-{name}", frozen=(name,), **_TILES) for name in ("hidden", "weight")),
-        linear_case((3,), 4, 1, "tiles", **_TILES, **_RESULTS),
-        linear_case((12,), 8, 50, "tiles-all-ignored", ignored=1.0, **_TILES, **_RESULTS),
-        linear_case((0,), 8, 40, "tiles-empty", **_TILES),
-        linear_case((12,), 8, 50, "tiles-large", std=60.0, **_TILES, **_RESULTS),
         linear_case((3,), 4, 70000, "tiles-of-blocks", return_entropy=True, **_TILES),  # several of them on any backend
-        linear_case((40,), 8, 50, "one-chunk", ignored=0.2, chunk_size=40, **_RESULTS),
     ),
 }
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.ops._linear_loss.native import native_backend
-from foundry_kernels.ops._linear_loss.problem import RowKernel
+from foundry_kernels.ops._linear_loss.problem import Chunk, RowKernel
 from foundry_kernels.ops.linear_log_probs.loss import LOSS, numbers
 from foundry_kernels.ops.log_probs.native import log_probs_bwd_classes_
 
@@ -16,18 +16,14 @@ _FORWARD = torch.ops.foundry_kernels.log_probs_fwd.default
 class Rows(RowKernel):
     cpu = True
 
-    def forward(
-        self, part: slice, logits: Tensor, target: Tensor, wanted: frozenset[str], dloss: Tensor | None
-    ) -> dict[str, Tensor]:
+    def forward(self, chunk: Chunk, wanted: frozenset[str], dloss: Tensor | None) -> dict[str, Tensor]:
         saves = [name in wanted for name in LOSS.flags]
-        found = _FORWARD(logits, target, *self.options.of_logits().operator_args(), *saves)
+        found = _FORWARD(chunk.logits, chunk.target, *self.options.of_logits().operator_args(), *saves)
         return dict(zip(LOSS.outputs, found, strict=True))
 
-    def gradients_(
-        self, part: slice, logits: Tensor, dloss: Tensor, target: Tensor, saved: tuple[Tensor, ...], first: int
-    ) -> None:
+    def gradients_(self, chunk: Chunk, dloss: Tensor, saved: tuple[Tensor, ...], first: int) -> None:
         options = self.options.of_logits().operator_args()
-        log_probs_bwd_classes_(logits, *numbers(dloss), target, *saved, first, self.n_classes, *options)
+        log_probs_bwd_classes_(chunk.logits, *numbers(dloss), chunk.target, *saved, first, self.n_classes, *options)
 
 
 linear_log_probs = native_backend(LOSS, Rows)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.registry import wide_dtype
-from foundry_kernels.ops._linear_loss.problem import RowKernel
+from foundry_kernels.ops._linear_loss.problem import Chunk, RowKernel
 from foundry_kernels.ops._linear_loss.triton import triton_backend
 from foundry_kernels.ops.linear_log_probs.loss import LOSS, numbers
 from foundry_kernels.ops.log_probs import triton as of_logits
@@ -21,16 +21,13 @@ class _Results(of_logits.Rows):
 class Rows(RowKernel):
     has_blocks = True
 
-    def forward(
-        self, part: slice, logits: Tensor, target: Tensor, wanted: frozenset[str], dloss: Tensor | None
-    ) -> dict[str, Tensor]:
-        found = self.blocks(target, wanted, wide_dtype(logits.dtype))
-        found.add(logits, 0)
+    def forward(self, chunk: Chunk, wanted: frozenset[str], dloss: Tensor | None) -> dict[str, Tensor]:
+        found = self.blocks(chunk.target, wanted, wide_dtype(chunk.logits.dtype))
+        found.add(chunk.logits, 0)
         return found.results
 
-    def gradients_(
-        self, part: slice, logits: Tensor, dloss: Tensor, target: Tensor, saved: tuple[Tensor, ...], first: int
-    ) -> None:
+    def gradients_(self, chunk: Chunk, dloss: Tensor, saved: tuple[Tensor, ...], first: int) -> None:
+        _, logits, target = chunk
         (g, c, b), (lse, lse_low), options = numbers(dloss), saved, self.options.of_logits()
         of_logits.gradients(g, c, b, logits, target, lse, lse_low, options, logits, first, self.n_classes)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops._linear_loss.problem import Chunk
 from foundry_kernels.ops._linear_loss.triton import triton_backend
 from foundry_kernels.ops.linear_cross_entropy.loss import LOSS, CrossEntropyRows
 from foundry_kernels.ops.linear_cross_entropy.triton import launchers
@@ -22,17 +23,14 @@ from foundry_kernels.ops.linear_cross_entropy.triton import launchers
 class Rows(CrossEntropyRows):
     has_blocks = True
 
-    def rows(self, logits: Tensor, target: Tensor, wanted: frozenset[str], dloss: Tensor | None) -> dict[str, Tensor]:
-        losses = self.row_blocks(target, wanted, wide_dtype(logits.dtype))
-        losses.add(logits, 0, dloss)
+    def rows(self, chunk: Chunk, wanted: frozenset[str], dloss: Tensor | None) -> dict[str, Tensor]:
+        losses = self.row_blocks(chunk.target, wanted, wide_dtype(chunk.logits.dtype))
+        losses.add(chunk.logits, 0, dloss)
         return losses.results
 
-    def rows_backward_(
-        self, logits: Tensor, dloss: Tensor, target: Tensor, lse: Tensor, lse_low: Tensor, first: int
-    ) -> None:
-        launchers.gradients_(
-            logits, dloss, target, self.class_weight, lse, lse_low, first, self.n_classes, self.of_logits
-        )
+    def rows_backward_(self, chunk: Chunk, dloss: Tensor, lse: Tensor, lse_low: Tensor, first: int) -> None:
+        args = (self.class_weight, lse, lse_low, first, self.n_classes, self.of_logits)
+        launchers.gradients_(chunk.logits, dloss, chunk.target, *args)
 
     def row_blocks(self, target: Tensor, wanted: frozenset[str], dtype: torch.dtype) -> launchers.Losses:
         return launchers.Losses(target, self.n_classes, self.class_weight, self.of_logits, dtype, wanted)
