@@ -68,28 +68,15 @@ class Options(TypedDict, total=False):
 
 @overload
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    return_lse: Literal[False] = False,
-    return_z_loss: Literal[False] = False,
-    return_token_accuracy: Literal[False] = False,
-    return_predicted_tokens: Literal[False] = False,
-    **options: Unpack[Options],
-) -> Tensor: ...
+    hidden: Tensor, weight: Tensor, target: Tensor, *, return_lse: Literal[False] = False,
+    return_z_loss: Literal[False] = False, return_token_accuracy: Literal[False] = False,
+    return_predicted_tokens: Literal[False] = False, **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
 @overload
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    return_lse: bool = False,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-    **options: Unpack[Options],
-) -> Tensor | tuple[Tensor, ...]: ...
+    hidden: Tensor, weight: Tensor, target: Tensor, *, return_lse: bool = False, return_z_loss: bool = False,
+    return_token_accuracy: bool = False, return_predicted_tokens: bool = False, **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -74,6 +74,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         linear_case((40,), 8, 50, "logits-ignored", logits="contiguous", ignored=0.3, chunk_size=7),
         linear_case((40,), 8, 50, "logits-ignored-none", logits="strided", ignored=0.3, chunk_size=7, **_NONE),
         linear_case((2, 0), 8, 40, "empty-none", **_NONE),
+        linear_case((2, 3, 5), 8, 40, "wide-teacher", teacher_width=12),
         *(linear_case((12,), 8, 50, f"frozen-{name}-none", frozen=(name,), **_NONE) for name in ("hidden", "weight")),
         linear_case((12,), 8, 50, "all-ignored-none", ignored=1.0, **_NONE),
         *(linear_case((12,), 8, 50, f"{name}-large", std=60.0, **each) for name, each in DIRECTIONS.items()),
