@@ -39,15 +39,25 @@ def digest(paths: list[Path], root: Path = ROOT) -> str:
 
 
 def files(op: OpSpec, device: str, root: Path = ROOT) -> list[Path]:
-    """The operation's folder and the neighbouring modules that it imports; the files of csrc with its name, with the
-    names of operations in folders that it imports, or of operators that it looks up; and their includes."""
+    """The operation's folder, the neighbouring folder and modules that it imports; the files of csrc with its name,
+    with the names of operations in folders that these folders import, or of operators that they look up; and their
+    includes."""
     folder = root / Path(*op.package.split("."))
-    python = [p for p in sorted(folder.rglob("*.py")) if p.name not in _BESIDE]
-    text = "\n".join(p.read_text(encoding="utf-8") for p in python)
-    python += [
-        folder.parent / f"{name}.py"
-        for name in sorted(set(re.findall(r"foundry_kernels\.ops\.(_(?!register)\w+)", text)))
-    ]
+
+    def read(folder: Path) -> tuple[list[Path], str, list[str]]:
+        """The files of a folder, their text, and the neighbours that they import."""
+        paths = [p for p in sorted(folder.rglob("*.py")) if p.name not in _BESIDE]
+        text = "\n".join(p.read_text(encoding="utf-8") for p in paths)
+        return paths, text, sorted(set(re.findall(r"foundry_kernels\.ops\.(_(?!register)\w+)", text)))
+
+    python, text, neighbours = read(folder)
+    for name in neighbours:  # which the engine of several operations adds to
+        if (folder.parent / name).is_dir():
+            more, of_engine, others = read(folder.parent / name)
+            python, text = python + more, text + of_engine
+            neighbours += [other for other in others if other not in neighbours]
+        else:
+            python.append(folder.parent / f"{name}.py")
     imported = set(re.findall(r"foundry_kernels\.ops(?:\.| import )([a-z]\w*)", text)) | {folder.name}
     names = imported | {other.name for other in fk.OPS.values() if other.package.rpartition(".")[2] in imported}
     names |= set(re.findall(r'operator\("(\w+?)_?"\)', text))

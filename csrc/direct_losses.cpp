@@ -9,7 +9,7 @@
 namespace foundry {
 namespace {
 
-// The limits of linear_cross_entropy/chunk_size.py, which sets them. Until then no call is direct.
+// The limits of _linear_loss/sizes.py, which sets them. Until then no call is direct.
 struct {
   int64_t multiplications = 0;  // of a small matmul
   int64_t tokens = 0;

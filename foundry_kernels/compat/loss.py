@@ -15,9 +15,9 @@ from foundry_kernels.compat import probabilities
 from foundry_kernels.compat.scalars import as_float, as_int
 from foundry_kernels.core.checks import check_float, check_shape, check_tensor
 from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops._linear_loss.problem import mean_of, total_weight
 from foundry_kernels.ops.cross_entropy import cross_entropy as fk_cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy as fk_linear_cross_entropy
-from foundry_kernels.ops.linear_cross_entropy.calls import mean_of, total_weight
 
 
 def cross_entropy(

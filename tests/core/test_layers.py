@@ -107,6 +107,19 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert not found, " <- ".join(found)
 
 
+def test_losses_on_one_engine_do_not_import_each_other() -> None:
+    """Nor does the engine import a loss: another loss is a folder beside them."""
+    folder_of = {name: name.split(".")[2] for name in modules(ROOT) if name.startswith("foundry_kernels.ops.")}
+    imports_of: dict[str, set[str]] = {folder: set() for folder in folder_of.values()}
+    for name, others in graph(ROOT).items():
+        if name in folder_of:
+            imports_of[folder_of[name]] |= {folder_of[other] for other in others if other in folder_of}
+    losses = {folder for folder, found in imports_of.items() if "_linear_loss" in found - {folder}}
+    assert losses >= {"linear_cross_entropy", "linear_log_probs", "linear_kl_div"}
+    for folder in ("_linear_loss", *losses):
+        assert not imports_of[folder] & losses - {folder}, folder
+
+
 @pytest.mark.parametrize(
     "planted",
     [

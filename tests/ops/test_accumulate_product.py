@@ -15,7 +15,7 @@ from table import cpu_setting
 from torch import Tensor
 
 from foundry_kernels.core import extension
-from foundry_kernels.ops.linear_cross_entropy import chunks
+from foundry_kernels.ops._linear_loss import chunks
 
 each_instruction_set = pytest.mark.parametrize("isa", extension.build_info().get("usable_instruction_sets", []))
 

@@ -16,7 +16,8 @@ from torch import Tensor
 import foundry_kernels as fk
 from foundry_kernels.core import extension
 from foundry_kernels.core.registry import no_direct_call
-from foundry_kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunks, linear_cross_entropy, sizes
+from foundry_kernels.ops._linear_loss import chunks, sizes
+from foundry_kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
 from foundry_kernels.ops.linear_cross_entropy.cases import CASES
 
 ROWS = [r for r in rows("reference", "triton", "native") if r.op.name == "linear_cross_entropy"]
@@ -277,7 +278,7 @@ def test_limits_are_said_once() -> None:
     code = """
 import sys
 sys.modules["foundry_kernels._C"] = None
-from foundry_kernels.ops.linear_cross_entropy import sizes
+from foundry_kernels.ops._linear_loss import sizes
 print(sizes.SMALL, sizes.SUMMED24)
 """
     alone = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

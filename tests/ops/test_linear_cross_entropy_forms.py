@@ -20,10 +20,10 @@ from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 if not _triton.INTERPRET:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from foundry_kernels.ops.linear_cross_entropy import operators, sizes
-from foundry_kernels.ops.linear_cross_entropy.calls import Needs
-from foundry_kernels.ops.linear_cross_entropy.options import ALL, TILES, LinearLossOptions
-from foundry_kernels.ops.linear_cross_entropy.triton import launchers
+from foundry_kernels.ops._linear_loss import operators, sizes
+from foundry_kernels.ops._linear_loss.problem import ALL, TILES, Needs
+from foundry_kernels.ops._linear_loss.triton import scale_
+from foundry_kernels.ops.linear_cross_entropy.options import LinearCrossEntropyOptions
 
 TOKENS, WIDTH, CLASSES = 40, 8, 70
 OPS = torch.ops.foundry_kernels
@@ -99,7 +99,7 @@ def chosen(
     batch_invariant: bool = False, reduction: str = "mean",
 ) -> int | None:  # fmt: skip
     hidden, weight = (torch.empty(s, dtype=dtype, device="meta") for s in ((tokens, shape[1]), shape))
-    options = LinearLossOptions(-100, reduction, 0.0, 0.0, None, 1.0, None, False, batch_invariant)
+    options = LinearCrossEntropyOptions(-100, reduction, 0.0, 0.0, None, 1.0, None, False, batch_invariant)
     return sizes.on_gpu(hidden, weight, options, Needs(*needs, False))
 
 
@@ -246,7 +246,7 @@ def test_a_gradient_is_scaled_in_place_by_a_number_on_the_device(dtype: torch.dt
     x = torch.randn(3, 1700).to(dtype)
     for factor in (1.0, 0.3, math.nan, 0.0):
         scaled = x.clone()
-        launchers.scale_(scaled, torch.tensor(factor))
+        scale_(scaled, torch.tensor(factor))
         torch.testing.assert_close(scaled, (x.float() * factor).to(dtype), rtol=0.0, atol=0.0, equal_nan=True)
 
 

@@ -22,10 +22,11 @@ if _triton.MISSING is not None:
 
 from foundry_kernels._triton import devices
 from foundry_kernels.ops import _products
-from foundry_kernels.ops.linear_cross_entropy import chunks, sizes, vocabulary_blocks
+from foundry_kernels.ops._linear_loss import chunks, class_blocks, sizes
+from foundry_kernels.ops._linear_loss.problem import ALL, NOTHING, TILES, Call, Inputs, Needs
 from foundry_kernels.ops.linear_cross_entropy import triton as forms
-from foundry_kernels.ops.linear_cross_entropy.calls import Inputs, Needs, Saves
-from foundry_kernels.ops.linear_cross_entropy.options import ALL, TILES, LinearLossOptions
+from foundry_kernels.ops.linear_cross_entropy.loss import LOSS
+from foundry_kernels.ops.linear_cross_entropy.options import LinearCrossEntropyOptions
 from foundry_kernels.ops.linear_cross_entropy.triton import launchers
 
 N, D, V = 8192, 4096, 128256
@@ -79,23 +80,21 @@ def call(
 ) -> tuple[Any, ...]:  # fmt: skip
     """What the operators do, of Llama 3's head, forward and, where that has not made the gradients, backward."""
     defaults = {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0} | more
-    options = LinearLossOptions(-100, reduction, *defaults.values(), chunk_size, False, False)
+    options = LinearCrossEntropyOptions(-100, reduction, *defaults.values(), chunk_size, False, False)
     hidden, weight = (torch.empty(size, D, dtype=dtype, device="meta") for size in (tokens, V))
     target = torch.empty(tokens, dtype=torch.int64, device="meta")
-    inputs = Inputs(hidden, weight, target, None, None)
+    inputs = Inputs(hidden, weight, target, None)
     later = any(needs) and (reduction == "none" or chunk_size == TILES)
-    saves = Saves(False, False, later, False)
+    of = class_blocks if chunk_size == TILES else chunks
     with recorder:
-        if chunk_size == TILES:
-            made = vocabulary_blocks.forward(forms.KERNELS, inputs, options, saves)
-        else:
-            made = chunks.forward(forms.KERNELS, inputs, options, saves, Needs(False, False, False) if later else needs)
+        rows = forms.Rows(inputs, (None,), options)
+        saves = frozenset(("loss", *LOSS.saved) if later else ("loss",))
+        made = of.forward(Call(LOSS, rows, inputs, options, NOTHING if later else needs, saves))
         if not later:
-            return made.dhidden, made.dweight
-        rows = torch.empty(tokens, device="meta")
-        dloss = rows if reduction == "none" else torch.empty((), device="meta")
-        of = vocabulary_blocks if chunk_size == TILES else chunks
-        return of.backward(forms.KERNELS, dloss, inputs, rows, rows, options, needs)[:2]
+            return made["dhidden"], made["dweight"]
+        of_tokens = torch.empty(tokens, device="meta")
+        dloss = of_tokens if reduction == "none" else torch.empty((), device="meta")
+        return of.backward(Call(LOSS, rows, inputs, options, needs), dloss, of_tokens, of_tokens)[:2]
 
 
 BF, F32 = torch.bfloat16, torch.float32

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.ops.linear_cross_entropy import operators
+from foundry_kernels.ops._linear_loss import operators
 
 BACKENDS = [b for b in ("reference", "triton", "native") if fk.OPS["log_probs"].why_not(b, "cpu") is None]
 
@@ -76,8 +76,10 @@ def test_the_lse_of_a_loss_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> No
     """And costs nothing where nobody asks for it."""
     hidden, weight, target = (x.requires_grad_() if x.is_floating_point() else x for x in inputs())
     calls: list[str] = []
-    for prefix, own in operators.LSE_BACKWARD.items():
-        monkeypatch.setitem(operators.LSE_BACKWARD, prefix, lambda *args, own=own: calls.append("lse") or own(*args))
+    for name, own in operators.BACKENDS.items():
+        if name.endswith("linear_log_probs"):
+            backward = lambda *args, own=own.backward: calls.append("lse") or own(*args)  # noqa: E731
+            monkeypatch.setitem(operators.BACKENDS, name, own._replace(backward=backward))
     for reduction in ("mean", "none"):
         loss, lse = fk.linear_cross_entropy(hidden, weight, target, reduction=reduction, return_lse=True)
         loss.sum().backward()

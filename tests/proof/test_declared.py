@@ -230,12 +230,16 @@ def test_every_option_is_in_a_case_of_each_strategy(tiles: bool) -> None:
 
 def test_a_sharded_vocabulary_declares_every_option() -> None:
     pytest.importorskip("torch.distributed.tensor")
-    from foundry_kernels.ops.linear_cross_entropy import Options, vocab_parallel
-    from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
+    from foundry_kernels.ops.linear_cross_entropy import Options
+    from foundry_kernels.ops.linear_cross_entropy.options import LinearCrossEntropyOptions
+    from foundry_kernels.ops.linear_cross_entropy.vocab_parallel import CrossEntropyOfOwnClasses
+    from foundry_kernels.ops.linear_log_probs.options import LinearLogProbsOptions
+    from foundry_kernels.ops.linear_log_probs.vocab_parallel import LogProbsOfOwnClasses
 
-    assert LinearLossOptions._fields == vocab_parallel.SUPPORTED
+    assert LinearCrossEntropyOptions._fields == CrossEntropyOfOwnClasses.supported
+    assert LinearLogProbsOptions._fields == LogProbsOfOwnClasses.supported
     # The backend is done with before, the tensors are arguments.
-    given = {*LinearLossOptions._fields, "bias", "class_weight", "backend"} - {"return_predictions"}
+    given = {*LinearCrossEntropyOptions._fields, "bias", "class_weight", "backend"} - {"return_predictions"}
     assert given == {*Options.__annotations__, "return_lse", "return_z_loss"}
 
 

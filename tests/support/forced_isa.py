@@ -36,7 +36,7 @@ FILES = (
     "tests/nn/test_products.py",
     "tests/proof/test_precision.py",
     "tests/ops/test_linear_cross_entropy.py",
-    "tests/ops/test_linear_cross_entropy_vocabulary_blocks.py",
+    "tests/ops/test_linear_cross_entropy_class_blocks.py",
     "tests/ops/flash_attention/test_native.py",
     "tests/ops/test_cross_entropy_native.py",
     "tests/ops/test_rope_native.py",

@@ -203,19 +203,20 @@ def test_digests_are_of_the_code_that_makes_an_operation(tree: Path) -> None:
     ):
         assert edited(f"foundry_kernels/{path}", "\nmore = 1\n") == set()
     assert edited("csrc/torch/swiglu_cuda.cpp", "int more;") == set()
-    assert edited("csrc/torch/accumulate_product_cpu.cpp", "int more;") == {"linear_cross_entropy"}
+    linear = {"linear_cross_entropy", "linear_kl_div", "linear_log_probs"}
+    assert edited("csrc/torch/accumulate_product_cpu.cpp", "int more;") == linear
+    assert edited("foundry_kernels/ops/_linear_loss/chunks.py", "\nmore = 1\n") == linear
     assert edited("csrc/cpu/cross_entropy.cpp", "int more;") == {
         "cross_entropy",
         "kl_div",
-        "linear_cross_entropy",
-        "linear_log_probs",
         "log_probs",
+        *linear,
     }
     kernels = {op.name for op in fk.OPS.values() if (impl := op.impl("native")) and "cpu" in impl.sources}
     assert edited("csrc/cpu/vec.h", "int more;") == kernels  # by what is included
-    assert edited("csrc/cpu/matmul.cpp", "int more;") == {"grouped_mm", "linear_cross_entropy"}
-    assert edited("foundry_kernels/ops/_products.py", "\nmore = 1\n") == {"linear_cross_entropy"}
-    assert edited("csrc/cpu/decode_linear.cpp", "int more;") == {"decode_linear", "grouped_mm", "linear_cross_entropy"}
+    assert edited("csrc/cpu/matmul.cpp", "int more;") == {"grouped_mm", *linear}
+    assert edited("foundry_kernels/ops/_products.py", "\nmore = 1\n") == linear
+    assert edited("csrc/cpu/decode_linear.cpp", "int more;") == {"decode_linear", "grouped_mm", *linear}
     assert "csrc/cuda/swiglu.cu" in {p.relative_to(ROOT).as_posix() for p in sources.files(fk.OPS["swiglu"], "cuda")}
     of_attention = [
         {p.relative_to(ROOT).as_posix() for p in sources.files(fk.OPS["flash_attention"], d)} for d in ("cuda", "cpu")

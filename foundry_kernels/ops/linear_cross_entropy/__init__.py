@@ -14,7 +14,7 @@ for a bfloat16 weight on a CPU, in 24 bits; those of a single chunk are matmuls 
 
 *Tiles*: blocks of the classes, for all tokens. The forward pass adds the logits of a block to each token's running
 log-sum-exp. The backward pass recomputes them, and each row of the weight's gradient is complete at once, so there is
-no float32 copy of it (see `vocabulary_blocks.py`). On the CPU tiles use the forward pass of chunks.
+no float32 copy of it (see `_linear_loss/class_blocks.py`). On the CPU tiles use the forward pass of chunks.
 
 The matmuls are PyTorch's own, at sizes for which they are fast. A kernel that multiplied tiles of logits without
 writing them took 20.5 ms on an H100; PyTorch's matmuls and a pass over their results took 13.9 ms (8192 tokens, 4096 x
@@ -26,29 +26,27 @@ Kernel", 2024, arXiv:2410.10989.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core import invariance
-from foundry_kernels.core.autocast import autocast_dtype
-from foundry_kernels.core.checks import (
-    check_bool,
-    check_device,
-    check_dtype,
-    check_float,
-    check_int,
-    check_number,
-    check_shape,
-)
+from foundry_kernels.core.checks import check_bool
 from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops import cross_entropy as losses
+from foundry_kernels.ops._linear_loss.checks import (
+    check_linear,
+    check_vocab_sharded,
+    is_vocab_sharded,
+    strategy,
+    under_autocast,
+)
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.cross_entropy.tokens import with_predictions
 from foundry_kernels.ops.linear_cross_entropy import reference
-from foundry_kernels.ops.linear_cross_entropy.options import TILES, LinearLossOptions
+from foundry_kernels.ops.linear_cross_entropy.options import LinearCrossEntropyOptions
 
 
 class Options(TypedDict, total=False):
@@ -70,28 +68,15 @@ class Options(TypedDict, total=False):
 
 @overload
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    return_lse: Literal[False] = False,
-    return_z_loss: Literal[False] = False,
-    return_token_accuracy: Literal[False] = False,
-    return_predicted_tokens: Literal[False] = False,
-    **options: Unpack[Options],
-) -> Tensor: ...
+    hidden: Tensor, weight: Tensor, target: Tensor, *, return_lse: Literal[False] = False,
+    return_z_loss: Literal[False] = False, return_token_accuracy: Literal[False] = False,
+    return_predicted_tokens: Literal[False] = False, **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
 @overload
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    return_lse: bool = False,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-    **options: Unpack[Options],
-) -> Tensor | tuple[Tensor, ...]: ...
+    hidden: Tensor, weight: Tensor, target: Tensor, *, return_lse: bool = False, return_z_loss: bool = False,
+    return_token_accuracy: bool = False, return_predicted_tokens: bool = False, **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -192,8 +177,8 @@ def linear_cross_entropy(
 
     DTensors: tokens may be sharded over devices, and so may the classes (`weight` and `bias` as ``Shard(0)``). With
     sharded classes every backend runs on the same code of PyTorch operations: each device computes the logits of its
-    own classes, and two small all-reduces give the loss, in chunks of tokens (`vocab_parallel.py`). `target` may be a
-    plain tensor then, the same on all devices.
+    own classes, and two small all-reduces give the loss, in chunks of tokens (`_linear_loss/vocab_parallel.py`).
+    `target` may be a plain tensor then, the same on all devices.
     """
     if (
         return_lse is return_z_loss is return_token_accuracy is return_predicted_tokens is token_scaling is False
@@ -209,81 +194,37 @@ def linear_cross_entropy(
         is not None
     ):  # fmt: skip
         return loss
-    check_float("hidden", hidden)
-    if (low := autocast_dtype(hidden)) is not None:
-        hidden, weight = hidden.to(low), weight.to(low) if isinstance(weight, Tensor) else weight
-        bias = bias.to(low) if isinstance(bias, Tensor) else bias
+    hidden, weight, bias = under_autocast(hidden, weight, bias)
     check_linear(hidden, weight, bias, logit_scale, chunk_size)
-    options = LinearLossOptions(
-        ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
-        TILES if chunk_size == "tiles" else chunk_size, token_scaling, batch_invariant or invariance.on,
+    check_bool("token_scaling", token_scaling)
+    size, batch_invariant = strategy(chunk_size, batch_invariant)
+    options = LinearCrossEntropyOptions(
+        ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, size, token_scaling, batch_invariant,
         return_lse, return_z_loss, return_token_accuracy or return_predicted_tokens,
     )  # fmt: skip
-    check_bool("token_scaling", token_scaling)
-    check_bool("batch_invariant", batch_invariant)
-    if options.batch_invariant and options.tiles:
-        raise ValueError("chunk_size must be a number of tokens or None where batch_invariant is on; got 'tiles'")
     losses.check("hidden", hidden, weight.shape[0], target, "class_weight", class_weight, options)
     function = resolve(LINEAR_CROSS_ENTROPY, backend, hidden)
     reduces = reduction != "none" and is_dtensor(hidden)  # torch reduces over devices
     vocab_sharded = is_vocab_sharded(weight)
-    lse: Any
-    zs: Any
-    predicted: Any
     if vocab_sharded:
-        from foundry_kernels.ops.linear_cross_entropy import vocab_parallel
+        from foundry_kernels.ops._linear_loss.vocab_parallel import on_mesh_of, sharded_loss
+        from foundry_kernels.ops.linear_cross_entropy.vocab_parallel import CrossEntropyOfOwnClasses
 
-        for name, x in (("hidden", hidden), ("bias", bias), ("class_weight", class_weight)):
-            if x is not None and not is_dtensor(x):
-                raise ValueError(f"{name} must be a DTensor if weight is vocab-sharded; got a plain tensor")
-        if options.tiles:
-            raise ValueError("chunk_size must be a number of tokens or None if weight is vocab-sharded; got 'tiles'")
-        args = (hidden, weight, target, bias, class_weight, options)
-        each, lse, zs, predicted, target = vocab_parallel.linear_cross_entropy(*args)
-        if torch.compiler.is_compiling():  # AOTAutograd wants gradients of all DTensors, or fails (pytorch#172556)
-            lse = lse.detach()
+        check_vocab_sharded(chunk_size, hidden=hidden, bias=bias, class_weight=class_weight)
+        found, target = sharded_loss(CrossEntropyOfOwnClasses, hidden, weight, target, bias, class_weight, options)
+        if return_lse and torch.compiler.is_compiling():
+            found["lse"] = found["lse"].detach()  # AOTAutograd wants gradients of all DTensors (pytorch#172556)
     else:
         of_call = options._replace(reduction="none") if reduces else options
-        each, lse, zs, predicted = function(hidden, weight, target, bias, class_weight, of_call)
+        found = function(hidden, weight, target, bias, class_weight, of_call)
+    each, lse, zs = found["loss"], found.get("lse"), found.get("z_loss")
     if reduces:
         each, lse, zs = losses.reduced(each, lse, zs, target, class_weight, options)
     results = options.select(each, lse, zs)
     if options.return_predictions:
         more = (return_token_accuracy, return_predicted_tokens)
-        results = with_predictions(results, predicted, target, ignore_index, reduction, *more)
-    if vocab_sharded and torch.compiler.is_compiling():
-        return vocab_parallel.on_mesh_of(hidden, results)
-    return results
-
-
-def is_vocab_sharded(weight: Any) -> bool:
-    """Whether the weight is a DTensor that is sharded by its classes along one dimension of the mesh."""
-    if not is_dtensor(weight):
-        return False
-    from foundry_kernels.ops.linear_cross_entropy.vocab_parallel import vocabulary_dim
-
-    return vocabulary_dim(weight) is not None
-
-
-def check_linear(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, chunk_size: int | str | None
-) -> None:
-    check_float("weight", weight)
-    if hidden.dim() == 0 or hidden.shape[-1] == 0:
-        raise ValueError(f"hidden must have a last dimension of at least 1; got shape {tuple(hidden.shape)}")
-    if weight.dim() != 2 or weight.shape[0] == 0:
-        raise ValueError(f"weight must be [V, D] with V at least 1; got shape {tuple(weight.shape)}")
-    check_shape("weight", weight, (weight.shape[0], hidden.shape[-1]), "the last dimension is hidden's")
-    check_dtype("weight", weight, "hidden", hidden)
-    check_device("weight", weight, "hidden", hidden)
-    if bias is not None:
-        check_float("bias", bias)
-        check_shape("bias", bias, weight.shape[:1], "a value for each class")
-        check_dtype("bias", bias, "hidden", hidden)
-        check_device("bias", bias, "hidden", hidden)
-    check_number("logit_scale", logit_scale)
-    if chunk_size is not None and chunk_size != "tiles":
-        check_int("chunk_size", chunk_size, minimum=1)
+        results = with_predictions(results, found["predicted"], target, ignore_index, reduction, *more)
+    return on_mesh_of(hidden, results) if vocab_sharded and torch.compiler.is_compiling() else results
 
 
 LINEAR_CROSS_ENTROPY = register_op(linear_cross_entropy, reference.linear_cross_entropy, native_devices=("cpu",))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import cross_entropy, linear
 
-from foundry_kernels.core.contract import Sample, sample_rows
-from foundry_kernels.ops.cross_entropy.cases import targets
-from foundry_kernels.testing import Arg, Case, normal
+from foundry_kernels.ops._linear_loss.bench import DIRECTIONS, bench_case, bytes_moved, flops, parity_case, sample
+from foundry_kernels.testing import Case
+
+__all__ = [
+    "BENCH_QUICK", "DIRECTIONS", "bench_cases", "bytes_moved", "flops", "parity_case", "peers", "sample",
+    "scaling_cases",
+]  # fmt: skip
 
 #: Shapes to time, by device: tokens, width, vocabulary, name.
 _BENCH_SHAPES = {
@@ -23,63 +26,19 @@ _BENCH_SHAPES = {
 
 BENCH_QUICK = ("tiny", "few-tokens", "llama-3-8b")
 
-#: The forward pass makes the gradients.
-DIRECTIONS = ("forward", "both")
-
-
-def _bench_case(tokens: int, width: int, n_classes: int, name: str) -> Case:
-    args = {
-        "hidden": Arg((tokens, width)),
-        "weight": Arg((n_classes, width), values=normal(width**-0.5)),
-        "target": Arg((tokens,), values=targets(n_classes), dtype=torch.int64, grad=False),
-    }
-    return Case(f"{tokens}x{width}-{n_classes}-{name}", args)
-
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
-    return tuple(_bench_case(*each) for each in _BENCH_SHAPES[device])
+    return tuple(bench_case(*each) for each in _BENCH_SHAPES[device])
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
     """Growing shapes: T is the tokens, N the width, V the vocabulary."""
     t, n, v, more = (256, 256, 8192, 0) if device == "cpu" else (2048, 2048, 32768, 2)
     return {
-        "T": tuple((2**i, _bench_case(2**i, n, v, "tokens")) for i in range(7 + more, 13 + more)),
-        "N": tuple((2**i, _bench_case(t, 2**i, v, "width")) for i in range(6 + more, 12 + more)),
-        "V": tuple((2**i, _bench_case(t, n, 2**i, "vocabulary")) for i in range(10 + more, 16 + more)),
+        "T": tuple((2**i, bench_case(2**i, n, v, "tokens")) for i in range(7 + more, 13 + more)),
+        "N": tuple((2**i, bench_case(t, 2**i, v, "width")) for i in range(6 + more, 12 + more)),
+        "V": tuple((2**i, bench_case(t, n, 2**i, "vocabulary")) for i in range(10 + more, 16 + more)),
     }
-
-
-def parity_case(case: Case) -> Case:
-    """Returns the case with the first tokens alone: the reference makes all logits, in float64."""
-    hidden, target = case.args["hidden"], case.args["target"]
-    assert hidden is not None
-    assert target is not None
-    n = min(16, hidden.shape[0])
-    shorter = {"hidden": replace(hidden, shape=(n, hidden.shape[1])), "target": replace(target, shape=(n,))}
-    return replace(case, args=dict(case.args) | shorter)
-
-
-def sample(case: Case) -> Sample | None:
-    """Targets outside of it are ignored ones."""
-    return sample_rows(case, {"hidden": 0, "target": 0}, {"target": -100})
-
-
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
-    """The least that must be read and written: forward hidden and weight, backward these and their gradients."""
-    hidden, weight = args["hidden"], args["weight"]
-    assert hidden is not None
-    assert weight is not None
-    once = (hidden.numel() + weight.numel()) * hidden.element_size()
-    return {"forward": 1, "backward": 2, "both": 3}[direction] * once
-
-
-def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
-    """Counts one matmul forward and two backward."""
-    hidden, weight = args["hidden"], args["weight"]
-    assert hidden is not None
-    assert weight is not None
-    return {"forward": 2, "backward": 4, "both": 6}[direction] * hidden.numel() * weight.shape[0]
 
 
 def _eager(

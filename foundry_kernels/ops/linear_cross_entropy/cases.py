@@ -8,34 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels.ops.cross_entropy.cases import IGNORED, class_weights, targets
-from foundry_kernels.testing import Arg, Case, normal
-
-
-def linear_case(
-    rows: tuple[int, ...],
-    width: int,
-    n_classes: int,
-    note: str = "",
-    hidden: str = "contiguous",
-    frozen: tuple[str, ...] = (),
-    bias: bool = False,
-    class_weight: bool = False,
-    ignored: float = 0.0,
-    std: float = 1.0,
-    cotangent: str = "contiguous",
-    **options: Any,
-) -> Case:
-    name = "x".join(map(str, (*rows, width))) + f"-{n_classes}" + ("-" + note if note else "")
-    args = {
-        "hidden": Arg((*rows, width), hidden, values=normal(std), grad="hidden" not in frozen),
-        "weight": Arg((n_classes, width), values=normal(width**-0.5), grad="weight" not in frozen),
-        "target": Arg(rows, values=targets(n_classes, ignored), dtype=torch.int64, grad=False),
-        "bias": Arg((n_classes,), values=normal(0.5)) if bias else None,
-        "class_weight": Arg((n_classes,), values=class_weights, grad=False) if class_weight else None,
-    }
-    return Case(name, args, options, cotangent)
-
+from foundry_kernels.ops._linear_loss.cases import common_cases, linear_case, magnitudes, tiles_cases
+from foundry_kernels.ops.cross_entropy.cases import IGNORED
+from foundry_kernels.testing import Case
 
 _NONE: dict[str, Any] = {"reduction": "none"}
 _PREDICTIONS: dict[str, Any] = {"return_token_accuracy": True, "return_predicted_tokens": True}
@@ -48,31 +23,16 @@ _WITH: dict[str, Any] = _ALL | {
 
 CASES: dict[str, tuple[Case, ...]] = {
     "linear_cross_entropy": (
+        *common_cases(linear_case, {}, _NONE),
+        *tiles_cases({}),
         linear_case((3,), 4, 5, "z-loss", z_loss=1e-2),
-        *(
-            linear_case((rows,), width, n)
-            for rows, width, n in [(1, 1, 1), (4, 8, 9), (7, 16, 33), (130, 8, 67), (9, 24, 129)]
-        ),
         linear_case((200,), 32, 1031),
-        linear_case((12,), 8, 50, "chunks", chunk_size=5),
         linear_case((12,), 8, 50, "chunks-none", chunk_size=5, **_NONE),
         linear_case((12,), 8, 50, "one-by-one", chunk_size=1, reduction="sum"),
-        linear_case((2, 3, 5), 8, 40, "4d"),
-        *(
-            linear_case((2, 3, 5), 8, 40, layout, hidden=layout, cotangent="strided", **_NONE)
-            for layout in ("swapped", "sliced", "offset", "expanded", "strided")
-        ),
-        linear_case((0,), 8, 40, "empty"),
         linear_case((2, 0), 8, 40, "empty-none", **_NONE),
-        linear_case((12,), 8, 50, "bias", bias=True),
         linear_case((12,), 8, 50, "bias-none", bias=True, ignored=0.3, **_NONE),
-        *(linear_case((12,), 8, 50, "frozen-" + name, frozen=(name,)) for name in ("hidden", "weight")),
         *(linear_case((12,), 8, 50, f"frozen-{name}-none", frozen=(name,), **_NONE) for name in ("hidden", "weight")),
-        linear_case((12,), 8, 50, "frozen-both", frozen=("hidden", "weight"), bias=True),
-        linear_case((40,), 8, 50, "ignored", ignored=0.4, chunk_size=7),
         linear_case((40,), 8, 50, "ignored-none", ignored=0.4, chunk_size=7, **_NONE),
-        linear_case((12,), 8, 50, "all-ignored", ignored=1.0),
-        linear_case((12,), 8, 5, "ignore-index-0", ignore_index=0),
         linear_case((12,), 8, 50, "all-ignored-none", ignored=1.0, **_NONE),
         linear_case((12,), 8, 50, "class-weight", class_weight=True, ignored=0.2),
         linear_case((12,), 8, 50, "everything", class_weight=True, bias=True, ignored=0.2, chunk_size=5, **_ALL),
@@ -99,20 +59,11 @@ CASES: dict[str, tuple[Case, ...]] = {
         linear_case((2, 6), 8, 50, "predictions-tiles-none", bias=True, ignored=0.2, **_PREDICTIONS, **_TILES, **_NONE),
         linear_case((0,), 8, 40, "predictions-empty", token_scaling=True, **_PREDICTIONS, **_TILES),
         linear_case((12,), 8, 50, "predictions-all-ignored", ignored=1.0, token_scaling=True, **_PREDICTIONS),
-        linear_case((12,), 8, 50, "tiles", **_TILES),
         linear_case((12,), 8, 50, "tiles-none", bias=True, ignored=0.3, **_TILES, **_NONE),
-        linear_case((70,), 40, 131, "tiles", ignored=0.2, **_TILES),  # several of tokens, of classes and of the width
         linear_case((12,), 8, 50, "tiles-everything", **_WITH, **_TILES),
         linear_case((2, 6), 8, 50, "tiles-everything-none", "strided", cotangent="strided", **_WITH, **_TILES, **_NONE),
         linear_case((12,), 8, 50, "tiles-smoothing", label_smoothing=0.1, reduction="sum", **_TILES),
-        *(linear_case((12,), 8, 50, f"tiles-frozen-{name}", frozen=(name,), **_TILES) for name in ("hidden", "weight")),
-        linear_case((3,), 4, 1, "tiles", **_TILES),
-        linear_case((12,), 8, 5, "tiles-ignore-index-0", ignore_index=0, **_TILES),
-        linear_case((12,), 8, 50, "tiles-all-ignored", ignored=1.0, **_TILES),
-        linear_case((0,), 8, 40, "tiles-empty", **_TILES),
-        linear_case((12,), 8, 50, "tiles-large", std=60.0, **_TILES),
         linear_case((3,), 4, 70000, "tiles-of-blocks", label_smoothing=0.1, **_TILES),  # several of them on any backend
-        linear_case((40,), 8, 50, "one-chunk", ignored=0.2, chunk_size=40),
         linear_case((12,), 8, 50, "one-chunk-everything", **_WITH, chunk_size=1000),
     ),
 }
@@ -125,16 +76,12 @@ def scales(
 
     A logit sums products, and the loss is a difference of logits: it is as exact as they are.
     """
-    hidden, weight, target = args["hidden"], args["weight"], args["target"]
-    class_weight = args.get("class_weight")
-    assert hidden is not None
-    assert weight is not None
+    sizes, target, class_weight = magnitudes(args, options), args["target"], args.get("class_weight")
+    if sizes is None:
+        return {}
+    logits, x, w = sizes
     assert target is not None
     counts = target != options.get("ignore_index", IGNORED)
-    if not counts.any():
-        return {}
-    x, w = hidden.detach().reshape(-1, hidden.shape[-1]).abs(), weight.detach().abs()
-    logits = float((x @ w.t()).max())
     found = {"output 0": logits, "output 1": logits}
     ones = torch.ones(counts.shape, dtype=torch.float64, device=target.device)
     of_target = ones if class_weight is None else class_weight[torch.where(counts, target, 0).long()]
@@ -144,7 +91,7 @@ def scales(
     dlogits = largest * float(cotangents[0].abs().max())
     if options.get("return_lse"):
         dlogits += abs(options.get("logit_scale", 1.0)) * float(cotangents[1].abs().max())
-    return found | {"hidden": 2 * dlogits * float(w.max()), "weight": dlogits * float(x.max())}
+    return found | {"hidden": 2 * dlogits * w, "weight": dlogits * x}
 
 
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:

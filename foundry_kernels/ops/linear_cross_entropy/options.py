@@ -5,11 +5,8 @@ from __future__ import annotations
 from foundry_kernels.core.options import Options
 from foundry_kernels.ops.cross_entropy.options import LossOptions
 
-#: The `chunk_size` by which "tiles" comes to the operators, and the one of a single chunk, whose gradients are whole.
-TILES, ALL = 0, -1
 
-
-class LinearLossOptions(
+class LinearCrossEntropyOptions(
     Options,
     not_in_schema=("return_lse", "return_z_loss", "return_predictions"),
     schema_types={"ignore_index": "int"},
@@ -29,13 +26,9 @@ class LinearLossOptions(
 
     select = LossOptions.select
 
-    @property
-    def tiles(self) -> bool:
-        return self.chunk_size == TILES
-
-    @property
-    def one_chunk(self) -> bool:
-        return self.chunk_size == ALL
+    def results(self) -> tuple[str, ...]:
+        lse, z_loss = ("lse",) * self.return_lse, ("z_loss",) * self.return_z_loss
+        return "loss", *lse, *z_loss, *("predicted",) * self.return_predictions
 
     def of_logits(self, reduction: str) -> LossOptions:
         """The options of the cross-entropy of logits that exist, scaled."""

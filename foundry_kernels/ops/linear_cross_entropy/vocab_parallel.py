@@ -1,307 +1,62 @@
-r"""The loss over a vocabulary that is sharded over devices, each of which has some rows of the weight.
-
-A device computes the logits of its own classes, in chunks of the tokens. No device has the logits of all classes. Of
-each token it finds the maximum M and the sum S of exponentials below it, the target's own left out, and the target's
-logit y where the class is its own. Two all-reduces, of one number a token and of two (three with label smoothing), give
-all devices :math:`\ell = \mathrm{softplus}(M + \log S - y)`, which is exact for a confident token, and lse as :math:`y
-+ \ell`. Predictions take a third, of the class whose logit M is. The backward pass makes the logits once more and needs
-no collective: the gradient of a device's rows is its own, and that of hidden a partial sum, as DTensor has it.
-
-Tokens may be sharded besides, along other dimensions of the mesh.
-"""
+"""The loss over sharded classes; see `_linear_loss/vocab_parallel.py`."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributed import _functional_collectives as collectives
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from foundry_kernels.core.autocast import no_autocast
-from foundry_kernels.core.inference import refuse_second_derivative
-from foundry_kernels.ops.cross_entropy.tokens import NO_CLASS
-from foundry_kernels.ops.linear_cross_entropy.calls import Inputs, Needs
-from foundry_kernels.ops.linear_cross_entropy.chunks import Gradients, Tokens, rows_of
-from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
-
-#: The options that this strategy supports, in the order of the fields. The reduction is left to the caller.
-SUPPORTED = (
-    "ignore_index", "reduction", "label_smoothing", "z_loss", "softcap", "logit_scale", "chunk_size", "token_scaling",
-    "batch_invariant", "return_lse", "return_z_loss", "return_predictions",
-)  # fmt: skip
+from foundry_kernels.ops._linear_loss.chunks import rows_of
+from foundry_kernels.ops._linear_loss.vocab_parallel import OwnClasses
 
 
-class Shards(NamedTuple):
-    """This device's classes, `first` and those after it, among all, and the devices that have the others."""
+class CrossEntropyOfOwnClasses(OwnClasses):
+    name = "linear_cross_entropy"
+    supported = (
+        "ignore_index", "reduction", "label_smoothing", "z_loss", "softcap", "logit_scale", "chunk_size",
+        "token_scaling", "batch_invariant", "return_lse", "return_z_loss", "return_predictions",
+    )  # fmt: skip
+    differentiable = ("loss", "lse")
 
-    first: int
-    n_classes: int
-    group: Any
+    def forward(self) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+        options, of_target = self.options, self.of_target
+        y, nll, smooth = self.statistics(smooth=options.label_smoothing > 0.0, predict=options.return_predictions)
+        lse = y + nll
+        z = of_target * options.z_loss * lse.square()
+        loss = of_target * (1.0 - options.label_smoothing) * nll + z
+        if smooth is not None:
+            loss = loss + (options.label_smoothing / self.shards.n_classes) * (smooth * self.counts)
+        loss = loss.masked_fill(self.unknown, torch.nan)  # on a GPU
+        if options.token_scaling:
+            loss, z = loss * torch.exp(-nll), z * torch.exp(-nll)
+        return {"loss": loss, "lse": lse * self.counts, "z_loss": z, "predicted": self.predicted}, (y, nll)
 
-    def reduce(self, x: Tensor, how: str) -> Tensor:
-        return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), how, self.group))
-
-
-def vocabulary_dim(weight: Any) -> int | None:
-    """The dimension of the mesh along which a DTensor `weight` is sharded by its classes, if there is just one."""
-    found = [i for i, placement in enumerate(weight.placements) if type(placement) is Shard and placement.dim == 0]
-    return found[0] if len(found) == 1 else None
-
-
-def linear_cross_entropy(
-    hidden: Any, weight: Any, target: Any, bias: Any, class_weight: Any, options: LinearLossOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """Losses, lse, z-losses and, if requested, predictions of the tokens as DTensors, and `target` as one.
-
-    Args:
-        hidden: a DTensor; gathered along the dimension of the mesh that shards the classes, and nowhere else.
-        weight: a DTensor of which `vocabulary_dim` is not None. bias, class_weight: DTensors, or None.
-        target: a DTensor, or a tensor that is the same on all devices.
-    """
-    options.refuse_others(SUPPORTED, "linear_cross_entropy", "vocab-parallel")
-    local = Local.of(hidden, weight, target, bias)
-    everywhere: list[Placement] = [Replicate()] * weight.device_mesh.ndim
-    each, lse, zs, predicted = _VocabParallel.apply(
-        *local.inputs,
-        None if class_weight is None else class_weight.redistribute(weight.device_mesh, everywhere).to_local(),
-        options,
-        local.shards,
-    )
-    whole = local.whole
-    predicted = whole(predicted) if options.return_predictions else None
-    return whole(each), whole(lse), whole(zs), predicted, local.target
-
-
-class Local(NamedTuple):
-    """The inputs of a call on this device: hidden, weight, target and bias; and the tokens' target as a DTensor."""
-
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None]
-    target: Any
-    shards: Shards
-
-    @classmethod
-    def of(cls, hidden: Any, weight: Any, target: Any, bias: Any) -> Local:
-        """See the arguments of `linear_cross_entropy`."""
-        mesh, dim = weight.device_mesh, vocabulary_dim(weight)
-        assert dim is not None  # or the caller takes another path
-        if not isinstance(target, DTensor):
-            target = DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        tokens: list[Placement] = [
-            p if i != dim and type(p) is Shard and p.dim < target.ndim else Replicate()
-            for i, p in enumerate(hidden.placements)
-        ]
-        rows: list[Placement] = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
-        summed: list[Placement] = [
-            Shard(0) if i == dim else Partial() if p.is_shard() else p for i, p in enumerate(tokens)
-        ]
-
-        def local(x: Any, placements: list[Placement], gradient: list[Placement]) -> Tensor:
-            return x.redistribute(mesh, placements).to_local(grad_placements=gradient)
-
-        target = target.redistribute(mesh, tokens)
-        partial: list[Placement] = [Partial() if i == dim else p for i, p in enumerate(tokens)]
-        per_device = -(-weight.shape[0] // mesh.size(dim))
-        first = min(mesh.get_local_rank(dim) * per_device, weight.shape[0])
-        inputs = (
-            local(hidden, tokens, partial),
-            local(weight, rows, summed),
-            target.to_local(),
-            None if bias is None else local(bias, rows, summed),
-        )
-        return cls(inputs, target, Shards(first, weight.shape[0], (mesh, dim)))
-
-    def whole(self, x: Tensor) -> DTensor:
-        """A result of this device's tokens as a DTensor."""
-        mesh, strides = self.target.device_mesh, torch.empty(self.target.shape, device="meta").stride()
-        where = self.target.placements
-        return DTensor.from_local(x, mesh, where, run_check=False, shape=self.target.shape, stride=strides)
-
-
-def on_mesh_of(hidden: Any, results: Any) -> Any:
-    """Returns DTensors on the mesh of `hidden`, as the object that it is. AOTAutograd finds the mesh of an output by
-    its identity, and DTensor's cache answers with any that is equal, of a call before."""
-    if isinstance(results, tuple):
-        return tuple(on_mesh_of(hidden, x) for x in results)
-    if not isinstance(results, DTensor):
-        return results
-    mesh, where = hidden.device_mesh, results.placements
-    shape, stride = results.shape, results.stride()
-    return DTensor.from_local(results.to_local(), mesh, where, run_check=False, shape=shape, stride=stride)
-
-
-class _VocabParallel(torch.autograd.Function):
-    """The loss from the tensors of one device, and their gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-        options: LinearLossOptions, shards: Shards,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        with no_autocast(hidden):
-            own = Own(hidden, weight, target, bias, class_weight, options, shards)
-            y, nll, smooth = own.statistics()
-            of_target, lse = own.of_target, y + nll
-            z = of_target * options.z_loss * lse.square()
-            loss = of_target * (1.0 - options.label_smoothing) * nll + z
-            if smooth is not None:
-                loss = loss + (options.label_smoothing / shards.n_classes) * (smooth * own.counts)
-            loss = loss.masked_fill(own.unknown, torch.nan)  # on a GPU
-            lse = lse * own.counts
-            if options.token_scaling:
-                loss, z = loss * torch.exp(-nll), z * torch.exp(-nll)
-        ctx.save_for_backward(hidden, weight, target, bias, class_weight, y, nll)
-        ctx.options, ctx.shards = options, shards
-        ctx.needs = Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
-        outputs = tuple(own.tokens.whole(x).view(target.shape) for x in (loss, lse, z))
-        if options.return_predictions:
-            outputs += (own.tokens.whole(own.predicted, NO_CLASS).view(target.shape),)
-        else:
-            outputs += (own.predicted,)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*outputs[2:])
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
-        refuse_second_derivative("linear_cross_entropy")
-        hidden, weight, target, bias, class_weight, y, nll = ctx.saved_tensors
-        if dloss is None:
-            dloss = torch.zeros(target.shape, dtype=y.dtype, device=y.device)
-        with no_autocast(hidden):
-            own = Own(hidden, weight, target, bias, class_weight, ctx.options, ctx.shards)
-            found = own.gradients(dloss, dlse, y, nll, ctx.needs).of(hidden)
-        dhidden, dweight, dbias = (g.to(hidden.dtype) if n else None for g, n in zip(found, ctx.needs, strict=True))
-        return dhidden, dweight, None, dbias, None, None, None
-
-
-class Own:
-    """The tokens of a call and what a device knows of its own classes."""
-
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-        options: LinearLossOptions, shards: Shards,
-    ) -> None:  # fmt: skip
-        cpu = hidden.device.type == "cpu"
-        self.tokens = Tokens(Inputs(hidden, weight, target, bias, class_weight), options, cpu)
-        self.options, self.shards = options, shards
-        target = self.tokens.target
-        self.counts = target != options.ignore_index
-        known = (target >= 0) & (target < shards.n_classes)
-        self.unknown = self.counts & ~known
-        if cpu and not torch.compiler.is_compiling() and bool(self.unknown.any()):
-            raise IndexError(
-                f"target must be in 0 .. {shards.n_classes - 1} or ignore_index {options.ignore_index}; "
-                f"got {int(target[self.unknown][0])}"
-            )
-        target = torch.where(known, target, 0).long()
-        here = target - shards.first
-        self.mine = (here >= 0) & (here < weight.shape[0])
-        self.column = here.clamp(0, max(weight.shape[0] - 1, 0)).unsqueeze(1)
-        dtype = self.tokens.dtype
-        self.weights = None if class_weight is None else class_weight.to(dtype)
-        self.of_target = self.counts.to(dtype) if self.weights is None else self.weights[target] * self.counts
-        #: Each token's class of the largest logit, which `statistics` finds on request.
-        self.predicted = target.new_empty(0, dtype=torch.int64)
-        self.sum_of_weights = shards.n_classes if self.weights is None else self.weights.sum()
-
-    def own_weights(self) -> Tensor | float:
-        """Returns the weights of this device's classes."""
-        first, n = self.shards.first, self.tokens.weight.shape[0]
-        return 1.0 if self.weights is None else self.weights[first : first + n]
-
-    def logits(self, part: slice) -> Tensor:
-        """Returns the logits of this device's classes, capped, in the dtype of the arithmetic; they may be written
-        to."""
-        y = self.tokens.logits(part).to(self.tokens.dtype)
-        cap = self.options.softcap
-        return y if cap is None else y.div_(cap).tanh_().mul_(cap)
-
-    def statistics(self, entropy: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The target's logit and its negative log-likelihood of each token; and with label smoothing the sum over the
-        classes of their weight times theirs, or with `entropy` that of their probability times theirs."""
-        n, dtype = self.tokens.target.numel(), self.tokens.dtype
-        empty = self.tokens.x.new_empty(n, dtype=dtype)
-        largest = torch.full_like(empty, -torch.inf)
-        total, at_target, below = (torch.zeros_like(empty) for _ in range(3))
-        best = self.predicted.new_zeros(n) if self.options.return_predictions else None
-        smooth, weights = self.options.label_smoothing > 0.0, self.own_weights()
-        for part in self.tokens.chunks() if self.tokens.weight.shape[0] else ():
-            y, (m, s, t, b) = self.logits(part), (rows_of(x, part) for x in (largest, total, at_target, below))
-            column, mine = rows_of(self.column, part), rows_of(self.mine, part)
-            own = y.gather(1, column).squeeze(1)
-            t.copy_(torch.where(mine, own, 0.0))
-            if smooth:
-                torch.amax(y, 1, out=m)
-                b.copy_(((m.unsqueeze(1) - y) * weights).sum(1))
-                below_all = m.clone()
-            y.scatter_(1, column, torch.where(mine, -torch.inf, own).unsqueeze(1))
-            torch.amax(y, 1, out=m)
-            if best is not None:
-                rows_of(best, part).copy_(y.argmax(1))
-            finite = torch.where(m == -torch.inf, 0.0, m)
-            y.sub_(finite.unsqueeze(1))
-            if entropy:
-                b.copy_((y.exp() * y.masked_fill(y == -torch.inf, 0.0)).sum(1))
-            s.copy_(y.exp_().sum(1))
-            if smooth:  # below the same maximum as the sum, which leaves the target out
-                b.add_((finite - below_all) * self._sum(weights))
-        maximum = self.shards.reduce(largest, "max")
-        if best is not None:  # of equal logits the first class, as in `torch.argmax`
-            best = torch.where(largest == maximum, best + self.shards.first, self.shards.n_classes)
-            best = self.shards.reduce(best, "min")
-        finite = torch.where(maximum == -torch.inf, 0.0, maximum)
-        shift = torch.where(largest == -torch.inf, 0.0, largest)
-        scale = (largest - finite).exp()
-        numbers = [total * scale, at_target]
-        if entropy:
-            numbers.append((below + (shift - finite) * total) * scale)
-        if smooth:
-            numbers.append(below + (finite - shift) * self._sum(weights))
-        total, y, *rest = self.shards.reduce(torch.stack(numbers), "sum").unbind(0)
-        if best is not None:
-            target = self.tokens.target.long()
-            is_target = (y > maximum) | ((y == maximum) & (target < best))
-            best = torch.where(is_target, target, best)
-            self.predicted = best.masked_fill(self.unknown | ~self.counts, NO_CLASS)
-        nll = torch.nn.functional.softplus(total.log() + (finite - y), threshold=50.0)
-        if entropy:  # of the other classes, from the distances to their largest logit, and of the target
-            above = y + nll - finite
-            others = torch.where(total == 0.0, 0.0, (-above).exp() * (above * total - rest[0]))
-            return y, nll, others + (-nll).exp() * nll.masked_fill(nll == torch.inf, 0.0)
-        return y, nll, rest[0] + (y - finite + nll) * self.sum_of_weights if smooth else None
-
-    def _sum(self, weights: Tensor | float) -> Tensor | float:
-        return self.tokens.weight.shape[0] * weights if isinstance(weights, float) else weights.sum()
-
-    def gradients(self, dloss: Tensor, dlse: Tensor | None, y: Tensor, nll: Tensor, needs: Needs) -> Gradients:
-        """Returns the gradients of this device's logits and inputs; see the mathematics in `cross_entropy/__init__`.
-        An lse with a gradient adds it times the probability of each class."""
-        tokens, options = self.tokens, self.options
-        found = Gradients(tokens, needs)
-        d = torch.where(self.counts, tokens.of_kept(dloss), 0.0).masked_fill(self.unknown, torch.nan)
+    def of_rows(self, given: dict[str, Tensor | None], *saved: Tensor) -> Callable[[slice, Tensor], Tensor]:
+        """See the mathematics in `cross_entropy/__init__`. An lse with a gradient adds it times the probability of each
+        class."""
+        (y, nll), options = saved, self.options
+        dloss, dlse = given["loss"], given.get("lse")
+        d = torch.where(self.counts, torch.zeros_like(nll) if dloss is None else dloss, 0.0)
+        d = d.masked_fill(self.unknown, torch.nan)
         if options.token_scaling:
             d = d * torch.where(self.counts, torch.exp(-nll), 0.0)
         epsilon, share = options.label_smoothing, options.label_smoothing / self.shards.n_classes
         certain = (1.0 - epsilon) * self.of_target
         beside = share * self.sum_of_weights + 2.0 * options.z_loss * self.of_target * (y + nll)
         of_weights = share * self.own_weights()
-        from_lse = None if dlse is None else torch.where(self.counts, tokens.of_kept(dlse), 0.0)
-        for part in tokens.chunks() if tokens.weight.shape[0] else ():
-            dlogits, mine, column = self.logits(part), rows_of(self.mine, part), rows_of(self.column, part)
-            slope = None if options.softcap is None else 1.0 - (dlogits / options.softcap).square()
+        from_lse = None if dlse is None else torch.where(self.counts, dlse, 0.0)
+
+        def dlogits(part: slice, logits: Tensor) -> Tensor:
+            mine, column = rows_of(self.mine, part), rows_of(self.column, part)
             c, e, f, at, each = (rows_of(x, part).unsqueeze(1) for x in (certain, beside, nll, y, d))
-            p = dlogits.sub_(at).sub_(f).exp_()
+            p = logits.sub_(at).sub_(f).exp_()
             more = None if from_lse is None else p * rows_of(from_lse, part).unsqueeze(1)
             own = c * torch.expm1(-f) + e * p.gather(1, column)
             p.mul_(c + e).scatter_(1, column, torch.where(mine.unsqueeze(1), own, p.gather(1, column)))
             if epsilon > 0.0:
                 p.sub_(of_weights)
             p.mul_(each)
-            if more is not None:
-                p.add_(more)
-            found.add(part, (p if slope is None else p.mul_(slope)).to(tokens.x.dtype))
-        if needs.hidden and not tokens.weight.shape[0]:
-            found.dx.zero_()
-        return found
+            return p if more is None else p.add_(more)
+
+        return dlogits

@@ -15,13 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from foundry_kernels.core import invariance
-from foundry_kernels.core.autocast import autocast_dtype
-from foundry_kernels.core.checks import check_bool, check_dtype, check_float, check_int, check_shape
+from foundry_kernels.core.checks import check_dtype, check_int, check_shape
 from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops import kl_div as of_logits
+from foundry_kernels.ops._linear_loss.checks import check_linear, is_vocab_sharded, strategy, under_autocast
 from foundry_kernels.ops._register import register_op
-from foundry_kernels.ops.linear_cross_entropy import check_linear, is_vocab_sharded
 from foundry_kernels.ops.linear_kl_div import reference
 from foundry_kernels.ops.linear_kl_div.options import LinearKlDivOptions
 from foundry_kernels.ops.linear_kl_div.teacher import Teacher
@@ -87,19 +85,16 @@ def linear_kl_div(
     fit into a 32nd of a GPU's memory, and the teacher's logits of one chunk. There are no blocks of classes. DTensors:
     tokens may be sharded over devices, the classes may not.
     """
-    check_float("hidden", hidden)
-    if (low := autocast_dtype(hidden)) is not None:
-        hidden, weight = hidden.to(low), weight.to(low) if isinstance(weight, Tensor) else weight
-        bias, teacher_hidden, teacher_weight, teacher_bias = (
-            x.to(low) if isinstance(x, Tensor) else x for x in (bias, teacher_hidden, teacher_weight, teacher_bias)
-        )
+    hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = under_autocast(
+        hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias
+    )
     check_linear(hidden, weight, bias, 1.0, None)
     teacher = Teacher(teacher_hidden, teacher_weight, teacher_bias, teacher_logits)
     check_teacher(teacher, hidden, weight)
     of_options = of_logits.make_options(target, temperature, direction, beta, ignore_index, reduction)
     if chunk_size is not None:
         check_int("chunk_size", chunk_size, minimum=1)
-    check_bool("batch_invariant", batch_invariant)
+    _, batch_invariant = strategy(None, batch_invariant)
     target = of_logits.check_target("hidden", hidden, target)
     for name, x in (("weight", weight), ("teacher_weight", teacher_weight), ("bias", bias)):
         if x is not None and is_vocab_sharded(x):
@@ -109,10 +104,10 @@ def linear_kl_div(
     reduces = reduction != "none" and is_dtensor(hidden)  # torch reduces over devices
     options = LinearKlDivOptions(
         of_options.ignore_index, of_options.temperature, of_options.beta, "none" if reduces else reduction, chunk_size,
-        batch_invariant or invariance.on,
+        batch_invariant,
     )  # fmt: skip
     function = resolve(LINEAR_KL_DIV, backend, hidden)
-    found: Tensor = function(hidden, weight, target, bias, teacher.detached(), options)
+    found: Tensor = function(hidden, weight, target, bias, *teacher.detached(), options)["loss"]
     return of_logits.reduced(found, target, options.ignore_index, reduction) if reduces else found
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from foundry_kernels.ops._linear_loss.fuzz import CHUNK_SIZES
 from foundry_kernels.ops.kl_div.fuzz import drawn_targets, shared_options
 from foundry_kernels.testing import Arg, Case, Values, normal
 from foundry_kernels.testing.fuzzing import layouts, leading, sizes, spreads, tensors
@@ -31,6 +32,6 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
         args["teacher_hidden"] = constant((*rows, teacher_width), spreads(1e-2, 10.0))
         args["teacher_weight"] = constant((n_classes, teacher_width), st.just(normal(teacher_width**-0.5)))
         args["teacher_bias"] = constant((n_classes,), spreads(1.0)) if draw(st.booleans()) else None
-    options = shared_options(draw) | {"chunk_size": draw(st.sampled_from([None, 1, 7, 1000]))}
+    options = shared_options(draw) | {"chunk_size": draw(st.sampled_from(CHUNK_SIZES))}
     reduced = options["reduction"] != "none"
     return Case("random", args, options, "contiguous" if reduced or not rows else draw(layouts(len(rows))))

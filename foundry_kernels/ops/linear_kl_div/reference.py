@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from foundry_kernels.ops import kl_div as of_logits
 from foundry_kernels.ops._linear import linear
+from foundry_kernels.ops._linear_loss.reference import all_logits
 from foundry_kernels.ops.kl_div import reference
 from foundry_kernels.ops.linear_kl_div.options import LinearKlDivOptions
-from foundry_kernels.ops.linear_kl_div.teacher import Teacher
 
 
 def linear_kl_div(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, teacher: Teacher, options: LinearKlDivOptions
-) -> Tensor:
-    counts = (target != options.ignore_index).unsqueeze(-1)
-    multiply = linear if options.batch_invariant else F.linear
-    logits = multiply(torch.where(counts, hidden, 0.0), weight, bias)  # 0 * NaN would reach the weight
-    of_teacher = teacher.logits
-    if of_teacher is None:
-        assert teacher.hidden is not None
-        assert teacher.weight is not None
-        of_teacher = multiply(teacher.hidden, teacher.weight, teacher.bias)
-    each = reference.kl_div(logits, of_teacher, target, options.of_logits())
-    if options.reduction == "none":
-        return each
-    return of_logits.reduced(each, target, options.ignore_index, options.reduction)
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, teacher_hidden: Tensor | None,
+    teacher_weight: Tensor | None, teacher_bias: Tensor | None, teacher_logits: Tensor | None,
+    options: LinearKlDivOptions,
+) -> dict[str, Tensor]:  # fmt: skip
+    logits = all_logits(hidden, weight, target, bias, options)
+    if teacher_logits is None:
+        assert teacher_hidden is not None
+        assert teacher_weight is not None
+        multiply = linear if options.batch_invariant else F.linear
+        teacher_logits = multiply(teacher_hidden, teacher_weight, teacher_bias)
+    each = reference.kl_div(logits, teacher_logits, target, options.of_logits())
+    if options.reduction != "none":
+        each = of_logits.reduced(each, target, options.ignore_index, options.reduction)
+    return {"loss": each}

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foundry_kernels.ops.linear_cross_entropy.calls import Inputs
-from foundry_kernels.ops.linear_cross_entropy.chunks import Tokens, rows_of
-from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
+from foundry_kernels.ops._linear_loss.chunks import Tokens, rows_of
+from foundry_kernels.ops._linear_loss.problem import Inputs, Problem
 
 
 class Teacher(NamedTuple):
@@ -25,16 +24,14 @@ class Teacher(NamedTuple):
 
 
 class TeacherLogits:
-    """The logits of one chunk of tokens after another, in the order in which `chunks` takes them and without the tokens
-    that it leaves out."""
+    """The logits of a chunk of tokens, without the tokens that `chunks.Tokens` leaves out."""
 
-    def __init__(self, teacher: Teacher, target: Tensor, options: LinearLossOptions, cpu: bool) -> None:
-        self.at = 0
+    def __init__(self, teacher: Teacher, target: Tensor, options: Problem, cpu: bool) -> None:
         self.tokens: Tokens | None = None
         if teacher.logits is None:
             assert teacher.hidden is not None
             assert teacher.weight is not None
-            inputs = Inputs(teacher.hidden, teacher.weight, target, teacher.bias, None)
+            inputs = Inputs(teacher.hidden, teacher.weight, target, teacher.bias)
             self.tokens = Tokens(inputs, options, cpu)
             return
         self.rows = teacher.logits.reshape(-1, teacher.logits.shape[-1])
@@ -43,10 +40,8 @@ class TeacherLogits:
         if cpu and not torch.compiler.is_compiling() and not bool(counts.all()):
             self.kept = counts.nonzero().squeeze(1)
 
-    def next(self, n: int) -> Tensor:
-        """Those of the next n tokens, valid until the next call."""
-        part = slice(self.at, self.at + n)
-        self.at += n
+    def logits(self, part: slice) -> Tensor:
+        """Those of some tokens, valid until the next call."""
         if self.tokens is not None:
             return self.tokens.logits(part)
         return rows_of(self.rows, part) if self.kept is None else self.rows[rows_of(self.kept, part)]

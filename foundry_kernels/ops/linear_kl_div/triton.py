@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from foundry_kernels._triton.operators import define
+from foundry_kernels.ops._linear_loss.triton import triton_backend
 from foundry_kernels.ops.kl_div.triton import fwd_bwd_
-from foundry_kernels.ops.linear_cross_entropy.triton import launchers
-from foundry_kernels.ops.linear_kl_div import sizes
-from foundry_kernels.ops.linear_kl_div.operators import Strategy, make_backend
+from foundry_kernels.ops.linear_kl_div.loss import LOSS, KlDivRows
 
-linear_kl_div = make_backend("triton_", define, Strategy(fwd_bwd_, False, sizes.on_gpu, launchers.scale_))
+
+class Rows(KlDivRows):
+    rows = staticmethod(fwd_bwd_)
+
+
+linear_kl_div = triton_backend(LOSS, Rows)

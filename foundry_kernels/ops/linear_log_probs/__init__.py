@@ -9,55 +9,47 @@ the formulas.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core import invariance
-from foundry_kernels.core.autocast import autocast_dtype
-from foundry_kernels.core.checks import check_bool, check_float
-from foundry_kernels.core.registry import is_dtensor, resolve
+from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops import log_probs as of_logits
+from foundry_kernels.ops._linear_loss.checks import (
+    check_linear,
+    check_vocab_sharded,
+    is_vocab_sharded,
+    strategy,
+    under_autocast,
+)
 from foundry_kernels.ops._register import register_op
-from foundry_kernels.ops.linear_cross_entropy import check_linear, is_vocab_sharded
-from foundry_kernels.ops.linear_cross_entropy.options import TILES
 from foundry_kernels.ops.linear_log_probs import reference
 from foundry_kernels.ops.linear_log_probs.options import LinearLogProbsOptions
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments except those that select the results."""
+
+    bias: Tensor | None
+    logit_scale: float
+    softcap: float | None
+    ignore_index: int
+    chunk_size: int | Literal["tiles"] | None
+    batch_invariant: bool
+    backend: str
+
+
 @overload
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    return_entropy: Literal[False] = False,
-    return_lse: Literal[False] = False,
-    chunk_size: int | Literal["tiles"] | None = None,
-    batch_invariant: bool = False,
-    backend: str = "auto",
-) -> Tensor: ...
+    hidden: Tensor, weight: Tensor, target: Tensor, *, return_entropy: Literal[False] = False,
+    return_lse: Literal[False] = False, **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
 @overload
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    return_entropy: bool = False,
-    return_lse: bool = False,
-    chunk_size: int | Literal["tiles"] | None = None,
-    batch_invariant: bool = False,
-    backend: str = "auto",
-) -> Tensor | tuple[Tensor, ...]: ...
+    hidden: Tensor, weight: Tensor, target: Tensor, *, return_entropy: bool = False, return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -99,32 +91,24 @@ def linear_log_probs(
     a token. Results have the same bits in each run. DTensors: tokens may be sharded over devices, and so may the
     classes (`weight` and `bias` as ``Shard(0)``), as for :func:`foundry_kernels.linear_cross_entropy`.
     """
-    check_float("hidden", hidden)
-    if (low := autocast_dtype(hidden)) is not None:
-        hidden, weight = hidden.to(low), weight.to(low) if isinstance(weight, Tensor) else weight
-        bias = bias.to(low) if isinstance(bias, Tensor) else bias
+    hidden, weight, bias = under_autocast(hidden, weight, bias)
     check_linear(hidden, weight, bias, logit_scale, chunk_size)
-    check_bool("batch_invariant", batch_invariant)
     options = LinearLogProbsOptions(
-        ignore_index, logit_scale, softcap, TILES if chunk_size == "tiles" else chunk_size,
-        batch_invariant or invariance.on, return_entropy, return_lse,
-    )  # fmt: skip
-    if options.batch_invariant and chunk_size == "tiles":
-        raise ValueError("chunk_size must be a number of tokens or None where batch_invariant is on; got 'tiles'")
+        ignore_index, logit_scale, softcap, *strategy(chunk_size, batch_invariant), return_entropy, return_lse
+    )
     of_logits.check("hidden", hidden, target, options)
     function = resolve(LINEAR_LOG_PROBS, backend, hidden)
-    if not is_vocab_sharded(weight):
-        return of_logits.select(*function(hidden, weight, target, bias, options))
-    from foundry_kernels.ops.linear_cross_entropy.vocab_parallel import on_mesh_of
-    from foundry_kernels.ops.linear_log_probs import vocab_parallel
+    if is_vocab_sharded(weight):
+        from foundry_kernels.ops._linear_loss.vocab_parallel import on_mesh_of, sharded_loss
+        from foundry_kernels.ops.linear_log_probs.vocab_parallel import LogProbsOfOwnClasses
 
-    for name, x in (("hidden", hidden), ("bias", bias)):
-        if x is not None and not is_dtensor(x):
-            raise ValueError(f"{name} must be a DTensor if weight is vocab-sharded; got a plain tensor")
-    if chunk_size == "tiles":
-        raise ValueError("chunk_size must be a number of tokens or None if weight is vocab-sharded; got 'tiles'")
-    results = of_logits.select(*vocab_parallel.linear_log_probs(hidden, weight, target, bias, options))
-    return on_mesh_of(hidden, results) if torch.compiler.is_compiling() else results
+        check_vocab_sharded(chunk_size, hidden=hidden, bias=bias)
+        found, _ = sharded_loss(LogProbsOfOwnClasses, hidden, weight, target, bias, None, options)
+        if torch.compiler.is_compiling():
+            found = on_mesh_of(hidden, found)
+    else:
+        found = function(hidden, weight, target, bias, options)
+    return of_logits.select(found["log_probs"], found.get("entropy"), found.get("lse"))
 
 
 LINEAR_LOG_PROBS = register_op(linear_log_probs, reference.linear_log_probs, native_devices=("cpu",))

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from foundry_kernels.core.contract import Sample, sample_rows
-from foundry_kernels.ops.cross_entropy.cases import targets
-from foundry_kernels.ops.linear_cross_entropy.bench import bytes_moved, flops, parity_case
+from foundry_kernels.ops._linear_loss.bench import DIRECTIONS, bench_case, bytes_moved, flops, parity_case, sample
 from foundry_kernels.ops.log_probs.bench import picked_of
-from foundry_kernels.testing import Arg, Case, normal
+from foundry_kernels.testing import Case
 
 __all__ = ["BENCH_QUICK", "DIRECTIONS", "bench_cases", "bytes_moved", "flops", "parity_case", "peers", "sample"]
 
@@ -26,30 +24,13 @@ _BENCH_SHAPES = {
 
 BENCH_QUICK = ("tiny", "few-tokens", "few-tokens-entropy", "llama-3-8b")
 
-#: The backward pass makes the logits again, which peers keep: only both passes together compare.
-DIRECTIONS = ("forward", "both")
-
-
-def _bench_case(tokens: int, width: int, n_classes: int, name: str, **options: Any) -> Case:
-    args = {
-        "hidden": Arg((tokens, width)),
-        "weight": Arg((n_classes, width), values=normal(width**-0.5)),
-        "target": Arg((tokens,), values=targets(n_classes), dtype=torch.int64, grad=False),
-    }
-    return Case(f"{tokens}x{width}-{n_classes}-{name}", args, options)
-
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     return tuple(
-        _bench_case(tokens, width, n_classes, name + "-entropy" * entropy, return_entropy=entropy)
+        bench_case(tokens, width, n_classes, name + "-entropy" * entropy, return_entropy=entropy)
         for tokens, width, n_classes, name in _BENCH_SHAPES[device]
         for entropy in (False, True)
     )
-
-
-def sample(case: Case) -> Sample | None:
-    """Targets outside of it are ignored ones."""
-    return sample_rows(case, {"target": 0, "hidden": 0}, {"target": -100})
 
 
 def _eager(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, return_entropy: bool) -> Any:

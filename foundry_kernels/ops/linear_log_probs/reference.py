@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from foundry_kernels.ops._linear import linear
+from foundry_kernels.ops._linear_loss.reference import all_logits
 from foundry_kernels.ops.linear_log_probs.options import LinearLogProbsOptions
 from foundry_kernels.ops.log_probs import reference
 
 
 def linear_log_probs(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: LinearLogProbsOptions
-) -> tuple[Any, ...]:
-    hidden = torch.where((target != options.ignore_index).unsqueeze(-1), hidden, 0.0)  # 0 * NaN would reach the weight
-    logits = (linear if options.batch_invariant else F.linear)(hidden, weight, bias)
-    if options.logit_scale != 1.0:
-        logits = logits * options.logit_scale
-    return reference.log_probs(logits, target, options.of_logits())
+) -> dict[str, Tensor | None]:
+    logits = all_logits(hidden, weight, target, bias, options)
+    log_probs, entropy, lse = reference.log_probs(logits, target, options.of_logits())
+    return {"log_probs": log_probs, "entropy": entropy, "lse": lse}

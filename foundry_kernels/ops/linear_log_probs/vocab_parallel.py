@@ -1,106 +1,52 @@
-"""Log-probabilities over a vocabulary that is sharded over devices, each of which has some rows of the weight.
-
-As for linear_cross_entropy (see its `vocab_parallel.py`): each device computes the logits of its own classes in chunks
-of the tokens, two all-reduces of one to three numbers a token give all devices the results, and the backward pass
-needs no collective.
-"""
+"""Log-probabilities over sharded classes; see `_linear_loss/vocab_parallel.py`."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.autocast import no_autocast
-from foundry_kernels.core.inference import refuse_second_derivative
-from foundry_kernels.ops.linear_cross_entropy.calls import Needs
-from foundry_kernels.ops.linear_cross_entropy.chunks import Gradients, rows_of
-from foundry_kernels.ops.linear_cross_entropy.vocab_parallel import Local, Own, Shards
-from foundry_kernels.ops.linear_log_probs.options import LinearLogProbsOptions
+from foundry_kernels.ops._linear_loss.chunks import rows_of
+from foundry_kernels.ops._linear_loss.vocab_parallel import OwnClasses
 from foundry_kernels.ops.log_probs.operators import row_gradients
 
-#: The options that this strategy supports, in the order of the fields.
-SUPPORTED = (
-    "ignore_index", "logit_scale", "softcap", "chunk_size", "batch_invariant", "return_entropy", "return_lse",
-)  # fmt: skip
 
+class LogProbsOfOwnClasses(OwnClasses):
+    name = "linear_log_probs"
+    supported = (
+        "ignore_index", "logit_scale", "softcap", "chunk_size", "batch_invariant", "return_entropy", "return_lse",
+    )  # fmt: skip
+    differentiable = ("log_probs", "entropy", "lse")
 
-def linear_log_probs(
-    hidden: Any, weight: Any, target: Any, bias: Any, options: LinearLogProbsOptions
-) -> tuple[Any, Any, Any]:
-    """The results as DTensors. Arguments as for `linear_cross_entropy.vocab_parallel.linear_cross_entropy`."""
-    options.refuse_others(SUPPORTED, "linear_log_probs", "vocab-parallel")
-    local = Local.of(hidden, weight, target, bias)
-    picked, entropy, lse = _VocabParallel.apply(*local.inputs, options, local.shards)
-    return (
-        local.whole(picked),
-        local.whole(entropy) if options.return_entropy else None,
-        local.whole(lse) if options.return_lse else None,
-    )
+    def forward(self) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+        y, nll, entropy = self.statistics(entropy=self.options.return_entropy)
+        entropy = torch.zeros_like(y) if entropy is None else entropy
+        results = {"log_probs": -nll, "entropy": entropy, "lse": y + nll}
+        results = {name: (x * self.counts).masked_fill(self.unknown, torch.nan) for name, x in results.items()}
+        return results, (y, nll, entropy)
 
+    def of_rows(self, given: dict[str, Tensor | None], *saved: Tensor) -> Callable[[slice, Tensor], Tensor]:
+        """See the mathematics in `log_probs/__init__`."""
+        y, nll, entropy = saved
+        rows = row_gradients(given["log_probs"], given.get("entropy"), given.get("lse"), entropy, nll)
+        g, c, b = (
+            None if x is None else torch.where(self.counts, x, 0.0).masked_fill(self.unknown, torch.nan) for x in rows
+        )
+        assert g is not None
 
-class _VocabParallel(torch.autograd.Function):
-    """The results from the tensors of one device, and their gradients."""
+        def dlogits(part: slice, logits: Tensor) -> Tensor:
+            mine, column = rows_of(self.mine, part), rows_of(self.column, part)
+            below = logits.sub_(rows_of(y, part).unsqueeze(1)).sub_(rows_of(nll, part).unsqueeze(1))
+            p, each = below.exp(), rows_of(g, part).unsqueeze(1)
+            at_target = torch.where(
+                mine.unsqueeze(1), -torch.expm1(-rows_of(nll, part).unsqueeze(1)), -p.gather(1, column)
+            )
+            d = p.neg().scatter_(1, column, at_target).mul_(each)
+            if c is not None:
+                d.add_(p * rows_of(c, part).unsqueeze(1))
+            if b is not None:
+                d.add_(p * below.masked_fill_(below == -torch.inf, 0.0) * rows_of(b, part).unsqueeze(1))
+            return d
 
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: LinearLogProbsOptions,
-        shards: Shards,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        with no_autocast(hidden):
-            own = Own(hidden, weight, target, bias, None, options.of_loss(), shards)
-            y, nll, entropy = own.statistics(options.return_entropy)
-        entropy = y.new_empty(0) if entropy is None else entropy
-        results = [
-            own.tokens.whole((x * own.counts).masked_fill(own.unknown, torch.nan)).view(target.shape)
-            for x in (-nll, *([entropy] if options.return_entropy else []), y + nll)
-        ]
-        picked, lse = results[0], results[-1]
-        ctx.save_for_backward(hidden, weight, target, bias, y, nll, entropy)
-        ctx.options, ctx.shards = options, shards
-        ctx.needs = Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
-        ctx.set_materialize_grads(False)
-        return picked, results[1] if options.return_entropy else entropy, lse
-
-    @staticmethod
-    def backward(ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None) -> Any:
-        refuse_second_derivative("linear_log_probs")
-        hidden, weight, target, bias, y, nll, entropy = ctx.saved_tensors
-        options = ctx.options
-        with no_autocast(hidden):
-            own = Own(hidden, weight, target, bias, None, options.of_loss(), ctx.shards)
-            returned = (True, options.return_entropy, options.return_lse)
-            given = [
-                None if d is None or not r else own.tokens.of_kept(d)
-                for d, r in zip((dlog_probs, dentropy, dlse), returned, strict=True)
-            ]
-            rows = row_gradients(given[0], given[1], given[2], entropy, nll)
-            found = _gradients(own, rows, y, nll, ctx.needs).of(hidden)
-        dhidden, dweight, dbias = (g.to(hidden.dtype) if n else None for g, n in zip(found, ctx.needs, strict=True))
-        return dhidden, dweight, None, dbias, None, None
-
-
-def _gradients(
-    own: Own, rows: tuple[Tensor, Tensor | None, Tensor | None], y: Tensor, nll: Tensor, needs: Needs
-) -> Gradients:
-    """The gradients of this device's logits and inputs; see the mathematics in `log_probs/__init__`."""
-    tokens, softcap = own.tokens, own.options.softcap
-    found = Gradients(tokens, needs)
-    g, c, b = (None if x is None else torch.where(own.counts, x, 0.0).masked_fill(own.unknown, torch.nan) for x in rows)
-    assert g is not None
-    for part in tokens.chunks() if tokens.weight.shape[0] else ():
-        logits, mine, column = own.logits(part), rows_of(own.mine, part), rows_of(own.column, part)
-        slope = None if softcap is None else 1.0 - (logits / softcap).square()
-        below = logits.sub_(rows_of(y, part).unsqueeze(1)).sub_(rows_of(nll, part).unsqueeze(1))
-        p, each = below.exp(), rows_of(g, part).unsqueeze(1)
-        at_target = torch.where(mine.unsqueeze(1), -torch.expm1(-rows_of(nll, part).unsqueeze(1)), -p.gather(1, column))
-        d = p.neg().scatter_(1, column, at_target).mul_(each)
-        if c is not None:
-            d.add_(p * rows_of(c, part).unsqueeze(1))
-        if b is not None:
-            d.add_(p * below.masked_fill_(below == -torch.inf, 0.0) * rows_of(b, part).unsqueeze(1))
-        found.add(part, (d if slope is None else d.mul_(slope)).to(tokens.x.dtype))
-    if needs.hidden and not tokens.weight.shape[0]:
-        found.dx.zero_()
-    return found
+        return dlogits

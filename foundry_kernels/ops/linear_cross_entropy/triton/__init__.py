@@ -3,21 +3,37 @@
 All rows at once: a matmul computes all logits, one kernel computes the loss and overwrites the logits with their
 gradient, and two matmuls compute the gradients of hidden and weight. No other memory of the logits' size is needed.
 
-Blocks of classes ("tiles", `vocabulary_blocks.py`): these need one more matmul, and little memory.
+Blocks of classes ("tiles", `_linear_loss/class_blocks.py`): these need one more matmul, and little memory.
 
 Chunks of rows, on the caller's request: as the first form, but matmuls add to a float32 sum of weight's gradient.
 """
 
 from __future__ import annotations
 
-from foundry_kernels._triton.operators import define
-from foundry_kernels.ops.linear_cross_entropy import sizes
-from foundry_kernels.ops.linear_cross_entropy.calls import Kernels
-from foundry_kernels.ops.linear_cross_entropy.operators import Strategy, make_backend
+import torch
+from torch import Tensor
+
+from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops._linear_loss.problem import Chunk
+from foundry_kernels.ops._linear_loss.triton import triton_backend
+from foundry_kernels.ops.linear_cross_entropy.loss import LOSS, CrossEntropyRows
 from foundry_kernels.ops.linear_cross_entropy.triton import launchers
 
-KERNELS = Kernels(
-    launchers.forward, launchers.gradients_, cpu=False, classes=sizes.classes_on_gpu, losses=launchers.Losses
-)
 
-linear_cross_entropy = make_backend("triton_", define, Strategy(KERNELS, sizes.on_gpu, launchers.scale_))
+class Rows(CrossEntropyRows):
+    has_blocks = True
+
+    def rows(self, chunk: Chunk, wanted: frozenset[str], dloss: Tensor | None) -> dict[str, Tensor]:
+        losses = self.row_blocks(chunk.target, wanted, wide_dtype(chunk.logits.dtype))
+        losses.add(chunk.logits, 0, dloss)
+        return losses.results
+
+    def rows_backward_(self, chunk: Chunk, dloss: Tensor, lse: Tensor, lse_low: Tensor, first: int) -> None:
+        args = (self.class_weight, lse, lse_low, first, self.n_classes, self.of_logits)
+        launchers.gradients_(chunk.logits, dloss, chunk.target, *args)
+
+    def row_blocks(self, target: Tensor, wanted: frozenset[str], dtype: torch.dtype) -> launchers.Losses:
+        return launchers.Losses(target, self.n_classes, self.class_weight, self.of_logits, dtype, wanted)
+
+
+linear_cross_entropy = triton_backend(LOSS, Rows)

@@ -141,13 +141,3 @@ def linear_cross_entropy_bwd_kernel(
         class_weight_ptr, n_cols, b_zero + share, b_zero + softcap, CAP, SMOOTH, COMPUTE,
     )  # fmt: skip
     tl.store(x_ptr, round_to(b_v, logits_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def linear_cross_entropy_scale_kernel(x_ptr, factor_ptr, n, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
-    """x *= factor in place. A factor of 1, which only the device knows, costs nothing."""
-    factor = tl.load(factor_ptr).to(COMPUTE)
-    if factor != 1.0:
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        b_x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(COMPUTE) * factor
-        tl.store(x_ptr + at, round_to(b_x, x_ptr.dtype.element_ty), mask=at < n)

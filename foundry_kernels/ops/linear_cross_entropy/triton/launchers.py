@@ -9,20 +9,19 @@ import triton
 from torch import Tensor
 
 from foundry_kernels._triton.launch import Plan, launch
-from foundry_kernels._triton.operators import on_its_device
 from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.rows import compute_dtype, contiguous
 from foundry_kernels._triton.tuning import choose
-from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.cross_entropy.options import LossOptions
 from foundry_kernels.ops.cross_entropy.triton import configs
 from foundry_kernels.ops.linear_cross_entropy.triton.kernels import (
     linear_cross_entropy_bwd_kernel,
     linear_cross_entropy_fwd_kernel,
-    linear_cross_entropy_scale_kernel,
 )
 
-_FORWARD, _BACKWARD, _SCALE = 4096, 2048, 4096  # elements of a program's tile
+_FORWARD, _BACKWARD = 4096, 2048  # elements of a program's tile
+#: The results of the kernel, in the order of its parameters.
+RESULTS = ("loss", "lse", "lse_low", "z_loss")
 #: Without this, ptxas spills 8 or 16 bytes on 8.0 or 12.0 for an occupancy that it guesses.
 _ENOUGH = {"maxnreg": 128}
 
@@ -66,12 +65,6 @@ def _plan_bwd(
     return Plan(grid, numbers, _constants(dtype, options) | registers | tile)
 
 
-@planned
-def _plan_scale(n: int, dtype: torch.dtype) -> Plan:
-    constants = {"COMPUTE": compute_dtype(dtype), "BLOCK": _SCALE, "num_warps": 8}
-    return Plan((triton.cdiv(n, _SCALE),), (n,), constants)
-
-
 def _sum_of(class_weight: Tensor | None, options: LossOptions, dtype: torch.dtype) -> Tensor | None:
     return None if class_weight is None or options.label_smoothing == 0.0 else class_weight.to(dtype).sum()
 
@@ -81,16 +74,15 @@ class Losses:
 
     def __init__(
         self, target: Tensor, n_classes: int, class_weight: Tensor | None, options: LossOptions, dtype: torch.dtype,
-        save_lse: bool, save_z_loss: bool, save_stats: bool,
+        wanted: frozenset[str],
     ) -> None:  # fmt: skip
         self.target, self.n_classes, self.options = target.contiguous(), n_classes, options
         self.class_weight = contiguous(class_weight)
         self.weight_sum = _sum_of(class_weight, options, dtype)
-        wanted = (True, save_lse, save_stats, save_z_loss)
-        #: The requested results for each token: loss, lse, its rounding error, and z-loss.
-        self.results = tuple(
-            torch.empty(target.shape if w else (0,), dtype=dtype, device=target.device) for w in wanted
-        )
+        #: The requested results of each token.
+        self.results = {
+            name: torch.empty(target.shape, dtype=dtype, device=target.device) for name in RESULTS if name in wanted
+        }
         self.state: Tensor | None = None
 
     def add(self, logits: Tensor, first: int, dloss: Tensor | None = None) -> None:
@@ -101,8 +93,8 @@ class Losses:
             return
         if n_out < n_classes and self.state is None:
             n_numbers = 5 if self.options.label_smoothing > 0.0 else 3
-            self.state = self.results[0].new_empty((n_numbers, n_rows))
-        wanted = [x if x.numel() else None for x in self.results] if first + n_out == n_classes else [None] * 4
+            self.state = self.results["loss"].new_empty((n_numbers, n_rows))
+        wanted = [self.results.get(name) if first + n_out == n_classes else None for name in RESULTS]
         writes = dloss is not None
         plan = _plan_fwd(n_rows, n_classes, n_out, first, logits.dtype, logits.device, self.options, writes)
         launch(
@@ -111,22 +103,11 @@ class Losses:
         )  # fmt: skip
 
 
-def forward(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None, options: LossOptions, save_lse: bool,
-    save_z_loss: bool, save_stats: bool, dloss: Tensor | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """See `calls.Kernels`."""
-    dtype, n_classes = wide_dtype(logits.dtype), logits.shape[1]
-    losses = Losses(target, n_classes, class_weight, options, dtype, save_lse, save_z_loss, save_stats)
-    losses.add(logits, 0, dloss)
-    return losses.results
-
-
 def gradients_(
     logits: Tensor, dloss: Tensor, target: Tensor, class_weight: Tensor | None, lse: Tensor, lse_low: Tensor,
     first: int, n_classes: int, options: LossOptions,
 ) -> None:  # fmt: skip
-    """See `calls.Kernels`."""
+    """Overwrites the logits of the classes from `first` on with their gradient."""
     n_rows, n_out = logits.shape
     if n_rows == 0:
         return
@@ -137,10 +118,3 @@ def gradients_(
         dloss.contiguous(), logits, target.contiguous(), contiguous(class_weight),
         _sum_of(class_weight, options, lse.dtype), lse.contiguous(), lse_low.contiguous(),
     )  # fmt: skip
-
-
-@on_its_device
-def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiplies contiguous x in place by a number on the device."""
-    if x.numel():
-        launch(linear_cross_entropy_scale_kernel, _plan_scale(x.numel(), x.dtype), x, factor)

@@ -1,5 +1,4 @@
-"""The chunked strategy over any cross-entropy kernel: one matmul computes a chunk's logits, and two more its gradients
-if they are needed."""
+"""The chunked strategy: one matmul computes a chunk's logits, and two more its gradients if they are needed."""
 
 from __future__ import annotations
 
@@ -11,19 +10,20 @@ from torch import Tensor
 from foundry_kernels.core import extension
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops._linear import linear
-from foundry_kernels.ops._products import accumulate, fast_products, multiply, own_products
-from foundry_kernels.ops.cross_entropy.tokens import NO_CLASS, predictions, probabilities
-from foundry_kernels.ops.linear_cross_entropy import sizes
-from foundry_kernels.ops.linear_cross_entropy.calls import (
+from foundry_kernels.ops._linear_loss import sizes
+from foundry_kernels.ops._linear_loss.problem import (
+    ALL,
+    TILES,
+    Call,
+    Chunk,
     Inputs,
-    Kernels,
     Needs,
-    Outputs,
-    Saves,
+    Problem,
     mean_of,
     total_weight,
 )
-from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
+from foundry_kernels.ops._products import accumulate, fast_products, multiply, own_products
+from foundry_kernels.ops.cross_entropy.tokens import NO_CLASS
 
 #: Classes whose 16-bit weights or gradients are widened at a time on a CPU: the copy stays in the cache.
 _CLASSES = 4096
@@ -39,7 +39,7 @@ accumulate_product = extension.operator("accumulate_product_")
 accumulate_product24 = extension.operator("accumulate_product24_")
 
 
-def rounds(hidden: Tensor, weight: Tensor, options: LinearLossOptions) -> bool:
+def rounds(hidden: Tensor, weight: Tensor, options: Problem) -> bool:
     """Whether chunks on a CPU leave the gradients rounded to the dtype of hidden, which takes no sum in float32. Small
     ones may as well be exact until they are multiplied by the loss's own."""
     exact = hidden.dtype != torch.bfloat16 or options.batch_invariant or accumulate_product24 is None
@@ -47,7 +47,7 @@ def rounds(hidden: Tensor, weight: Tensor, options: LinearLossOptions) -> bool:
 
 
 def gradient_dtypes(
-    hidden: Tensor, weight: Tensor, options: LinearLossOptions, cpu: bool
+    hidden: Tensor, weight: Tensor, options: Problem, cpu: bool
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """Of hidden's, weight's and bias's gradients as the chunks of a reduced loss leave them. On a GPU a matmul rounds
     hidden's, and weight's too if there is a single chunk. In float16 that would overflow before the division by the
@@ -55,7 +55,7 @@ def gradient_dtypes(
     low, wide = hidden.dtype, wide_dtype(hidden.dtype)
     if cpu:
         return (low, low, low) if rounds(hidden, weight, options) else (wide, wide, wide)
-    return low, low if options.one_chunk and low != torch.float16 else wide, wide
+    return low, low if options.chunk_size == ALL and low != torch.float16 else wide, wide
 
 
 def dtype_of_products(x: Tensor, n_classes: int) -> torch.dtype:
@@ -82,8 +82,8 @@ class Tokens:
     """The tokens of a call as rows of matrices. On the CPU those that are ignored are left out, and 16-bit values
     become float32 unless 16-bit matmuls are faster; on a GPU nothing depends on the values of the targets."""
 
-    def __init__(self, inputs: Inputs, options: LinearLossOptions, cpu: bool) -> None:
-        hidden, weight, target, bias, _ = inputs
+    def __init__(self, inputs: Inputs, options: Problem, cpu: bool) -> None:
+        hidden, weight, target, bias = inputs
         self.dtype, self.n_rows, self.rank = wide_dtype(hidden.dtype), target.numel(), target.dim()
         self.target = target.reshape(-1)
         x = hidden.reshape(-1, hidden.shape[-1])
@@ -105,10 +105,10 @@ class Tokens:
         #: Whether the weight's gradient is summed in 24 bits; and whether float32 matmuls copy the weights of a few
         #: classes at a time.
         self.sums24 = cpu and not torch.compiler.is_compiling() and rounds(hidden, weight, options)
-        self.widens = within != weight.dtype and (self.sums24 or options.tiles)
+        self.widens = within != weight.dtype and (self.sums24 or options.chunk_size == TILES)
         self.x, self.weight = x.to(within), weight if self.widens else weight.to(within)
         self.bias = None if bias is None else bias.to(within)
-        self.cpu, self.chunk_size, self.one_chunk = cpu, options.chunk_size or None, options.one_chunk
+        self.cpu, self.chunk_size, self.one_chunk = cpu, options.chunk_size or None, options.chunk_size == ALL
         self.gradient_dtypes = gradient_dtypes(hidden, weight, options, cpu)
         #: The factor of logits and their gradient. As `alpha` it is part of the matmuls and costs nothing.
         self.logit_scale = options.logit_scale
@@ -235,12 +235,12 @@ class Gradients:
         return dhidden, self.dweight, self.dbias
 
 
-def forward(kernels: Kernels, inputs: Inputs, options: LinearLossOptions, saves: Saves, needs: Needs) -> Outputs:
-    """The loss; and with `needs` the gradients, each chunk's right behind its logits."""
-    tokens, class_weight = Tokens(inputs, options, kernels.cpu), inputs.class_weight
+def forward(call: Call) -> dict[str, Tensor]:
+    """The wanted results; and with `call.needs` the gradients, each chunk's right behind its logits."""
+    _, rows, inputs, options, needs, wanted = call
+    tokens = Tokens(inputs, options, rows.cpu)
     gradients = Gradients(tokens, needs) if any(needs) else None
-    per_token, n_classes = options.of_logits("none"), inputs.weight.shape[0]
-    total = total_of(tokens, class_weight, options)
+    total = total_of(call, tokens)
     # The gradients include the mean's divisor at once, except in float16, where small values would underflow.
     late = tokens.x.dtype == torch.float16
     one = torch.ones((), dtype=tokens.dtype, device=inputs.hidden.device)
@@ -249,44 +249,29 @@ def forward(kernels: Kernels, inputs: Inputs, options: LinearLossOptions, saves:
         share = one / max(total, 1)
     elif total is not None:
         share = total.reciprocal().masked_fill(total == 0, 0.0)
-    stats = saves.stats or gradients is not None
-    save_lse = saves.lse or stats or options.token_scaling
-    found: list[tuple[Tensor, ...]] = []
-    predicted: list[Tensor] = []
+    found: list[dict[str, Tensor]] = []
     for part in tokens.chunks():
-        target, logits = rows_of(tokens.target, part), tokens.logits(part)
-        if saves.predicted:
-            predicted.append(predictions(logits, target, options.ignore_index))
-        dloss = None if gradients is None else (one if late else share).expand(target.shape)
-        at_once = None if options.token_scaling else dloss
-        loss, lse, low, z = kernels.forward(
-            logits, target, class_weight, per_token, save_lse, saves.z_loss, stats, at_once
-        )
-        if options.token_scaling:
-            p = probabilities(logits, target, lse, options.ignore_index, options.softcap)
-            loss, z = loss * p, z * p if saves.z_loss else z
-            if dloss is not None:
-                kernels.gradients_(logits, dloss * p, target, class_weight, lse, low, 0, n_classes, per_token)
-        found.append((loss, lse, low, z))
+        chunk = Chunk(part, tokens.logits(part), rows_of(tokens.target, part))
+        dloss = None if gradients is None else (one if late else share).expand(chunk.target.shape)
+        found.append(rows.forward(chunk, wanted, dloss))
         if gradients is not None:
-            gradients.add(part, logits)
-        del logits
+            gradients.add(part, chunk.logits)
+        del chunk
     if not found:
-        found.append((one.new_empty(0),) * 4)
-    rows = found[0] if len(found) == 1 else tuple(torch.cat(each) for each in zip(*found, strict=True))
-    best = None
-    if saves.predicted:
-        best = torch.cat(predicted) if predicted else tokens.target.new_empty(0, dtype=torch.int64)
-    results = outputs(tokens, inputs, options, saves, total, rows, best)
+        dtypes = dict.fromkeys(call.loss.classes, torch.int64)
+        found.append({name: one.new_empty(0, dtype=dtypes.get(name)) for name in wanted})
+    of_tokens = found[0] if len(found) == 1 else {name: torch.cat([each[name] for each in found]) for name in wanted}
+    results = outputs(call, tokens, total, of_tokens)
     if gradients is None:
         return results
-    rounded = kernels.cpu and rounds(inputs.hidden, inputs.weight, options)
+    rounded = rows.cpu and rounds(inputs.hidden, inputs.weight, options)
     dhidden, dweight, dbias = gradients.of(inputs.hidden, rounded)
-    return results._replace(dscale=share.clone() if late else one, dhidden=dhidden, dweight=dweight, dbias=dbias)
+    return results | {"dscale": share.clone() if late else one, "dhidden": dhidden, "dweight": dweight, "dbias": dbias}
 
 
-def total_of(tokens: Tokens, class_weight: Tensor | None, options: LinearLossOptions) -> Tensor | int | None:
+def total_of(call: Call, tokens: Tokens) -> Tensor | int | None:
     """Returns what a mean divides by; None where there is none."""
+    options, class_weight = call.options, call.rows.class_weight
     if options.reduction != "mean":
         return None
     if class_weight is None and tokens.n_counted is not None:
@@ -294,54 +279,28 @@ def total_of(tokens: Tokens, class_weight: Tensor | None, options: LinearLossOpt
     return total_weight(tokens.target, class_weight, options.ignore_index, tokens.dtype)
 
 
-def outputs(
-    tokens: Tokens, inputs: Inputs, options: LinearLossOptions, saves: Saves, total: Tensor | int | None,
-    rows: tuple[Tensor, ...], predicted: Tensor | None,
-) -> Outputs:  # fmt: skip
-    """The forward pass's outputs without gradients, from each token's loss, lse, its rounding error, and z-loss."""
-    loss, lse, low, z = rows
-    shape = inputs.target.shape
-
-    def absent() -> Tensor:
-        return loss.new_empty(0)
-
-    def whole(x: Tensor) -> Tensor:
-        return tokens.whole(x).view(shape)
-
-    def reduced(x: Tensor) -> Tensor:
-        if options.reduction == "none":
-            return whole(x)
-        return x.sum() * 1.0 if total is None else mean_of(x, total)
-
-    dscale, dhidden, dweight, dbias = (absent() for _ in range(4))
-    return Outputs(
-        reduced(loss),
-        whole(lse) if saves.lse else absent(),
-        whole(low) if saves.stats else absent(),
-        reduced(z) if saves.z_loss else absent(),
-        dscale,
-        dhidden,
-        dweight,
-        dbias,
-        absent().long() if predicted is None else tokens.whole(predicted, NO_CLASS).view(shape),
-    )
+def outputs(call: Call, tokens: Tokens, total: Tensor | int | None, of_tokens: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The wanted results of the forward pass, from each token's."""
+    found, reduces = {}, call.options.reduction != "none"
+    for name in call.wanted:
+        x = of_tokens[name]
+        if reduces and name in call.loss.reduced:
+            found[name] = x.sum() * 1.0 if total is None else mean_of(x, total)
+        else:
+            found[name] = tokens.whole(x, NO_CLASS if name in call.loss.classes else 0.0).view(call.inputs.target.shape)
+    return found
 
 
-def backward(
-    kernels: Kernels, dloss: Tensor, inputs: Inputs, lse: Tensor, lse_low: Tensor, options: LinearLossOptions,
-    needs: Needs,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def backward(call: Call, dloss: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
     """The gradients of tokens' losses, each of which has a gradient of its own."""
-    tokens, hidden = Tokens(inputs, options, kernels.cpu), inputs.hidden
+    _, rows, inputs, options, needs, _ = call
+    tokens, hidden = Tokens(inputs, options, rows.cpu), inputs.hidden
     gradients = Gradients(tokens, needs)
-    of_rows = [tokens.of_kept(x) for x in (dloss, lse, lse_low)]
-    per_token, n_classes = options.of_logits("none"), inputs.weight.shape[0]
+    of_rows = [tokens.of_kept(x) for x in (dloss, *saved)]
     for part in tokens.chunks():
-        d, each, low = (rows_of(x, part) for x in of_rows)
-        logits, target = tokens.logits(part), rows_of(tokens.target, part)
-        if options.token_scaling:
-            d = d * probabilities(logits, target, each, options.ignore_index, options.softcap)
-        kernels.gradients_(logits, d, target, inputs.class_weight, each, low, 0, n_classes, per_token)
-        gradients.add(part, logits)
+        d, *of_part = (rows_of(x, part) for x in of_rows)
+        chunk = Chunk(part, tokens.logits(part), rows_of(tokens.target, part))
+        rows.gradients_(chunk, d, tuple(of_part), 0)
+        gradients.add(part, chunk.logits)
     # A copy where nothing else was written, so that an output is never an input.
     return tuple(g.to(hidden.dtype) for g in gradients.of(hidden))

@@ -8,16 +8,18 @@ from table import saved_tensors
 
 import foundry_kernels as fk
 from foundry_kernels.core import extension
-from foundry_kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunks, linear_cross_entropy
-from foundry_kernels.ops.linear_cross_entropy.calls import Inputs, Needs
+from foundry_kernels.ops._linear_loss import chunks, class_blocks, sizes
+from foundry_kernels.ops._linear_loss.problem import TILES, Call, Inputs, Needs
+from foundry_kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
 from foundry_kernels.ops.linear_cross_entropy.cases import CASES
-from foundry_kernels.ops.linear_cross_entropy.options import TILES, LinearLossOptions
+from foundry_kernels.ops.linear_cross_entropy.loss import LOSS
+from foundry_kernels.ops.linear_cross_entropy.options import LinearCrossEntropyOptions
 from foundry_kernels.testing import assert_parity
 
 if extension.MISSING is not None:
     pytest.skip(extension.MISSING, allow_module_level=True)
 from foundry_kernels.ops.cross_entropy.native import cross_entropy_bwd_classes_
-from foundry_kernels.ops.linear_cross_entropy import native, sizes, vocabulary_blocks
+from foundry_kernels.ops.linear_cross_entropy import native
 
 TILED = [case for case in CASES["linear_cross_entropy"] if case.options.get("chunk_size") == "tiles"]
 
@@ -55,11 +57,12 @@ def test_what_exists_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     with saved_tensors() as saved:
         loss = linear_cross_entropy(hidden, weight, torch.arange(100), chunk_size="tiles", backend="native")
     assert max(t.numel() for t in saved) == weight.numel()
-    *inputs, lse, lse_low = loss.grad_fn.saved_tensors
-    options = LinearLossOptions(-100, "mean", 0.0, 0.0, None, 1.0, TILES, False, False)
+    *inputs, class_weight, lse, lse_low = loss.grad_fn.saved_tensors
+    options = LinearCrossEntropyOptions(-100, "mean", 0.0, 0.0, None, 1.0, TILES, False, False)
     with torch.no_grad(), All():
-        call = (torch.ones(()), Inputs(*inputs), lse, lse_low, options, Needs(True, True, False))
-        vocabulary_blocks.backward(native.KERNELS, *call)
+        rows = native.Rows(Inputs(*inputs), (class_weight,), options)
+        call = Call(LOSS, rows, Inputs(*inputs), options, Needs(True, True, False))
+        class_blocks.backward(call, torch.ones(()), lse, lse_low)
     large = [t for t in made if t.untyped_storage().nbytes() > 6400 * dtype.itemsize * 2]
     assert len(made) > 100
     assert {(t.untyped_storage().nbytes(), t.dtype) for t in large} <= {(weight.numel() * dtype.itemsize, dtype)}

@@ -9,9 +9,8 @@ from torch import Tensor
 from foundry_kernels._triton import INTERPRET
 from foundry_kernels._triton.devices import total_memory
 from foundry_kernels.core import extension
+from foundry_kernels.ops._linear_loss.problem import ALL, TILES, Loss, Needs, Problem
 from foundry_kernels.ops._products import fast_products
-from foundry_kernels.ops.linear_cross_entropy.calls import Needs
-from foundry_kernels.ops.linear_cross_entropy.options import ALL, TILES, LinearLossOptions
 
 #: Tokens of a chunk: at least so many, and at most this fraction of all where logits are of 4 bytes. On a CPU each
 #: chunk reads and writes the whole sum of the weight's gradient, and a matmul is slower for fewer tokens.
@@ -43,7 +42,13 @@ BLOCK, LEAST, MOST, MULTIPLE = 1 << 28, 2048, 1 << 15, 128
 extension.set_single_chunk(SMALL, SUMMED24)
 
 
-def on_cpu(hidden: Tensor, weight: Tensor, options: LinearLossOptions, needs: Needs) -> int | None:
+def chosen(loss: Loss, cpu: bool, hidden: Tensor, weight: Tensor, options: Problem, needs: Needs) -> int | None:
+    """The `chunk_size` of a call; None where it depends on the tokens that count."""
+    found = on_cpu(hidden, weight, options, needs) if cpu else on_gpu(hidden, weight, options, needs, loss.logits)
+    return found if loss.tiles or found != TILES else None
+
+
+def on_cpu(hidden: Tensor, weight: Tensor, options: Problem, needs: Needs) -> int | None:
     """Returns a single chunk for few tokens; for many tokens chunks with three matmuls, or tiles with four
     (docs/dev/performance.md). None of these needs a float32 sum of a bfloat16 weight's gradient. None: by
     `tokens_of_a_chunk`."""
@@ -59,7 +64,7 @@ def on_cpu(hidden: Tensor, weight: Tensor, options: LinearLossOptions, needs: Ne
     return TILES if _TILES_ARE_FASTER else None
 
 
-def on_gpu(hidden: Tensor, weight: Tensor, options: LinearLossOptions, needs: Needs, logits: int = 1) -> int | None:
+def on_gpu(hidden: Tensor, weight: Tensor, options: Problem, needs: Needs, logits: int = 1) -> int | None:
     """Depends on the shape and the device's memory, never on its free memory. Without gradients, blocks need no
     additional matmul. logits: how many for a token and a class."""
     n_tokens, asked = hidden.numel() // hidden.shape[-1], options.chunk_size
@@ -90,13 +95,17 @@ def tokens_of_a_chunk(n_tokens: int, itemsize: int, cpu: bool, sums24: bool) -> 
     return max(_LEAST_CPU if cpu else _LEAST, -(-n_tokens // (_SHARE * itemsize // 4)))
 
 
-def classes_on_cpu(n_tokens: int, n_classes: int, itemsize: int) -> int:
+def classes(cpu: bool, n_tokens: int, n_classes: int, itemsize: int) -> int:
     """Classes of a tile."""
+    return (classes_on_cpu if cpu else classes_on_gpu)(n_tokens, n_classes, itemsize)
+
+
+def classes_on_cpu(n_tokens: int, n_classes: int, itemsize: int) -> int:
     return max(_LEAST_CLASSES, _LOGITS // n_tokens)
 
 
 def classes_on_gpu(n_tokens: int, n_classes: int, itemsize: int) -> int:
-    """Classes of a tile. All tiles but the last have as many, so that their sizes are nearly equal."""
+    """All tiles but the last have as many, so that their sizes are nearly equal."""
     if INTERPRET:  # small cases must have several blocks
         return max(32, -(-n_classes // 4))
     n_blocks = -(-n_classes // min(max(LEAST, BLOCK // (n_tokens * itemsize)), MOST))

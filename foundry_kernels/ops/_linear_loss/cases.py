@@ -1,0 +1,90 @@
+"""What the sample inputs of the losses share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.ops.cross_entropy.cases import IGNORED, class_weights, targets
+from foundry_kernels.testing import Arg, Case, normal
+
+
+def linear_case(
+    rows: tuple[int, ...],
+    width: int,
+    n_classes: int,
+    note: str = "",
+    hidden: str = "contiguous",
+    frozen: tuple[str, ...] = (),
+    bias: bool = False,
+    class_weight: bool = False,
+    ignored: float = 0.0,
+    std: float = 1.0,
+    cotangent: str = "contiguous",
+    **options: Any,
+) -> Case:
+    name = "x".join(map(str, (*rows, width))) + f"-{n_classes}" + ("-" + note if note else "")
+    args: dict[str, Arg | None] = {
+        "hidden": Arg((*rows, width), hidden, values=normal(std), grad="hidden" not in frozen),
+        "weight": Arg((n_classes, width), values=normal(width**-0.5), grad="weight" not in frozen),
+        "target": Arg(rows, values=targets(n_classes, ignored), dtype=torch.int64, grad=False),
+        "bias": Arg((n_classes,), values=normal(0.5)) if bias else None,
+    }
+    if class_weight:
+        args["class_weight"] = Arg((n_classes,), values=class_weights, grad=False)
+    return Case(name, args, options, cotangent)
+
+
+def common_cases(case: Callable[..., Case], results: Mapping[str, Any], each: Mapping[str, Any]) -> tuple[Case, ...]:
+    """Cases of every loss, made by its `case`. Options: those that request all `results`, and those for which `each`
+    token's loss has a gradient of its own."""
+    layouts = ("swapped", "sliced", "offset", "expanded", "strided")
+    return (
+        *(
+            case((rows,), width, n)
+            for rows, width, n in [(1, 1, 1), (4, 8, 9), (7, 16, 33), (130, 8, 67), (9, 24, 129)]
+        ),
+        case((12,), 8, 50, "chunks", chunk_size=5),
+        case((2, 3, 5), 8, 40, "4d", **results),
+        *(case((2, 3, 5), 8, 40, layout, hidden=layout, cotangent="strided", **each) for layout in layouts),
+        case((0,), 8, 40, "empty", **results),
+        case((12,), 8, 50, "bias", bias=True, **results),
+        *(case((12,), 8, 50, "frozen-" + name, frozen=(name,), **results) for name in ("hidden", "weight")),
+        case((12,), 8, 50, "frozen-both", frozen=("hidden", "weight"), bias=True),
+        case((40,), 8, 50, "ignored", ignored=0.4, chunk_size=7, **results),
+        case((12,), 8, 50, "all-ignored", ignored=1.0, **results),
+        case((12,), 8, 5, "ignore-index-0", ignored=0.0, ignore_index=0, **results),
+        case((40,), 8, 50, "one-chunk", ignored=0.2, chunk_size=40, **results),
+    )
+
+
+def tiles_cases(results: Mapping[str, Any]) -> tuple[Case, ...]:
+    """Cases in blocks of classes; `results` as above."""
+    tiles: dict[str, Any] = {"chunk_size": "tiles", **results}
+    return (
+        linear_case((12,), 8, 50, "tiles", **tiles),
+        # Several blocks of tokens, of classes and of the width.
+        linear_case((70,), 40, 131, "tiles", ignored=0.2, **tiles),
+        *(linear_case((12,), 8, 50, f"tiles-frozen-{name}", frozen=(name,), **tiles) for name in ("hidden", "weight")),
+        linear_case((3,), 4, 1, "tiles", **tiles),
+        linear_case((12,), 8, 5, "tiles-ignore-index-0", ignore_index=0, **tiles),
+        linear_case((12,), 8, 50, "tiles-all-ignored", ignored=1.0, **tiles),
+        linear_case((0,), 8, 40, "tiles-empty", **tiles),
+        linear_case((12,), 8, 50, "tiles-large", std=60.0, **tiles),
+    )
+
+
+def magnitudes(args: Mapping[str, Tensor | None], options: Mapping[str, Any]) -> tuple[float, float, float] | None:
+    """The largest sum of the sizes of the products that a logit sums, and the largest of hidden and of weight (float64
+    inputs). None if no token counts. Each result is a difference of logits: it is as exact as they are."""
+    hidden, weight, target = args["hidden"], args["weight"], args["target"]
+    assert hidden is not None
+    assert weight is not None
+    assert target is not None
+    if not (target != options.get("ignore_index", IGNORED)).any():
+        return None
+    x, w = hidden.detach().reshape(-1, hidden.shape[-1]).abs(), weight.detach().abs()
+    return float((x @ w.t()).max()), float(x.max()), float(w.max())

@@ -1,0 +1,219 @@
+"""The two operators of a loss on a backend, forward and backward, the autograd function around them, and the backend's
+function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.core.inference import refuse_second_derivative
+from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops._linear_loss import chunks, class_blocks, sizes
+from foundry_kernels.ops._linear_loss.problem import (
+    GRADIENTS,
+    NOTHING,
+    TILES,
+    Call,
+    Inputs,
+    Loss,
+    Needs,
+    RowKernel,
+)
+
+_NEEDS = "bool need_dhidden, bool need_dweight, bool need_dbias"
+
+#: Rows of a gradient that are widened at a time: the copy stays in the cache.
+_ROWS = 4096
+
+#: Whether the backward pass that is running may be followed by another one through the same graph.
+_graph_is_retained = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+class Operators(NamedTuple):
+    """What the operators of a loss do with a backend's kernel."""
+
+    loss: Loss
+    rows: type[RowKernel]
+
+    def schemas(self) -> tuple[str, str]:
+        """Those of the forward and the backward operator."""
+        loss = self.loss
+        inputs = ["Tensor hidden", "Tensor weight", "Tensor target", "Tensor? bias"]
+        inputs += [f"Tensor? {name}" for name in loss.constants]
+        fwd = [*inputs, loss.options.SCHEMA, *(f"bool {flag}" for flag in loss.flags.values())]
+        fwd += [_NEEDS] if loss.makes_gradients else []
+        incoming = "Tensor dloss" if loss.rows_of is None else "Tensor drows"
+        bwd = [incoming, *inputs, *(f"Tensor {name}" for name in loss.saved), loss.options.SCHEMA, _NEEDS]
+        results = [f"Tensor {name}" for name in loss.outputs]
+        return (
+            f"{loss.name}_fwd({', '.join(fwd)}) -> ({', '.join(results)})",
+            f"{loss.name}_bwd({', '.join(bwd)}) -> (Tensor dhidden, Tensor dweight, Tensor dbias)",
+        )
+
+    def _tensors(self, args: tuple[Any, ...]) -> tuple[Inputs, tuple[Tensor | None, ...], tuple[Any, ...]]:
+        """The inputs and the constants at the front of an operator's arguments, and the others."""
+        n = 4 + len(self.loss.constants)
+        return Inputs(*args[:4]), args[4:n], args[n:]
+
+    def forward(self, *args: Any) -> tuple[Tensor, ...]:
+        loss, (inputs, constants, others) = self.loss, self._tensors(args)
+        options, flags = loss.options.from_operator_args(others)
+        with no_autocast(inputs.hidden):
+            rows = self.rows(inputs, constants, options)
+            call = Call(loss, rows, inputs, options, loss.needs(flags), loss.wanted(flags))
+            found = (class_blocks if options.chunk_size == TILES and rows.has_blocks else chunks).forward(call)
+            absent = found[loss.outputs[0]].new_empty
+        dtypes = dict.fromkeys(loss.classes, torch.int64)
+        return tuple([found[n] if n in found else absent(0, dtype=dtypes.get(n)) for n in loss.outputs])
+
+    def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
+        """All that is asked for, in new memory, in the dtype of the arithmetic; gradients as chunks make them."""
+        loss, (inputs, _, others) = self.loss, self._tensors(args)
+        options, flags = loss.options.from_operator_args(others)
+        needs, wanted, hidden = loss.needs(flags), loss.wanted(flags), inputs.hidden
+        shapes: dict[str, Any] = dict.fromkeys(wanted, hidden.shape[:-1])
+        if options.reduction != "none":
+            shapes |= dict.fromkeys(wanted.intersection(loss.reduced), ())
+        dtypes = dict.fromkeys(loss.classes, torch.int64)
+        if any(needs):
+            of_inputs = (hidden.shape, inputs.weight.shape, inputs.weight.shape[:1])
+            shapes |= {"dscale": ()} | {
+                n: s for n, s, needed in zip(GRADIENTS[1:], of_inputs, needs, strict=True) if needed
+            }
+            dtypes |= zip(
+                GRADIENTS[1:], chunks.gradient_dtypes(hidden, inputs.weight, options, self.rows.cpu), strict=True
+            )
+        wide = wide_dtype(hidden.dtype)
+        return tuple([hidden.new_empty(shapes.get(n, (0,)), dtype=dtypes.get(n, wide)) for n in loss.outputs])
+
+    def backward(self, dloss: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        loss, (inputs, constants, others) = self.loss, self._tensors(args)
+        saved, others = others[: len(loss.saved)], others[len(loss.saved) :]
+        options, needs = loss.options.from_operator_args(others)
+        with no_autocast(inputs.hidden):
+            call = Call(loss, self.rows(inputs, constants, options), inputs, options, Needs(*needs))
+            return (class_blocks if options.chunk_size == TILES else chunks).backward(call, dloss, *saved)
+
+
+def fake_backward(dloss: Tensor, hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    shapes = (hidden.shape, weight.shape, weight.shape[:1])
+    return tuple(hidden.new_empty(s if needed else (0,)) for s, needed in zip(shapes, rest[-3:], strict=True))
+
+
+class Backend(NamedTuple):
+    """scale_: multiplies a gradient in place by a number that is on its device; None where that is PyTorch's."""
+
+    loss: Loss
+    forward: Callable[..., tuple[Tensor, ...]]
+    backward: Callable[..., tuple[Tensor, ...]]
+    scale_: Callable[[Tensor, Tensor], None] | None
+
+
+#: The backends of the losses by the name of the loss with the prefix of its operators, which torch.compile can look up.
+BACKENDS: dict[str, Backend] = {}
+
+
+def make_backend(
+    loss: Loss, rows: type[RowKernel], prefix: str, define: Callable[..., Any],
+    scale_: Callable[[Tensor, Tensor], None] | None = None,
+) -> Callable[..., dict[str, Tensor]]:  # fmt: skip
+    """The backend's function, of hidden, weight, target, bias, the constants and the options, which returns the results
+    that the options request. Its operators, with `prefix` before their names, are registered by ``define(schema,
+    function, fake)``."""
+    name, operators = prefix + loss.name, Operators(loss, rows)
+    fwd, bwd = operators.schemas()
+    forward = define(prefix + fwd, operators.forward, operators.fake_forward)
+    BACKENDS[name] = Backend(loss, forward, define(prefix + bwd, operators.backward, fake_backward), scale_)
+
+    def results(inputs: tuple[Tensor | None, ...], options: Any, needs: Needs) -> dict[str, Tensor]:
+        """All results; those that are not requested may be empty."""
+        if any(needs):
+            return dict(zip(loss.results, _LinearLoss.apply(name, options, *inputs), strict=True))
+        requested = options.results()
+        flags = [result in requested for result in loss.flags]
+        found = forward(*inputs, *options.operator_args(), *flags, *(NOTHING if loss.makes_gradients else ()))
+        return dict(zip(loss.outputs, found, strict=True))
+
+    def linear_loss(
+        hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *constants_and_options: Any
+    ) -> dict[str, Tensor]:
+        *constants, options = constants_and_options
+        needs = NOTHING
+        if torch.is_grad_enabled():
+            needs = Needs(hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+        options = options._replace(chunk_size=sizes.chosen(loss, rows.cpu, hidden, weight, options, needs))
+        inputs = (hidden, weight, target, bias, *constants)
+        if loss.around is None:
+            found = results(inputs, options, needs)
+        else:
+            found = loss.around(results, prefix, inputs, options, needs)
+        return {result: found[result] for result in options.results()}
+
+    return linear_loss
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, options: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        loss = BACKENDS[name].loss
+        _, _, need_dhidden, need_dweight, _, need_dbias, *_ = ctx.needs_input_grad
+        ctx.name, ctx.options, ctx.returned = name, options.operator_args(), options.results()
+        ctx.needs, ctx.dtype = (need_dhidden, need_dweight, need_dbias), inputs[0].dtype
+        ctx.recomputes = options.reduction == "none" or options.chunk_size == TILES
+        saves = ctx.recomputes or any(result in loss.saved for result in ctx.returned)
+        flags = [result in ctx.returned or (saves and result in loss.saved) for result in loss.flags]
+        needs = (NOTHING if ctx.recomputes else ctx.needs) if loss.makes_gradients else ()
+        found = dict(zip(loss.outputs, BACKENDS[name].forward(*inputs, *ctx.options, *flags, *needs), strict=True))
+        if ctx.recomputes:
+            ctx.save_for_backward(*inputs, *[found[result] for result in loss.kept])
+        else:
+            ctx.save_for_backward(*[found[gradient] for gradient in GRADIENTS])
+        constant = [result for result in loss.results[1:] if result not in loss.differentiable]
+        ctx.mark_non_differentiable(*[found[result] for result in constant])
+        ctx.set_materialize_grads(loss.rows_of is None)
+        return tuple([found[result] for result in loss.results])
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Any, *others: Tensor | None) -> Any:
+        loss, stored = BACKENDS[ctx.name].loss, ctx.saved_tensors
+        refuse_second_derivative(loss.name)
+        if ctx.recomputes:
+            n = 4 + len(loss.constants)
+            inputs, kept = stored[:n], dict(zip(loss.kept, stored[n:], strict=True))
+            if loss.rows_of is not None:
+                # torch.compile materializes the gradients of results that nobody gets.
+                given = zip(loss.results, (dloss, *others), strict=True)
+                dloss = loss.rows_of({result: d if result in ctx.returned else None for result, d in given}, kept)
+            saved = [kept[result] for result in loss.saved]
+            found = BACKENDS[ctx.name].backward(dloss, *inputs, *saved, *ctx.options, *ctx.needs)
+        else:
+            dscale, *gradients = stored
+            factor = dloss * dscale
+            scale_ = BACKENDS[ctx.name].scale_
+            found = tuple([times_own_gradient(g, factor, ctx.dtype, scale_) for g in gradients])
+        dhidden, dweight, dbias = (g if n else None for g, n in zip(found, ctx.needs, strict=True))
+        return None, None, dhidden, dweight, None, dbias, *[None] * len(loss.constants)
+
+
+def times_own_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype, scale_: Any) -> Tensor:
+    """gradient * factor, rounded once; skipping the multiplication by 1 if reading the factor does not wait: on a CPU,
+    or in a kernel on the device.
+
+    Of a graph that is retained the next backward pass needs `gradient`, so it is not handed out."""
+    plain = type(factor) is Tensor and not torch.compiler.is_compiling()
+    if plain and not (gradient.dtype == dtype and _graph_is_retained()):
+        if factor.device.type == "cpu" and factor.item() == 1.0:
+            return gradient.to(dtype)
+        if scale_ is not None and gradient.is_cuda and gradient.dtype == dtype and gradient.is_contiguous():
+            scale_(gradient, factor)
+            return gradient
+    if gradient.dtype == dtype or torch.compiler.is_compiling():  # a compiler makes one loop of it
+        return (gradient * factor).to(dtype)
+    out = torch.empty_like(gradient, dtype=dtype)
+    for part, g in zip(out.split(_ROWS), gradient.split(_ROWS), strict=True):
+        part.copy_(g * factor)
+    return out
