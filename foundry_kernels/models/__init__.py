@@ -1,7 +1,6 @@
 """Models built from the modules of `foundry_kernels.nn`: LLaMA, GPT-2, BLOOM, Falcon and related decoders, encoders,
 and encoder-decoders."""
 
-import foundry_kernels.models.memory  # noqa: F401  # gives ModelConfig the method training_bytes
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context

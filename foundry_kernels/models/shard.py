@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from foundry_kernels.models.call import Call, Positions
 from foundry_kernels.models.config import ModelConfig
 
 
 class SequenceShard(Protocol):
     """This process's part of each sequence."""
 
-    def check(
-        self,
-        tokens: Tensor,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-        config: ModelConfig,
-        weight: Tensor,
-        given: Mapping[str, Any],
-    ) -> None:
-        """Raises an error if the tokens are not a shard of a sequence that fits the model, or if an argument in `given`
-        is not None."""
+    def check(self, call: Call, config: ModelConfig, weight: Tensor) -> None:
+        """Raises an error if the tokens are not a shard of a sequence that fits the model, or if the call has an
+        argument that is not sharded. weight: the embedding's."""
 
-    def seen(self, tokens: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def positions(self, call: Call) -> Positions:
         """The positions of the tokens, and the `cu_seqlens` for the layers."""
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
