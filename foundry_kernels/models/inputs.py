@@ -76,8 +76,7 @@ def _check_combination(model: Model, call: Call) -> None:
 def check_tokens(call: Call, config: ModelConfig, weight: Tensor) -> None:
     """Checks that tokens fit the model and, if they are packed, the starts of sequences. weight: the embedding's."""
     tokens, cache, max_seqlen = call.tokens, call.cache, call.max_seqlen
-    check_integer("tokens", tokens)
-    check_rank("tokens", tokens, 2, "[B, T]")
+    check_integer("tokens", tokens, 2, "[B, T]")
     if tokens.shape[1] == 0:
         raise ValueError(f"tokens must hold at least one position; got shape {tuple(tokens.shape)}")
     if tokens.device != weight.device:
@@ -106,8 +105,7 @@ def table_of(config: ModelConfig) -> str:
 
 def _check_packed(cu_seqlens: Tensor, call: Call, config: ModelConfig) -> None:
     tokens, max_seqlen = call.tokens, call.max_seqlen
-    check_integer("cu_seqlens", cu_seqlens)
-    check_rank("cu_seqlens", cu_seqlens, 1, "[N + 1]")
+    check_integer("cu_seqlens", cu_seqlens, 1, "[N + 1]")
     check_device("cu_seqlens", cu_seqlens, "tokens", tokens)
     if isinstance(call.cache, KVCache):
         raise ValueError("cu_seqlens and cache exclude each other unless it is a PagedKVCache; got both")

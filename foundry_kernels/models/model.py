@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.models.blocks import Norm
 from foundry_kernels.models.cache import KVCache
+from foundry_kernels.models.call import Call, Positions
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.hybrid_cache import HybridCache
-from foundry_kernels.models.shard import SequenceShard
 from foundry_kernels.nn import RelativeBias, SinusoidalEmbedding
 from foundry_kernels.nn._head import matrix_of
 from foundry_kernels.nn._linear_layers import layers_for
+
+
+class SequenceShard(Protocol):
+    """This process's part of each sequence, as `fk.distributed.context_parallel` shards them."""
+
+    def check(self, call: Call, config: ModelConfig, weight: Tensor) -> None:
+        """Raises an error if the tokens are not a shard of a sequence that fits the model, or if the call has an
+        argument that is not sharded. weight: the embedding's."""
+
+    def positions(self, call: Call) -> Positions:
+        """The positions of the tokens, and the `cu_seqlens` for the layers."""
+
+    def mean(self, total: Tensor, count: Tensor) -> Tensor:
+        """The mean over the counted tokens of all processes. total, count: this process's sum and number of tokens."""
 
 
 class Model(nn.Module):

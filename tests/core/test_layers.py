@@ -25,12 +25,12 @@ FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in fol
 MODELS = (
     ("fields", "validate", "presets", "count", "config"),
     (
-        "pages", "state_slots", "cache", "hybrid_cache", "paged_cache", "context", "call", "shard", "decode_block",
+        "pages", "state_slots", "cache", "hybrid_cache", "paged_cache", "context", "call", "decode_block",
         "blocks", "cross_blocks", "init", "model", "inputs", "embeddings", "losses", "log_probs", "extend",
-    ),  # fmt: skip
+    ),
     ("sampling", "requests", "speculative", "generate", "generator"),
     ("transformer", "encoder_decoder", "memory"),
-)
+)  # fmt: skip
 
 
 def imports(file: Path) -> set[str]:
