@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.models import ModelConfig, Transformer
-from foundry_kernels.models.validate import FULL, LINEAR
+from foundry_kernels.models.fields import FULL, LINEAR
 
 LETTERS, DIGITS, PAIRS = 16, 10, 4
 BAR = LETTERS + DIGITS

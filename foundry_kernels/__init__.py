@@ -95,7 +95,7 @@ __getattr__, __dir__ = _late.names(
     | {"unpatch": f"{__name__}.integrations.handle"},
 )
 _late.provide({name: f"{__name__}.integrations.{name}" for name in ("by_name", "from_hf", "seq2seq")})
-_late.provide({"sharding": f"{__name__}.distributed.sharding"})
+_late.provide({"memory": f"{__name__}.models.memory", "sharding": f"{__name__}.distributed.sharding"})
 _registry.when_dtensor_is_used(lambda: _late.module_above("sharding"))
 _late.when_imported("transformers.modeling_utils", lambda: _late.module_above("by_name").register())
 tuning.start()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.compat.scalars import as_int
-from foundry_kernels.core.checks import check_device, check_integer, check_rank, check_shape, check_tensor
+from foundry_kernels.core.checks import check_device, check_integer, check_shape, check_tensor
 
 
 def unpad_input(
@@ -69,8 +69,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: SupportsIndex, seql
     check_tensor("hidden_states", hidden_states)
     if hidden_states.dim() < 1:
         raise ValueError("hidden_states must be [total, ...]; got shape ()")
-    check_integer("indices", indices)
-    check_rank("indices", indices, 1, "[total]")
+    check_integer("indices", indices, 1, "[total]")
     check_shape("indices", indices, hidden_states.shape[:1], "one for each token of hidden_states")
     check_device("indices", indices, "hidden_states", hidden_states)
     rows, width = as_int("batch", batch), as_int("seqlen", seqlen)

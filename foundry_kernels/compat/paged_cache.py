@@ -45,8 +45,7 @@ class _Written(NamedTuple):
 
 def read_table(block_table: Tensor, rows: list[int] | None, batch: int, k_cache: Tensor, named: str) -> list[list[int]]:
     """The pages of each sequence: a row of the table, that of `rows` where sequences choose theirs."""
-    check_integer(named, block_table)
-    check_rank(named, block_table, 2, "[B, max_blocks]")
+    check_integer(named, block_table, 2, "[B, max_blocks]")
     if block_table.device != k_cache.device and not block_table.is_cpu:
         check_device(named, block_table, "k_cache", k_cache)
     if rows is None and block_table.shape[0] != batch:
@@ -216,8 +215,7 @@ def append_and_attend_pages(
 
 
 def _lengths(name: str, cu_seqlens: Tensor, x: Tensor, batch: int | None = None) -> list[int]:
-    check_integer(name, cu_seqlens)
-    check_rank(name, cu_seqlens, 1, "[B + 1]")
+    check_integer(name, cu_seqlens, 1, "[B + 1]")
     values = cu_seqlens.tolist()
     found = [after - before for before, after in pairwise(values)]
     if not values or values[0] != 0 or values[-1] != x.shape[0] or min(found, default=0) < 0:

@@ -216,8 +216,7 @@ class _StoreInLeaf(torch.autograd.Function):
 
 
 def _check_lengths(cu_seqlens: Tensor, max_seqlen: int, x: Tensor) -> None:
-    check_integer("cu_seqlens", cu_seqlens)
-    check_rank("cu_seqlens", cu_seqlens, 1, "[B + 1]")
+    check_integer("cu_seqlens", cu_seqlens, 1, "[B + 1]")
     check_device("cu_seqlens", cu_seqlens, "x", x)
     if cu_seqlens.shape[0] == 0:
         raise ValueError("cu_seqlens must be [B + 1], starting with 0; got shape (0,)")

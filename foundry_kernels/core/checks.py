@@ -33,10 +33,13 @@ def default_eps(name: str, x: Tensor) -> float:
     return EPS_FLOAT64 if x.dtype == torch.float64 else EPS_FLOAT32
 
 
-def check_integer(name: str, x: Tensor) -> None:
+def check_integer(name: str, x: Tensor, rank: int | None = None, layout: str = "") -> None:
+    """`x` is an int32 or int64 tensor and, if a rank is given, of that rank, which `layout` shows."""
     check_tensor(name, x)
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64; got {x.dtype}")
+    if rank is not None:
+        check_rank(name, x, rank, layout)
 
 
 def check_rank(name: str, x: Tensor, rank: int, layout: str) -> None:

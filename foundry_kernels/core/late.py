@@ -20,7 +20,7 @@ def provide(modules: Mapping[str, str]) -> None:
 
 
 def module_above(name: str) -> ModuleType:
-    """Returns a module of a higher layer, which the calling folder cannot import itself."""
+    """Returns a module of a higher layer, which the calling file cannot import itself."""
     return importlib.import_module(_ABOVE[name])
 
 

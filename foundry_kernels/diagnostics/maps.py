@@ -97,8 +97,7 @@ def _unit_values(k: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _check(name: str, tokens: Tensor, heads: Sequence[tuple[int, int]], attentions: list[Attention]) -> None:
-    check_integer(name, tokens)
-    check_rank(name, tokens, 2, "[1, T]")
+    check_integer(name, tokens, 2, "[1, T]")
     if tokens.shape[0] != 1:
         raise ValueError(f"{name} must be [1, T], one text; got shape {tuple(tokens.shape)}")
     n_layers, n_heads = len(attentions), attentions[0].n_heads

@@ -13,8 +13,7 @@ import torch
 from foundry_kernels.core.registry import BackendUnavailable
 from foundry_kernels.diagnostics.checkpoint import CheckpointError, load_config
 from foundry_kernels.models import ModelConfig, presets
-from foundry_kernels.models.count import flops_by_part
-from foundry_kernels.models.memory import OPTIMIZERS
+from foundry_kernels.models.count import OPTIMIZERS, flops_by_part
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -3,7 +3,6 @@ attention runs from the states that `sharded_gated_delta_rule` finds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from foundry_kernels.distributed.linear_attention import sharded_gated_delta_rul
 from foundry_kernels.distributed.ring import ring_attention
 from foundry_kernels.distributed.zigzag import Place, sequence_positions, shard_sequence
 from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.models.call import Call, Positions
 from foundry_kernels.models.inputs import check_tokens
 from foundry_kernels.nn import Attention, GatedDeltaNet
 from foundry_kernels.nn._masks import packed_positions
@@ -89,19 +89,13 @@ class _Shard:
         self.short_conv1d = torch.compiler.disable(self._convolve)
         self.gated_delta_rule = torch.compiler.disable(self._delta_rule)
 
-    def check(
-        self,
-        tokens: Tensor,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-        config: ModelConfig,
-        weight: Tensor,
-        given: Mapping[str, Any],
-    ) -> None:
-        for name, value in given.items():
+    def check(self, call: Call, config: ModelConfig, weight: Tensor) -> None:
+        for name in ("cache", "attn_mask", "lengths", "last_only"):
+            value = getattr(call, name)
             if value is not None and value is not False:
                 raise ValueError(f"{name} must not be given to a context parallel model; got {value!r:.80}")
-        check_tokens(tokens, None, None, None, config, weight)
+        check_tokens(call._replace(cu_seqlens=None, max_seqlen=None), config, weight)
+        tokens = call.tokens
         if tokens.shape[1] % 2:
             raise ValueError(f"tokens must be two chunks of a sequence; got {tokens.shape[1]} tokens (shard_sequence)")
         past = config.linear_conv_size - 1 if config.linear_layers else 0
@@ -111,14 +105,14 @@ class _Shard:
                 f"linear attention hands on; got chunks of {tokens.shape[1] // 2}"
             )
         whole = tokens[:, :1].expand(-1, tokens.shape[1] * self.place.size)
-        check_tokens(whole, None, cu_seqlens, max_seqlen, config, weight)
+        check_tokens(call._replace(tokens=whole), config, weight)
 
-    def seen(self, tokens: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        length = tokens.shape[1] * self.place.size
+    def positions(self, call: Call) -> Positions:
+        length, cu_seqlens = call.tokens.shape[1] * self.place.size, call.cu_seqlens
         if cu_seqlens is None:
-            return sequence_positions(length, self.mesh, tokens.device), None
-        positions = packed_positions(cu_seqlens, length)
-        return shard_sequence(positions, self.mesh, 0), cu_seqlens.cpu()  # once, not in each layer
+            return Positions(sequence_positions(length, self.mesh, call.tokens.device), None, call.max_seqlen)
+        positions = shard_sequence(packed_positions(cu_seqlens, length), self.mesh, 0)
+        return Positions(positions, cu_seqlens.cpu(), call.max_seqlen)  # once, not in each layer
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
         mean: Tensor = _Mean.apply(total, count, self.mesh.get_group(), self.place.size)

@@ -167,8 +167,7 @@ class _Parts(NamedTuple):
                 raise ValueError(f"{name} must have two chunks of tokens in dimension {dim}; got {tuple(each.shape)}")
         documents = None
         if cu_seqlens is not None:
-            check_integer("cu_seqlens", cu_seqlens)
-            check_rank("cu_seqlens", cu_seqlens, 1, "[N + 1]")
+            check_integer("cu_seqlens", cu_seqlens, 1, "[N + 1]")
             if x.shape[0] != 1:
                 raise ValueError(f"{first} must hold one row with cu_seqlens; got shape {tuple(x.shape)}")
             on_cpu, length = cu_seqlens.cpu(), x.shape[dim] * place.size

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from foundry_kernels.core.autocast import autocast_dtype, no_autocast
-from foundry_kernels.core.checks import check_integer, check_rank, check_tensor
+from foundry_kernels.core.checks import check_integer, check_tensor
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.core.layout import inverse, storage_order
 from foundry_kernels.core.registry import is_dtensor, wide_dtype
@@ -114,8 +114,7 @@ def ring_attention(
 
 
 def _documents(cu_seqlens: Tensor, q: Tensor, length: int) -> tuple[int, ...]:
-    check_integer("cu_seqlens", cu_seqlens)
-    check_rank("cu_seqlens", cu_seqlens, 1, "[N + 1]")
+    check_integer("cu_seqlens", cu_seqlens, 1, "[N + 1]")
     if q.shape[0] != 1:
         raise ValueError(f"q must hold one row with cu_seqlens; got shape {tuple(q.shape)}")
     on_cpu = cu_seqlens.cpu()

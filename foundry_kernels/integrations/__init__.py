@@ -6,6 +6,7 @@ of this package's models imports `foundry_kernels.integrations.from_hf` and `.se
 """
 
 from foundry_kernels.integrations.handle import PatchHandle, unpatch
-from foundry_kernels.integrations.patch import Entry, Report, patch
+from foundry_kernels.integrations.patch import patch
+from foundry_kernels.integrations.report import Entry, Report
 
 __all__ = ["Entry", "PatchHandle", "Report", "patch", "unpatch"]

@@ -7,14 +7,12 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
 from foundry_kernels.integrations import log_probs, swap
-
-if TYPE_CHECKING:
-    from foundry_kernels.integrations.patch import Report
+from foundry_kernels.integrations.report import Report
 
 #: The attribute of the model that was given to `patch` where it keeps them.
 KEPT = "_foundry_patch"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from foundry_kernels.integrations import patch, tiny_encoders
-from foundry_kernels.integrations.patch import Report, parts
+from foundry_kernels.integrations.report import Report, parts
 from foundry_kernels.integrations.table import LLAMA_LIKE, PATCHED
 
 FAMILIES = (*PATCHED, *tiny_encoders.FAMILIES)

@@ -1,7 +1,10 @@
 """Models built from the modules of `foundry_kernels.nn`: LLaMA, GPT-2, BLOOM, Falcon and related decoders, encoders,
-and encoder-decoders."""
+and encoder-decoders.
 
-import foundry_kernels.models.memory  # noqa: F401  # gives ModelConfig the method training_bytes
+The files lie on four floors: a configuration (`fields` to `config`), the parts of a model (caches, blocks, losses and
+`model`, the base class that these know), generation, and whole models (`transformer`, `encoder_decoder`).
+"""
+
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context

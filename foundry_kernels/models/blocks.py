@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foundry_kernels.models.call import Positions
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.decode_block import decode
 from foundry_kernels.models.hybrid_cache import LayerState
@@ -162,14 +163,14 @@ class TransformerBlock(nn.Module):
         stream: Tensor,
         cache: KeyValueStore | PagedKeyValues | None = None,
         return_stats: bool = False,
-        *seen: Any,
+        attn_mask: Tensor | AttentionMask | None = None,
+        positions: Positions | None = None,
     ) -> Passed:
         """`branch`, the previous block's output (None before the first block), has not been added to `stream` yet; both
         are ``[B, T, dim]``. Returns this block's branch, the stream to which it must be added, and with `return_stats`
         the three tensors of :class:`foundry_kernels.nn.RouterStats` if there is a router. If the block `drops_late`,
-        dropout is applied to a branch when it is added. `seen` are `attn_mask`, `positions`, `cu_seqlens` and
-        `max_seqlen` for its attention, or nothing."""
-        if type(self) is TransformerBlock and cache is not None and len(seen) == 0:
+        dropout is applied to a branch when it is added. `attn_mask` and `positions` are for its attention."""
+        if type(self) is TransformerBlock and cache is not None and attn_mask is None and positions is None:
             decoded = decode(self, branch, stream, cache)
             if decoded is not None:
                 return decoded
@@ -177,7 +178,7 @@ class TransformerBlock(nn.Module):
             y = self.attention_norm(stream)
         else:
             y, stream = add_branch(self.attention_norm, branch, stream, self.dropout)
-        branch = self._attend(y, cache, *seen)
+        branch = self._attend(y, cache, attn_mask, positions)
         y, stream = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]
         branch, *stats = self._feed(y, return_stats)
         return branch, stream, *stats
@@ -186,17 +187,15 @@ class TransformerBlock(nn.Module):
         self,
         y: Tensor,
         cache: KeyValueStore | PagedKeyValues | None,
-        attn_mask: Tensor | AttentionMask | None = None,
-        positions: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
+        attn_mask: Tensor | AttentionMask | None,
+        positions: Positions | None,
     ) -> Tensor:
-        if attn_mask is None and positions is None:
-            found: Tensor = self.attention(y, cache=cache)
-        elif positions is None:
+        if positions is not None:
+            found: Tensor = self.attention(y, **positions._asdict())
+        elif attn_mask is not None:
             found = self.attention(y, cache=cache, attn_mask=attn_mask)
-        else:  # packed sequences, or parts of one
-            found = self.attention(y, positions=positions, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        else:
+            found = self.attention(y, cache=cache)
         return found
 
     def _feed(self, y: Tensor, return_stats: bool) -> tuple[Tensor, ...]:
@@ -225,13 +224,12 @@ class LinearBlock(TransformerBlock):
         self,
         y: Tensor,
         cache: LayerState | PagedState | None,
-        attn_mask: Tensor | AttentionMask | None = None,
-        positions: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
+        attn_mask: Tensor | AttentionMask | None,
+        positions: Positions | None,
     ) -> Tensor:
-        found: Tensor
-        found = self.attention(y, cu_seqlens=cu_seqlens) if cache is None else cache.read(self.attention, y)
+        if cache is not None:
+            return cache.read(self.attention, y)
+        found: Tensor = self.attention(y, cu_seqlens=None if positions is None else positions.cu_seqlens)
         return found
 
 
@@ -250,13 +248,14 @@ class ParallelBlock(TransformerBlock):
         stream: Tensor,
         cache: KeyValueStore | PagedKeyValues | None = None,
         return_stats: bool = False,
-        *seen: Any,
+        attn_mask: Tensor | AttentionMask | None = None,
+        positions: Positions | None = None,
     ) -> Passed:
         if branch is None:
             y = self.attention_norm(stream)
         else:
             y, stream = self.attention_norm(branch.to(stream.dtype), stream)
-        attended = self._attend(y, cache, *seen)
+        attended = self._attend(y, cache, attn_mask, positions)
         fed, *stats = self._feed(y if self.ffn_norm is None else self.ffn_norm(stream), return_stats)
         if self.dropout:
             attended, fed = (F.dropout(each, self.dropout, self.training) for each in (attended, fed))
@@ -272,9 +271,10 @@ class PostNormBlock(TransformerBlock):
         stream: Tensor,
         cache: KeyValueStore | PagedKeyValues | None = None,
         return_stats: bool = False,
-        *seen: Any,
+        attn_mask: Tensor | AttentionMask | None = None,
+        positions: Positions | None = None,
     ) -> Passed:
-        branch = self._attend(stream, cache, *seen)
+        branch = self._attend(stream, cache, attn_mask, positions)
         stream, _ = add_branch(self.attention_norm, branch, stream, self.dropout)
         branch, *stats = self._feed(stream, return_stats)
         stream, _ = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]

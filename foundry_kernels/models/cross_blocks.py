@@ -17,6 +17,7 @@ from foundry_kernels.models.blocks import (
     make_attention,
     make_norm,
 )
+from foundry_kernels.models.call import Positions
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.nn import AlibiSlopes, ContextKeyValues, KeyValueStore, RotaryEmbedding
 from foundry_kernels.nn._paged import PagedKeyValues
@@ -44,16 +45,17 @@ class CrossBlock(TransformerBlock):
         stream: Tensor,
         cache: KeyValueStore | PagedKeyValues | None,
         return_stats: bool,
+        attn_mask: Tensor | AttentionMask | None,
+        positions: Positions | None,
         context: Tensor | ContextKeyValues,
         context_mask: AttentionMask | None,
-        *seen: Any,
     ) -> Passed:
-        """As in :class:`TransformerBlock`; `seen` begins with the context and its mask."""
+        """As in :class:`TransformerBlock`, with a context and its mask."""
         if branch is None:
             y = self.attention_norm(stream)
         else:
             y, stream = add_branch(self.attention_norm, branch, stream, self.dropout)
-        branch = self._attend(y, cache, *seen)
+        branch = self._attend(y, cache, attn_mask, positions)
         y, stream = add_branch(self.cross_norm, branch, stream, self.dropout)
         branch = self.cross_attention(y, context=context, attn_mask=context_mask)
         y, stream = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]
@@ -70,11 +72,12 @@ class PostNormCrossBlock(CrossBlock):
         stream: Tensor,
         cache: KeyValueStore | PagedKeyValues | None,
         return_stats: bool,
+        attn_mask: Tensor | AttentionMask | None,
+        positions: Positions | None,
         context: Tensor | ContextKeyValues,
         context_mask: AttentionMask | None,
-        *seen: Any,
     ) -> Passed:
-        branch = self._attend(stream, cache, *seen)
+        branch = self._attend(stream, cache, attn_mask, positions)
         stream, _ = add_branch(self.attention_norm, branch, stream, self.dropout)
         branch = self.cross_attention(stream, context=context, attn_mask=context_mask)
         stream, _ = add_branch(self.cross_norm, branch, stream, self.dropout)

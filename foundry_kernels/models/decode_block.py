@@ -12,22 +12,19 @@ may be observed or replaced: by a hook, a subclass, a torch mode or an `override
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foundry_kernels.core import invariance
 from foundry_kernels.core.registry import OPS
 from foundry_kernels.models.cache import KVCache
+from foundry_kernels.models.paged_cache import PagedForward
 from foundry_kernels.nn import Attention, GatedMLP, RMSNorm, RotaryEmbedding, SwiGLU
 from foundry_kernels.nn._layers import is_observed, is_plain
 from foundry_kernels.nn._linear_layers import DTYPES, MISSING, PLAIN, KeyValueMemory, decodes, most_rows, whole_tables
 from foundry_kernels.nn._paged import PagedKeyValues
-
-if TYPE_CHECKING:
-    from foundry_kernels.models.blocks import TransformerBlock
-    from foundry_kernels.models.paged_cache import PagedForward
 
 if MISSING is None:
     from foundry_kernels.ops.decode_linear.native import decode_block, decode_blocks_direct
@@ -87,7 +84,7 @@ def _all_arguments(
     return found
 
 
-def decode(block: TransformerBlock, branch: Tensor | None, stream: Tensor, cache: Any) -> tuple[Tensor, Tensor] | None:
+def decode(block: nn.Module, branch: Tensor | None, stream: Tensor, cache: Any) -> tuple[Tensor, Tensor] | None:
     """As `decode_all`, for one block and also under torch.compile."""
     paged = isinstance(cache, PagedKeyValues)
     if not _continues(stream, paged) or (paged and torch.compiler.is_compiling()):
@@ -99,7 +96,8 @@ def decode(block: TransformerBlock, branch: Tensor | None, stream: Tensor, cache
         pair: tuple[Tensor, Tensor] | None = decode_blocks_direct("auto", branch, stream, [found])
         return pair
     weights, norms, (cos, sin, k, v, *options) = list(found[:7]), list(found[7:9]), found[9:]
-    if not _fit(branch, stream, weights, norms, block.attention, options[2]):
+    attention: Any = block.attention
+    if not _fit(branch, stream, weights, norms, attention, options[2]):
         return None
     return decode_block(branch, stream, weights, norms, cos, sin, k, v, *options)
 
@@ -112,7 +110,7 @@ def _continues(stream: Tensor, paged: bool) -> bool:
 
 
 def _arguments(
-    block: TransformerBlock, stream: Tensor, cache: Any, tables: dict[RotaryEmbedding, Any]
+    block: nn.Module, stream: Tensor, cache: Any, tables: dict[RotaryEmbedding, Any]
 ) -> tuple[Any, ...] | None:
     """The operator's arguments besides branch and stream, with separate weights and norms; None for an unsupported
     block. `tables` are those of earlier blocks of the call.

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foundry_kernels.models.call import Call, Positions
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.inputs import check_range, values_known
+from foundry_kernels.models.model import Model
 from foundry_kernels.nn import SinusoidalEmbedding
 from foundry_kernels.nn._layers import is_observed
-
-if TYPE_CHECKING:
-    from foundry_kernels.models.transformer import Transformer
 
 
 def position_embedding(
@@ -27,13 +26,30 @@ def position_embedding(
     return None
 
 
-def needs_preparing(config: ModelConfig) -> bool:
-    """Whether the first block reads anything but the rows of the embedding."""
-    added = config.positions in ("learned", "sinusoidal") or config.token_types
-    return bool(added or config.embedding_norm or config.embedding_dropout or config.embedding_scale != 1.0)
+def embed(model: Model, call: Call, positions: Positions | None) -> Tensor:
+    """Returns the stream before the first block. positions: those of the tokens, if they do not simply follow the
+    cached ones; `max_seqlen` is then the end of the longest sequence."""
+    config, table, types, norm = model.config, model.pos_embeddings, model.type_embeddings, model.embedding_norm
+    stream, dropout = _rows(model.tok_embeddings, call.tokens, config.vocab_size), config.embedding_dropout
+    if config.embedding_scale != 1.0:
+        # Rounded to the embeddings' dtype first, as Gemma was trained.
+        stream = stream * torch.full((), config.embedding_scale, dtype=stream.dtype, device=stream.device)
+    if types is not None:
+        stream = stream + (types.weight[0] if call.token_types is None else types(call.token_types))
+    if table is not None:
+        start, count = 0 if call.cache is None else call.cache.length, stream.shape[1]
+        at, _, longest = (None, None, None) if positions is None else positions
+        if isinstance(table, SinusoidalEmbedding):
+            stream = table(stream, start, at, count if longest is None else longest)
+        else:
+            at = torch.arange(start, start + count, device=stream.device) if at is None else at
+            stream = stream + table(at)
+    if norm is not None:
+        stream = norm(stream)
+    return F.dropout(stream, dropout, model.training) if dropout else stream
 
 
-def embed(table: nn.Embedding, tokens: Tensor, vocab_size: int) -> Tensor:
+def _rows(table: nn.Embedding, tokens: Tensor, vocab_size: int) -> Tensor:
     """The embeddings of the tokens. On the CPU an error names a token outside of the vocabulary."""
     if not values_known(tokens):
         return table(tokens)
@@ -46,33 +62,3 @@ def embed(table: nn.Embedding, tokens: Tensor, vocab_size: int) -> Tensor:
     except IndexError:
         check_range("tokens", tokens, vocab_size)
         raise
-
-
-def prepare(
-    model: Transformer,
-    stream: Tensor,
-    start: int,
-    positions: Tensor | None,
-    token_types: Tensor | None,
-    max_seqlen: int | None,
-) -> Tensor:
-    """Adds embeddings of the positions from `start` on, or of given positions of sequences of at most `max_seqlen`, to
-    the stream of the first block."""
-    config, table, norm, dropout = (
-        model.config, model.pos_embeddings, model.embedding_norm, model.config.embedding_dropout
-    )  # fmt: skip
-    if config.embedding_scale != 1.0:
-        # Rounded to the embeddings' dtype first, as Gemma was trained.
-        stream = stream * torch.full((), config.embedding_scale, dtype=stream.dtype, device=stream.device)
-    if model.type_embeddings is not None:
-        types = model.type_embeddings
-        stream = stream + (types.weight[0] if token_types is None else types(token_types))
-    if isinstance(table, SinusoidalEmbedding):
-        stream = table(stream, start, positions, stream.shape[1] if max_seqlen is None else max_seqlen)
-    elif table is not None:
-        if positions is None:
-            positions = torch.arange(start, start + stream.shape[1], device=stream.device)
-        stream = stream + table(positions)
-    if norm is not None:
-        stream = norm(stream)
-    return F.dropout(stream, dropout, model.training) if dropout else stream

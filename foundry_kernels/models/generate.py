@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -12,20 +12,18 @@ from foundry_kernels.core.checks import check_bool, check_int, check_positive
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.models import speculative
 from foundry_kernels.models.blocks import TransformerBlock
+from foundry_kernels.models.cache import KVCache
+from foundry_kernels.models.context import Context
 from foundry_kernels.models.decode_block import in_one_call
 from foundry_kernels.models.inputs import ends_before, table_of
 from foundry_kernels.models.log_probs import NO_TOKEN, LogProbs
+from foundry_kernels.models.model import Model
+from foundry_kernels.models.paged_cache import PagedBatch, PagedKVCache
 from foundry_kernels.models.pages import OutOfPages
 from foundry_kernels.models.sampling import GenerationStats, Prompts, Sampling, check_options, choose, now, read_prompts
-from foundry_kernels.models.transformer import Transformer
 from foundry_kernels.nn._tables import PositionTables
 
-if TYPE_CHECKING:
-    from foundry_kernels.models.cache import KVCache
-    from foundry_kernels.models.context import Context
-    from foundry_kernels.models.paged_cache import PagedBatch, PagedKVCache
-
-Step = Callable[[Transformer, Tensor, "KVCache | PagedBatch", "Context | None"], Tensor]
+Step = Callable[[Model, Tensor, KVCache | PagedBatch, Context | None], Tensor]
 
 #: On a GPU, the number of tokens between checks whether all rows have stopped. A check waits for the GPU.
 _LOOK_EVERY = 16
@@ -42,14 +40,14 @@ class Options(TypedDict, total=False):
     compile: bool | Mapping[str, Any]
     context: Context | None
     cache: PagedKVCache | None
-    draft: Transformer | None
+    draft: Model | None
     draft_tokens: int
     log_probs_temperature: float
 
 
 @overload
 def generate(
-    model: Transformer,
+    model: Model,
     prompts: Prompts,
     max_new_tokens: int,
     *,
@@ -59,7 +57,7 @@ def generate(
 ) -> list[Tensor]: ...
 @overload
 def generate(
-    model: Transformer,
+    model: Model,
     prompts: Prompts,
     max_new_tokens: int,
     *,
@@ -69,7 +67,7 @@ def generate(
 ) -> tuple[list[Tensor], GenerationStats]: ...
 @overload
 def generate(
-    model: Transformer,
+    model: Model,
     prompts: Prompts,
     max_new_tokens: int,
     *,
@@ -79,7 +77,7 @@ def generate(
 ) -> tuple[list[Tensor], list[Tensor]]: ...
 @overload
 def generate(
-    model: Transformer,
+    model: Model,
     prompts: Prompts,
     max_new_tokens: int,
     *,
@@ -89,7 +87,7 @@ def generate(
 ) -> tuple[list[Tensor], list[Tensor], GenerationStats]: ...
 @torch.no_grad()
 def generate(
-    model: Transformer,
+    model: Model,
     prompts: Prompts,
     max_new_tokens: int,
     *,
@@ -101,7 +99,7 @@ def generate(
     compile: bool | Mapping[str, Any] = False,
     context: Context | None = None,
     cache: PagedKVCache | None = None,
-    draft: Transformer | None = None,
+    draft: Model | None = None,
     draft_tokens: int = 4,
     return_log_probs: bool = False,
     log_probs_temperature: float = 1.0,
@@ -291,13 +289,13 @@ def _take_pages(cache: PagedKVCache, n_rows: int, total: int) -> PagedBatch:
     return cache.batch(sequences)
 
 
-def _step(model: Transformer, tokens: Tensor, cache: KVCache | PagedBatch, context: Context | None) -> Tensor:
+def _step(model: Model, tokens: Tensor, cache: KVCache | PagedBatch, context: Context | None) -> Tensor:
     """The logits ``[B, V]`` for the next token after `tokens` ``[B, T]``."""
     logits: Tensor = model(tokens, context=context, cache=cache, last_only=True)
     return logits[:, -1]
 
 
-def _step_to_head(model: Transformer, tokens: Tensor, cache: KVCache | PagedBatch, context: Context | None) -> Tensor:
+def _step_to_head(model: Model, tokens: Tensor, cache: KVCache | PagedBatch, context: Context | None) -> Tensor:
     """The input of the head ``[B, dim]`` for the next token after `tokens` ``[B, T]``."""
     hidden: Tensor = model(tokens, context=context, cache=cache, last_only=True, return_hidden=True)
     return hidden[:, -1]
@@ -313,9 +311,9 @@ def _compiled(compile: bool | Mapping[str, Any], step: Step) -> Step:
     return compiled
 
 
-def _in_one_call(model: Transformer, n_rows: int, cache: KVCache) -> bool:
+def _in_one_call(model: Model, n_rows: int, cache: KVCache) -> bool:
     """Whether one native call runs all blocks of a step of one token."""
-    if not isinstance(model, Transformer) or model.relative_bias is not None:
+    if not isinstance(model, Model) or model.relative_bias is not None:
         return False
     stream = model.tok_embeddings.weight.new_empty(n_rows, 1, model.config.dim)
     return in_one_call(model.layers, TransformerBlock, stream, cache)
@@ -327,6 +325,3 @@ def _fix_heads(cache: KVCache) -> None:
     for stored in (*cache.k, *cache.v):
         torch._dynamo.mark_static(stored, 1)
         torch._dynamo.mark_static(stored, 3)
-
-
-Transformer.generate = generate

@@ -16,11 +16,11 @@ from torch import Tensor
 from foundry_kernels.core.checks import check_bool, check_int, check_positive
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.models.inputs import ends_before, table_of
+from foundry_kernels.models.model import Model
 from foundry_kernels.models.paged_cache import PagedKVCache
 from foundry_kernels.models.pages import OutOfPages
 from foundry_kernels.models.requests import Request, scores_of
 from foundry_kernels.models.sampling import check_options, choose, read_prompt
-from foundry_kernels.models.transformer import Transformer
 from foundry_kernels.models.validate import check_linear_layers, check_served, follows_length
 from foundry_kernels.nn._linear_layers import batched_decode
 
@@ -81,7 +81,7 @@ class Generator:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Model,
         *,
         n_pages: int | None = None,
         page_size: int | None = None,
@@ -89,7 +89,7 @@ class Generator:
         chunk_size: int = 512,
         cache: PagedKVCache | None = None,
     ) -> None:
-        if not isinstance(model, Transformer):
+        if not isinstance(model, Model):
             raise TypeError(f"model must be a Transformer; got {type(model).__name__}")
         check_served(model.config)
         check_int("max_batch", max_batch, minimum=1)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
+from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.nn import (
     MLP,
     Attention,
@@ -19,9 +18,6 @@ from foundry_kernels.nn import (
     Router,
 )
 from foundry_kernels.nn._tables import FixedTables
-
-if TYPE_CHECKING:
-    from foundry_kernels.models.config import ModelConfig
 
 
 @torch.no_grad()

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from foundry_kernels.core.checks import check_bool, check_positive
 from foundry_kernels.core.registry import is_dtensor
-from foundry_kernels.models.losses import head_of
-from foundry_kernels.models.transformer import Transformer
+from foundry_kernels.models.model import Model
 from foundry_kernels.ops import log_probs as of_logits
 from foundry_kernels.ops.linear_log_probs import linear_log_probs
 
@@ -30,7 +29,7 @@ class LogProbs(NamedTuple):
     return_lse: bool = False
     temperature: float = 1.0
 
-    def of(self, model: Transformer, y: Tensor, targets: Tensor, ignore_index: int) -> Any:
+    def of(self, model: Model, y: Tensor, targets: Tensor, ignore_index: int) -> Any:
         """Returns them of `targets` ``[...]``, from the head's input ``[..., dim]``."""
         check_bool("return_entropy", self.return_entropy)
         check_bool("return_lse", self.return_lse)
@@ -41,7 +40,7 @@ class LogProbs(NamedTuple):
             "return_entropy": self.return_entropy,
             "return_lse": self.return_lse,
         }
-        if (head := head_of(model)) is None:
+        if (head := model._head()) is None:
             backend = model.backends["cross_entropy"]
             return of_logits.log_probs(model._logits(y), targets, backend=backend, **options)
         backend = model.backends["linear_cross_entropy"]
@@ -57,7 +56,7 @@ def _whole(x: Any) -> Any:
 
 @overload
 def log_probs(
-    model: Transformer,
+    model: Model,
     tokens: Tensor,
     targets: Tensor,
     *,
@@ -68,7 +67,7 @@ def log_probs(
 ) -> Tensor: ...
 @overload
 def log_probs(
-    model: Transformer,
+    model: Model,
     tokens: Tensor,
     targets: Tensor,
     *,
@@ -78,7 +77,7 @@ def log_probs(
     **inputs: Any,
 ) -> Tensor | tuple[Tensor, ...]: ...
 def log_probs(
-    model: Transformer,
+    model: Model,
     tokens: Tensor,
     targets: Tensor,
     *,
@@ -109,6 +108,3 @@ def log_probs(
     request = LogProbs(return_entropy, return_lse, temperature)
     found: Tensor | tuple[Tensor, ...] = model(tokens, targets, return_log_probs=request, **inputs)
     return found
-
-
-Transformer.log_probs = log_probs

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from foundry_kernels.core.registry import is_dtensor
+from foundry_kernels.models.model import Model
 from foundry_kernels.nn import RouterStats, load_balancing_loss, router_z_loss
-from foundry_kernels.nn._head import matrix_of
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 
-if TYPE_CHECKING:
-    from foundry_kernels.models.transformer import Transformer
-
 
 def token_loss(
-    model: Transformer, y: Tensor, targets: Tensor, ignore_index: int, return_logits: bool
+    model: Model, y: Tensor, targets: Tensor, ignore_index: int, return_logits: bool
 ) -> tuple[Tensor | None, Tensor]:
     """Returns the logits, if requested, and the cross entropy."""
     shard = model.sequence_shard
     reduction = "mean" if shard is None else "sum"
     logits: Tensor | None = None
-    if not return_logits and (head := head_of(model)) is not None:
+    if not return_logits and (head := model._head()) is not None:
         loss = _without_logits(model, y, head, targets, ignore_index, reduction)
     else:
         logits = model._logits(y)
@@ -39,20 +34,15 @@ def token_loss(
     return logits if return_logits else None, loss
 
 
-def add_router_losses(model: Transformer, loss: Tensor, stats: list[RouterStats]) -> Tensor:
+def add_router_losses(model: Model, loss: Tensor, stats: list[RouterStats]) -> Tensor:
     balancing, z = model.config.load_balancing_coef, model.config.router_z_coef
     if balancing:
         loss = loss + balancing * load_balancing_loss(stats)
     return loss + z * router_z_loss(stats) if z else loss
 
 
-def head_of(model: Transformer) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of the head, or None if `output` must be called."""
-    return (model.tok_embeddings.weight, None) if model.output is None else matrix_of(model.output)
-
-
 def _without_logits(
-    model: Transformer,
+    model: Model,
     y: Tensor,
     head: tuple[Tensor, Tensor | None],
     targets: Tensor,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.models.log_probs import NO_TOKEN, LogProbs
-from foundry_kernels.models.transformer import Transformer
+from foundry_kernels.models.model import Model
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Request:
 
 
 def scores_of(
-    model: Transformer, hidden: Tensor, read: Sequence[tuple[int, Request]], drawn: Sequence[int]
+    model: Model, hidden: Tensor, read: Sequence[tuple[int, Request]], drawn: Sequence[int]
 ) -> dict[int, Tensor]:
     """Returns the log-probability of each drawn token by the number of its request, where it is asked for.
 

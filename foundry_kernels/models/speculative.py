@@ -24,23 +24,23 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from foundry_kernels.models.inputs import ends_before, table_of
+from foundry_kernels.models.model import Model
 from foundry_kernels.models.paged_cache import PagedKVCache
 from foundry_kernels.models.sampling import GenerationStats, Sampling, choose, draw, now
-from foundry_kernels.models.transformer import Transformer
 from foundry_kernels.nn._tables import PositionTables
 
 #: Positions of a page.
 _PAGE = 16
 
 
-def check_draft(model: Transformer, draft: object, **refused: Any) -> None:
+def check_draft(model: Model, draft: object, **refused: Any) -> None:
     """Checks the draft for `model`. refused: arguments of `generate` that are not supported with a draft.
 
     Raises:
         TypeError: draft is not a Transformer.
         ValueError: it does not fit the model, or an argument is not supported with a draft.
     """
-    if not isinstance(draft, Transformer):
+    if not isinstance(draft, Model):
         raise TypeError(f"draft must be a Transformer; got {type(draft).__name__}")
     for argument, value in refused.items():
         if value is not None and value is not False:
@@ -59,8 +59,8 @@ def check_draft(model: Transformer, draft: object, **refused: Any) -> None:
 
 
 def speculate(
-    model: Transformer,
-    draft: Transformer,
+    model: Model,
+    draft: Model,
     prompts: Sequence[Tensor],
     max_new_tokens: int,
     draft_tokens: int,
@@ -140,7 +140,7 @@ def speculate(
 class _Reader:
     """A model, with a sequence of a paged cache for each row that it reads."""
 
-    def __init__(self, model: Transformer, ends: list[int]) -> None:
+    def __init__(self, model: Model, ends: list[int]) -> None:
         self.model, device = model, model.tok_embeddings.weight.device
         pages, states = sum(-(-end // _PAGE) for end in ends), None
         if model.config.linear_layers:  # with a copy of each sequence, which shares all pages but the last

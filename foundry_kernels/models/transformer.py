@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.late import module_above
-from foundry_kernels.models.block_inputs import block_inputs
 from foundry_kernels.models.blocks import TransformerBlock, add_branch, make_norm, operations
 from foundry_kernels.models.cache import KVCache, without_graph
+from foundry_kernels.models.call import Call, Positions
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
 from foundry_kernels.models.cross_blocks import block_class
 from foundry_kernels.models.decode_block import decode_all
-from foundry_kernels.models.embeddings import embed, needs_preparing, position_embedding, prepare
+from foundry_kernels.models.embeddings import embed, position_embedding
 from foundry_kernels.models.extend import extended
-from foundry_kernels.models.hybrid_cache import HybridCache
+from foundry_kernels.models.generate import generate
 from foundry_kernels.models.init import init_weights
-from foundry_kernels.models.inputs import check_context, check_targets, check_tokens, check_types
+from foundry_kernels.models.inputs import check_context, read_call
+from foundry_kernels.models.log_probs import LogProbs, log_probs
 from foundry_kernels.models.losses import add_router_losses, token_loss
-from foundry_kernels.models.paged_cache import PagedBatch, PagedForward, PagedKVCache
-from foundry_kernels.models.shard import SequenceShard
+from foundry_kernels.models.model import Model
+from foundry_kernels.models.paged_cache import PagedBatch, PagedKVCache
 from foundry_kernels.nn import (
     AlibiSlopes,
     Attention,
@@ -34,16 +34,11 @@ from foundry_kernels.nn import (
     RouterStats,
 )
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
-from foundry_kernels.nn._linear_layers import layers_for
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.rope import RopeScaling
 
-if TYPE_CHECKING:
-    from foundry_kernels.models.generate import generate
-    from foundry_kernels.models.log_probs import LogProbs, log_probs
 
-
-class Transformer(nn.Module):
+class Transformer(Model):
     """A decoder-only transformer, or with ``causal=False`` an encoder. By default it has RMSNorm, rotary positions,
     grouped-query attention, SwiGLU and no biases; :class:`ModelConfig` has other choices and presets.
 
@@ -97,8 +92,7 @@ class Transformer(nn.Module):
         types = config.token_types
         self.type_embeddings = nn.Embedding(types, config.dim, device=device, dtype=dtype) if types else None
         self.embedding_norm = make_norm(config, factory) if config.embedding_norm else None
-        self._prepares = needs_preparing(config)
-        self.sequence_shard: SequenceShard | None = None
+        self.sequence_shard = None
         rope = alibi = None  # the layers share one table
         if config.positions == "rope":
             rope = RotaryEmbedding(
@@ -255,54 +249,43 @@ class Transformer(nn.Module):
                 than max_seqlen. (Elsewhere this check would synchronize; the embedding then raises its own error.)
             BackendUnavailable: a named backend does not support this device or dtype.
         """
-        config, weight = self.config, self.tok_embeddings.weight
-        if isinstance(cache, PagedKVCache):
-            cache = cache.batch()
-        if self.sequence_shard is None:
-            check_tokens(tokens, cache, cu_seqlens, max_seqlen, config, weight)
-        else:
-            given = {"cache": cache, "attn_mask": attn_mask, "lengths": lengths, "last_only": last_only}
-            self.sequence_shard.check(tokens, cu_seqlens, max_seqlen, config, weight, given)
-        if isinstance(cache, KVCache):
-            cache.check(tokens, self._key_dtype(), config.n_layers)
-        if targets is not None:
-            check_targets(targets, tokens, last_only, ignore_index, config)
-        check_types(token_types, tokens, config)
-        check_context(context, context_lengths, tokens, weight, config)
-        seen = block_inputs(self, tokens, cache, attn_mask, lengths, cu_seqlens, max_seqlen)
+        config = self.config
+        batch = cache.batch() if isinstance(cache, PagedKVCache) else cache
+        call = Call(
+            tokens, targets, attn_mask, lengths, cu_seqlens, max_seqlen, token_types, context, context_lengths, batch,
+            last_only, ignore_index,
+        )  # fmt: skip
+        mask, positions = read_call(self, call)
         if return_hidden and targets is not None:
             raise ValueError("return_hidden must be False with targets, of which the loss is returned; got True")
         if return_log_probs is not None and (targets is None or return_logits):
             raise ValueError("return_log_probs needs targets, and return_logits must be False")
-        if return_router_stats and self.config.n_experts is None:
+        if return_router_stats and config.n_experts is None:
             raise ValueError(
                 "return_router_stats needs a model with experts, whose configuration has n_experts; got True"
             )
-        paged: PagedForward | None = None
-        if isinstance(cache, PagedBatch):
-            paged = cache.begin(tokens, cu_seqlens, self._key_dtype(), config.n_layers)
-        stored = cache if isinstance(cache, KVCache) else paged
-        balances = targets is not None and return_log_probs is None and self.training and self.config.balances
-        stream = self._embed(tokens)
-        if self._prepares:
-            start, positions, end = 0 if cache is None else cache.length, seen[1] if seen else None, max_seqlen
-            if paged is not None:
-                positions, end = paged.step.positions, paged.step.max_seqlen_k
-            stream = prepare(self, stream, start, positions, token_types, end)
+        paged, at = None, positions
+        if isinstance(batch, PagedBatch):
+            paged = batch.begin(tokens, cu_seqlens, self._key_dtype(), config.n_layers)
+            at = Positions(paged.step.positions, cu_seqlens, paged.step.max_seqlen_k)
+        stored = batch if isinstance(batch, KVCache) else paged
+        balances = targets is not None and return_log_probs is None and self.training and config.balances
+        stream = embed(self, call, at)
         read = context
         if isinstance(read, Tensor):
-            mask = None if context_lengths is None else AttentionMask.prefix(context_lengths)
-            read = Context([read] * config.n_layers, mask)
+            of_context = None if context_lengths is None else AttentionMask.prefix(context_lengths)
+            read = Context([read] * config.n_layers, of_context)
         branch: Tensor | None = None
         stats: list[RouterStats] = []
+        given = () if mask is None and positions is None and read is None else (mask, positions)
         decoded = None
-        if stored is not None and len(seen) == 0 and read is None:
+        if stored is not None and not given:
             decoded = decode_all(self.layers, TransformerBlock, stream, stored)
         if decoded is not None:
             branch, stream = decoded
         for index, block in enumerate(self.layers if decoded is None else ()):
             layer_cache = None if stored is None else stored.layer(index)
-            passed = seen if read is None else (read.layers[index], read.mask, *seen)
+            passed = given if read is None else (*given, read.layers[index], read.mask)
             branch, stream, *of_router = block(branch, stream, layer_cache, balances or return_router_stats, *passed)
             if of_router:
                 stats.append(RouterStats(*of_router))
@@ -333,16 +316,6 @@ class Transformer(nn.Module):
             y = F.dropout(y, config.output_dropout, self.training)
         return y if config.logit_scale == 1.0 else y * config.logit_scale
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return embed(self.tok_embeddings, tokens, self.config.vocab_size)
-
-    def _logits(self, y: Tensor) -> Tensor:
-        layers = layers_for(y, self._head_backend)
-        head = self.output
-        if not self.config.head:
-            return y
-        return layers.product(y, self.tok_embeddings.weight) if head is None else layers.linear(y, head)
-
     def read_context(self, context: Tensor, lengths: Tensor | None = None) -> Context:
         """Returns the keys and values of a context ``[B, S, context_dim]`` in every layer, for calls with ``context=``.
 
@@ -357,19 +330,13 @@ class Transformer(nn.Module):
         mask = None if lengths is None else AttentionMask.prefix(lengths)
         return Context([attention.keys_values(context) for attention in attentions], mask)
 
-    def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
-        """Returns an empty cache on the model's device, in the dtype of its keys (autocast's dtype, under autocast)."""
-        weight, kind = self.tok_embeddings.weight, HybridCache if self.config.linear_layers else KVCache
-        return kind(self.config, batch_size, max_len, device=weight.device, dtype=self._key_dtype())
-
     def extended(self, max_seq_len: int, rope_scaling: RopeScaling | str | None = None) -> Self:
         """Returns the model for `max_seq_len` positions, with this one's parameters; see
         :func:`foundry_kernels.models.extend.extended`."""
         return extended(self, max_seq_len, rope_scaling)
 
-    if TYPE_CHECKING:  # assigned by modules that need this class
-        generate = generate
-        log_probs = log_probs
+    generate = generate
+    log_probs = log_probs
 
     def serving(self, device: str | None = None, dtype: torch.dtype | None = None) -> dict[str, str]:
         """Returns `backends` with "auto" resolved: for each operation the backend that tensors of `dtype` on `device`
@@ -379,10 +346,6 @@ class Transformer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"backend={describe(self.backends)}"
-
-    def _key_dtype(self) -> torch.dtype:
-        weight = self.tok_embeddings.weight
-        return autocast_dtype(weight) or weight.dtype
 
 
 def _drop_redundant_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from foundry_kernels.core.checks import check_int
 from foundry_kernels.core.choices import GATES, why_no_buckets, why_no_groups
+from foundry_kernels.models.fields import FULL, LINEAR, ModelFields
 from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM
 from foundry_kernels.ops.short_conv1d import MAX_TAPS
-
-if TYPE_CHECKING:
-    from foundry_kernels.models.config import ModelConfig
 
 #: Fields that only apply with `n_experts`.
 EXPERT_FIELDS = (
@@ -21,28 +19,6 @@ EXPERT_FIELDS = (
     "weight_expert_inputs", "shared_expert_dim", "shared_expert_gate", "load_balancing_coef", "router_z_coef",
     "dense_layers", "dense_hidden_dim", "router_groups", "router_top_groups",
 )  # fmt: skip
-
-
-#: The kinds of layers, by their names in transformers.
-FULL, LINEAR = "full_attention", "linear_attention"
-
-
-class LinearHeads(NamedTuple):
-    """The sizes of linear attention: heads and widths."""
-
-    v_heads: int
-    k_heads: int
-    k_dim: int
-    v_dim: int
-
-    @property
-    def values(self) -> int:
-        return self.v_heads * self.v_dim
-
-    @property
-    def channels(self) -> int:
-        """Those of the convolution: queries, keys and values."""
-        return 2 * self.k_heads * self.k_dim + self.values
 
 
 def layer_kinds(kinds: object, n_layers: int) -> tuple[str, ...] | None:
@@ -59,7 +35,7 @@ def layer_kinds(kinds: object, n_layers: int) -> tuple[str, ...] | None:
 
 
 def refuse_choices(
-    config: ModelConfig, known: Mapping[str, tuple[Any, ...] | None], what: str, why: Mapping[str, str]
+    config: ModelFields, known: Mapping[str, tuple[Any, ...] | None], what: str, why: Mapping[str, str]
 ) -> None:
     """Raises an error if a field has neither its default nor one of the values in `known` (None: any value).
 
@@ -75,7 +51,7 @@ def refuse_choices(
         raise ValueError(f"{field.name}={value!r} {what}: {reason}")
 
 
-def contradictions(config: ModelConfig) -> Iterator[str]:
+def contradictions(config: ModelFields) -> Iterator[str]:
     """Yields the contradictions between the fields of a configuration."""
     if config.positions == "rope":
         if config.rope_dim is None and config.head_width % 2:
@@ -117,7 +93,7 @@ def contradictions(config: ModelConfig) -> Iterator[str]:
     yield from _contradictions_of_experts(config)
 
 
-def _contradictions_of_linear_attention(config: ModelConfig) -> Iterator[str]:
+def _contradictions_of_linear_attention(config: ModelFields) -> Iterator[str]:
     if not config.linear_layers:
         for name in ("linear_v_heads", "linear_k_heads", "linear_k_dim", "linear_v_dim", "linear_conv_size"):
             value = getattr(config, name)
@@ -140,7 +116,7 @@ def _contradictions_of_linear_attention(config: ModelConfig) -> Iterator[str]:
             yield f"{name} must be at most {most}; got {width}"
 
 
-def _contradictions_of_experts(config: ModelConfig) -> Iterator[str]:
+def _contradictions_of_experts(config: ModelFields) -> Iterator[str]:
     if config.n_experts is None:
         for name in EXPERT_FIELDS:
             value = getattr(config, name)
@@ -166,7 +142,7 @@ def _contradictions_of_experts(config: ModelConfig) -> Iterator[str]:
         yield reason.replace("n_groups", "router_groups").replace("top_groups", "router_top_groups")
 
 
-def _without(needed: str, config: ModelConfig, *names: str) -> Iterator[str]:
+def _without(needed: str, config: ModelFields, *names: str) -> Iterator[str]:
     """Yields the fields that only apply with another choice and do not have their defaults."""
     choice = needed.partition("=")[0]
     for name in names:
@@ -175,13 +151,13 @@ def _without(needed: str, config: ModelConfig, *names: str) -> Iterator[str]:
             yield f"{name} needs {needed}; got {value} with {choice}={getattr(config, choice)!r}"
 
 
-def refuse_linear(config: ModelConfig, what: str) -> None:
+def refuse_linear(config: ModelFields, what: str) -> None:
     """Raises ValueError for a model with linear attention, which `what` does not support."""
     if config.linear_layers:
         raise ValueError(f"{what} does not support linear attention; got a model with layer_types={config.layer_types}")
 
 
-def check_linear_layers(config: ModelConfig, of_cache: tuple[int, ...]) -> None:
+def check_linear_layers(config: ModelFields, of_cache: tuple[int, ...]) -> None:
     """Raises ValueError if a cache with linear attention in the layers `of_cache` is not one for the model."""
     if of_cache != config.linear_layers:
         raise ValueError(
@@ -190,7 +166,7 @@ def check_linear_layers(config: ModelConfig, of_cache: tuple[int, ...]) -> None:
         )
 
 
-def check_cache(config: ModelConfig, batch_size: int, max_len: int) -> None:
+def check_cache(config: ModelFields, batch_size: int, max_len: int) -> None:
     """Raises TypeError or ValueError if the model does not support a cache of that size."""
     if not config.causal:
         raise ValueError("a cache needs causal=True: every position of an encoder sees the last one")
@@ -201,7 +177,7 @@ def check_cache(config: ModelConfig, batch_size: int, max_len: int) -> None:
         raise ValueError(f"max_len must be at most {learned}; got {max_len}")
 
 
-def check_served(config: ModelConfig) -> None:
+def check_served(config: ModelFields) -> None:
     """Raises ValueError if a :class:`Generator` does not support the model."""
     if not (config.causal and config.head):
         raise ValueError("Generator needs a model with causal=True and head=True")
@@ -211,6 +187,6 @@ def check_served(config: ModelConfig) -> None:
         raise ValueError("Generator needs a model without relative positions: PagedKVCache does not support them")
 
 
-def follows_length(config: ModelConfig) -> bool:
+def follows_length(config: ModelFields) -> bool:
     """Whether rotations beyond max_seq_len depend on the length of the sequence."""
     return config.rope_scaling is not None and config.rope_scaling.rope_type == "dynamic"

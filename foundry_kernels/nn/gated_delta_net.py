@@ -174,8 +174,7 @@ class GatedDeltaNet(torch.nn.Module):
             raise ValueError(f"x must have dim={self.dim} as its last dimension; got shape {tuple(x.shape)}")
         sequences = x.shape[0]
         if cu_seqlens is not None:
-            check_integer("cu_seqlens", cu_seqlens)
-            check_rank("cu_seqlens", cu_seqlens, 1, "[N + 1]")
+            check_integer("cu_seqlens", cu_seqlens, 1, "[N + 1]")
             if x.shape[0] != 1:
                 raise ValueError(f"x must be [1, total, {self.dim}] with cu_seqlens; got shape {tuple(x.shape)}")
             sequences = cu_seqlens.shape[0] - 1

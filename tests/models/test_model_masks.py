@@ -180,7 +180,7 @@ REFUSED = {
 def test_what_is_refused_before_anything_is_computed(name, monkeypatch):
     options, error, message = REFUSED[name]
     model = make()
-    monkeypatch.setattr(model, "_embed", None)
+    monkeypatch.setattr(model.tok_embeddings, "forward", None)
     with pytest.raises(error, match=message):
         model(**{"tokens": TOKENS, **options})
 

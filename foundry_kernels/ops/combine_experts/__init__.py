@@ -54,8 +54,7 @@ def combine_experts(x: Tensor, weights: Tensor | None, slots: Tensor, *, backend
             return y
     check_float("x", x)
     check_rank("x", x, 2, "[M, D]")
-    check_integer("slots", slots)
-    check_rank("slots", slots, 2, "[T, k]")
+    check_integer("slots", slots, 2, "[T, k]")
     if slots.shape[1] == 0:
         raise ValueError(f"slots must be [T, k] with k at least 1; got shape {tuple(slots.shape)}")
     check_device("slots", slots, "x", x)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foundry_kernels.core.checks import check_int, check_integer, check_rank, check_tensor
+from foundry_kernels.core.checks import check_int, check_integer, check_tensor
 
 TILE = 64
 EMPTY, FULL = 0, 1
@@ -127,8 +127,7 @@ class AttentionMask:
         Returns:
             a mask of T queries and T keys, the same for all sequences and heads.
         """
-        check_integer("cu_seqlens", cu_seqlens)
-        check_rank("cu_seqlens", cu_seqlens, 1, "[N + 1]")
+        check_integer("cu_seqlens", cu_seqlens, 1, "[N + 1]")
         total = int(cu_seqlens[-1]) if cu_seqlens.numel() else 0
         if total == 0 or cu_seqlens[0] != 0 or (cu_seqlens.diff() < 0).any():
             raise ValueError(f"cu_seqlens must start at 0, never decrease and end above 0; got {cu_seqlens.tolist()}")
@@ -156,8 +155,7 @@ class AttentionMask:
         Returns:
             a mask of any number of queries and keys. No value is read, so this does not wait for a GPU.
         """
-        check_integer("lengths", lengths)
-        check_rank("lengths", lengths, 1, "[B]")
+        check_integer("lengths", lengths, 1, "[B]")
         shape = (lengths.shape[0], 1, None, None)
         return cls._of(shape, lengths.device, None, partial(_prefix_tiles, lengths.long()))
 

@@ -123,8 +123,7 @@ def check_paged(
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, packed_name: str, packed: Tensor) -> None:
-    check_integer(name, cu_seqlens)
-    check_rank(name, cu_seqlens, 1, "[B + 1]")
+    check_integer(name, cu_seqlens, 1, "[B + 1]")
     check_device(name, cu_seqlens, packed_name, packed)
     if cu_seqlens.shape[0] == 0:
         raise ValueError(f"{name} must be [B + 1], starting with 0; got shape (0,)")

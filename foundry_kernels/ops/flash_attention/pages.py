@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from foundry_kernels.core.checks import check_device, check_integer, check_rank, check_shape
+from foundry_kernels.core.checks import check_device, check_integer, check_shape
 
 
 class Pages(NamedTuple):
@@ -35,8 +35,7 @@ def check_pages(
 ) -> Pages:
     """Checks the tables of keys ``[num_blocks, page_block_size, Hk, D]``; and their values, if reading them does not
     wait for a GPU. `names`: what the caller calls `seqused_k`, `leftpad_k` and k."""
-    check_integer("block_table", block_table)
-    check_rank("block_table", block_table, 2, "[B, max_blocks]")
+    check_integer("block_table", block_table, 2, "[B, max_blocks]")
     check_shape("block_table", block_table, (batch, block_table.shape[1]), "a row for each sequence")
     check_device("block_table", block_table, names[2], k)
     for name, x in zip(names, (seqused_k, leftpad_k), strict=False):

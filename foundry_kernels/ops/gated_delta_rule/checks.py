@@ -138,8 +138,7 @@ def _check_state(name: str, state: Tensor, k: Tensor, v: Tensor, n_states: int, 
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, v: Tensor) -> None:
-    check_integer("cu_seqlens", cu_seqlens)
-    check_rank("cu_seqlens", cu_seqlens, 1, "[N + 1]")
+    check_integer("cu_seqlens", cu_seqlens, 1, "[N + 1]")
     check_device("cu_seqlens", cu_seqlens, "q", v)
     if cu_seqlens.shape[0] == 0:
         raise ValueError("cu_seqlens must be [N + 1], starting with 0; got shape (0,)")

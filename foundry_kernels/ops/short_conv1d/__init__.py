@@ -204,8 +204,7 @@ def _check_filter(x: Tensor, channels: int, weight: Tensor, bias: Tensor | None,
 
 def _check_documents(cu_seqlens: Tensor, x: Tensor, batch: int, length: int) -> int:
     """Checks `cu_seqlens`; returns the number of documents."""
-    check_integer("cu_seqlens", cu_seqlens)
-    check_rank("cu_seqlens", cu_seqlens, 1, "[N + 1]")
+    check_integer("cu_seqlens", cu_seqlens, 1, "[N + 1]")
     check_device("cu_seqlens", cu_seqlens, "x", x)
     if cu_seqlens.shape[0] == 0:
         raise ValueError("cu_seqlens must be [N + 1], starting with 0; got shape (0,)")
