@@ -12,11 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import stack
 import wheels
 from programs import fake
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +108,6 @@ def test_the_source_distribution_needs_neither_torch_nor_a_compiler(tree: Path, 
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
     assert {"setup.py", "bootstrap.py", "build_extension.py", "csrc/module.cpp", "csrc/cuda/rms_norm.cu"} <= names
-
-
-def test_the_older_stack_is_what_the_package_says_that_it_needs_at_least() -> None:
-    pins = stack.pins((ROOT / "constraints-2.11.txt").read_text())
-    needed = (ROOT / "pyproject.toml").read_text()
-    assert f'"torch>={pins["torch"].removesuffix(".0")}"' in needed
-    assert f'"triton>={pins["triton"].removesuffix(".0")},' in needed
-    assert set(pins) <= set(stack.pins((ROOT / "constraints.txt").read_text()))
 
 
 def test_an_old_setuptools_is_told_apart(tree: Path) -> None:
