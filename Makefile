@@ -51,7 +51,7 @@ demo: setup
 
 # Every operation, backend, direction, dtype and kind of proof, with selected cases.
 test: setup-test
-	@echo "The tests take about 11 minutes on 2 cores, plus 2 the first time. make test-all also runs the long sweeps: an hour and more."
+	@echo "The tests take about 6 minutes on 2 cores, plus 2 the first time. make test-all also runs the long sweeps: an hour and more."
 	$(PYTEST) -m "not slow" $(ARGS)
 
 # The long sweeps that `make test` leaves out: tests that tests/support/slow.py marks as slow, including instruction sets other
@@ -62,7 +62,7 @@ test-slow: setup-all
 test-all: setup-all test test-slow
 
 # Tests that depend on instruction sets, as on older processors: this package's kernels, torch, oneDNN and MKL are restricted to
-# AVX2, then to AVX-512.
+# AVX2, then to AVX-512. CI runs one of these at each commit.
 test-isa: setup-all
 	$(PY) tests/support/forced_isa.py $(ARGS)
 
@@ -78,7 +78,7 @@ lint: $(VENV)/.test-packages
 
 # Tests that depend most on the versions of torch and Triton: a few minutes, without the extension. They cover kernel launches,
 # ahead-of-time compilation of attention and head norms, compiled training of patched models, and operators and float32 results
-# in the interpreter. .ci/run runs it on the older stack, and at every third commit on the newest.
+# in the interpreter. At every third commit .ci/run runs it on the older stack, and at another on the newest.
 test-stack: $(VENV)/.test-packages
 	@$(VERSIONS)
 	$(PYTEST) -m "not slow" $(ARGS) -k "test_launch or test_gpu or test_gluon or (test_aot and (attention or qk_norm)) \

@@ -125,7 +125,7 @@ def test_a_fake_tensor_may_come_first() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("interpret", [False, True])
+@pytest.mark.parametrize("interpret", rest_slow([False, True]))
 def test_compile_may_be_the_first_call(interpret: bool) -> None:
     printed = run(
         """

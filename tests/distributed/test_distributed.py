@@ -254,13 +254,14 @@ def test_mixtures_behave_as_torch_operations_do(results):
         torch.testing.assert_close(found["vector"][1], fk.rms_norm(weight, weight))
 
 
-def test_compiled_operation_on_dtensors(results):
+@pytest.mark.slow
+def test_compiled_operation_on_dtensors(slow_results):
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(4, 6, generator=generator).requires_grad_(), torch.randn(6, generator=generator)]
     leaves[1].requires_grad_()
     expected = fk.rms_norm(*leaves, backend="native")
     expected.sum().backward()
-    for found in outcome(results, "compiled"):
+    for found in outcome(slow_results, "compiled"):
         torch.testing.assert_close(found["y"], expected)
         torch.testing.assert_close(found["grads"], [leaf.grad for leaf in leaves])
 

@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
         ("patch_hugging_face.py", []),
         pytest.param("nanogpt_style.py", [], marks=pytest.mark.slow),
         pytest.param("plain_loop.py", [], marks=pytest.mark.slow),
-        ("hybrid.py", ["--steps", "80"]),
+        pytest.param("hybrid.py", ["--steps", "80"], marks=pytest.mark.slow),
         ("reverse.py", ["--steps", "90"]),
         pytest.param("reverse.py", [], marks=pytest.mark.slow),
         pytest.param("reverse.py", ["--positions", "relative", "--norm-placement", "pre"], marks=pytest.mark.slow),
@@ -41,10 +41,14 @@ def test_example(script: str, options: list[str]) -> None:
         assert correct >= 60, done.stdout
 
 
+SHORT = ["--steps", "3", "--prompts", "4", "--examples", "2"]
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        ["--steps", "40", "--prompts", "12", "--examples", "15", "--lr", "1e-3"],
+        SHORT,
+        pytest.param(["--steps", "40", "--prompts", "12", "--examples", "15", "--lr", "1e-3"], marks=pytest.mark.slow),
         pytest.param(
             ["--steps", "20", "--beta", "0.05", "--updates", "2", "--loss-type", "grpo"], marks=pytest.mark.slow
         ),
@@ -68,5 +72,5 @@ def test_rewards(options: list[str], tmp_path: Path) -> None:
         found.append([float(line[3]) for line in lines])
         after = [int(word[:-1]) for word in done.stdout.split() if word.endswith("%")][-1]
     assert found[0] == found[1]
-    assert found[0][-1] > found[0][0] + 0.05
+    assert options == SHORT or found[0][-1] > found[0][0] + 0.05
     assert options or after > 90

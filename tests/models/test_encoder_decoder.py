@@ -182,8 +182,10 @@ def test_a_seen_mask_of_the_source_and_of_the_target():
         torch.testing.assert_close(model(source(), draw(), source_mask=mask, **options), first)
 
 
-@pytest.mark.parametrize("n_layers", [1, pytest.param(TINY.n_layers, marks=pytest.mark.slow)])
-def test_compiles_whole_and_generates_compiled(n_layers):
+@pytest.mark.parametrize(
+    ("n_layers", "generates"), [(1, False), pytest.param(TINY.n_layers, True, marks=pytest.mark.slow)]
+)
+def test_compiles_whole_and_generates_compiled(n_layers, generates):
     model = pair(dataclasses.replace(CONFIGS["relative"], activation="gelu", n_layers=n_layers))
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
@@ -191,8 +193,9 @@ def test_compiles_whole_and_generates_compiled(n_layers):
         options = {"source_lengths": torch.tensor([length, 3, 1])}
         actual = compiled(source()[:, :length], draw(), **options)
         torch.testing.assert_close(actual, model(source()[:, :length], draw(), **options))
-    found = model.generate(source(), 4, source_lengths=LENGTHS, compile={"backend": "eager"})
-    assert all(map(torch.equal, found, model.generate(source(), 4, source_lengths=LENGTHS)))
+    if generates:
+        found = model.generate(source(), 4, source_lengths=LENGTHS, compile={"backend": "eager"})
+        assert all(map(torch.equal, found, model.generate(source(), 4, source_lengths=LENGTHS)))
 
 
 def test_state_dict_meta_device_and_modes():

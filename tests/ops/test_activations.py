@@ -9,13 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from table import cpu_setting
 from torch import Tensor
 
 import foundry_kernels as fk
 from foundry_kernels.core import extension
-from foundry_kernels.testing import assert_parity
-from foundry_kernels.tools.check import numel
 
 #: Two arguments, and what eager PyTorch makes of them.
 EAGER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -25,7 +22,6 @@ EAGER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "bias_relu": lambda x, bias: (x + bias).relu(),
 }
 BACKENDS = [pytest.param(name, b, id=f"{name}-{b}") for name in EAGER for b in fk.OPS[name].backends("cpu")]
-INSTRUCTION_SETS = extension.build_info().get("usable_instruction_sets", [])
 needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 SPECIAL = (-math.inf, -1e30, -50.0, -1.0, -0.0, 0.0, 2.0, 50.0, 1e30, math.inf, math.nan)
 
@@ -69,16 +65,6 @@ def test_the_references_are_torchs_own_rounded_once() -> None:
         assert torch.equal(fk.glu(a, backend="reference"), EAGER["glu"](*a.float().chunk(2, -1)).to(dtype))
     packed = torch.randn(3, 10)
     torch.testing.assert_close(fk.glu(packed), F.glu(packed.roll(5, -1)), rtol=1e-6, atol=1e-6)  # whose gate is last
-
-
-@needs_native
-@pytest.mark.parametrize("name", INSTRUCTION_SETS)
-def test_every_instruction_set(name: str) -> None:
-    with cpu_setting(name, 2):
-        for op in EAGER:
-            for case in (case for case in fk.OPS[op].cases.CASES[op] if numel(case) < 20_000):
-                for dtype in (torch.float32, torch.bfloat16):
-                    assert_parity(fk.OPS[op], case, backend="native", dtype=dtype)
 
 
 @pytest.mark.parametrize(("name", "backend"), BACKENDS)

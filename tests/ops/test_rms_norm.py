@@ -12,7 +12,6 @@ from table import rows, saved_tensors
 
 import foundry_kernels as fk
 from foundry_kernels.core import extension
-from foundry_kernels.testing import assert_parity
 
 OPS = ("rms_norm", "add_rms_norm")
 KERNELS = [pytest.param(r.backend, r.device, id=r.id) for r in rows() if r.op.name == "rms_norm"]
@@ -242,18 +241,6 @@ def test_the_number_of_threads_does_not_change_a_bit(shape: tuple[int, int]) -> 
         results.append((y, h, *torch.autograd.grad((y, h), (a, weight), (b.detach(), a.detach()))))
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
-
-
-@needs_native
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", extension.build_info().get("usable_instruction_sets", []))
-def test_every_instruction_set(instruction_set: Callable[[str], None], name: str, dtype: torch.dtype) -> None:
-    instruction_set(name)
-    assert extension.build_info()["instruction_set"] == name
-    for op in OPS:
-        spec = fk.OPS[op]
-        for case in spec.cases.CASES[op]:
-            assert_parity(spec, case, backend="native", dtype=dtype)
 
 
 @needs_native

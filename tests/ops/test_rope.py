@@ -324,7 +324,7 @@ def test_compiles_with_dynamic_shapes() -> None:
         return rope(q, k, cos, sin, positions=positions, backend="reference")
 
     cos, sin = rope_table(8, 30)
-    for tokens, layout in ((5, "contiguous"), (7, "swapped"), (11, "swapped")):
+    for tokens, layout in ((5, "contiguous"), (7, "swapped")):
         q, k = (x.requires_grad_() for x in inputs(torch.float32, layout, tokens))
         for positions in (None, torch.arange(tokens) + 3):
             expected = rope(q, k, cos, sin, positions=positions, backend="reference")

@@ -15,7 +15,7 @@ import foundry_kernels as fk
 from foundry_kernels.core import extension
 from foundry_kernels.core.layout import inverse
 from foundry_kernels.ops.rope import qk_norm_rope, rope, rope_table
-from foundry_kernels.testing import assert_parity, call
+from foundry_kernels.testing import call
 
 OPS = ("rope", "qk_norm_rope")
 SETS = extension.build_info().get("usable_instruction_sets", [])
@@ -41,17 +41,6 @@ def arguments(op: str, q: Tensor, k: Tensor, **options: Any) -> dict[str, Any]:
         weight = torch.linspace(0.5, 1.5, q.shape[-1], device=q.device)
         made |= {"q_weight": weight, "k_weight": weight.flip(0)}
     return made
-
-
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("op", OPS)
-def test_every_instruction_set(instruction_set: Callable[[str], None], op: str, name: str, dtype: torch.dtype) -> None:
-    instruction_set(name)
-    assert extension.build_info()["instruction_set"] == name
-    for case in fk.OPS[op].cases.CASES[op]:
-        assert_parity(fk.OPS[op], case, backend="native", dtype=dtype)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])

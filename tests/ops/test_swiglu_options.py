@@ -164,7 +164,7 @@ def test_opcheck(backend: str, device: str) -> None:
 @needs_native
 @pytest.mark.parametrize("name", extension.build_info().get("usable_instruction_sets", []))
 def test_every_instruction_set(name: str) -> None:
-    """The extremes; test_swiglu.py runs the parity cases."""
+    """The extremes; test_instruction_sets.py runs the parity cases."""
     chosen = extension.build_info()["instruction_set"]
     extension._C.force_instruction_set(name)
     try:

@@ -57,7 +57,7 @@ def check(op: OpSpec, case: Case, dtype: torch.dtype, instruction_set: str, thre
             assert torch.equal(a, b), f"{name} depends on the number of threads"
 
 
-@pytest.mark.parametrize("most", [20, pytest.param(BOUNDED.max_examples, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [10, pytest.param(BOUNDED.max_examples, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("row", NATIVE)
 @pytest.mark.usefixtures("poisoned")
 def test_random_cases(row: Row, most: int, fuzz_seconds: float | None) -> None:
@@ -89,7 +89,7 @@ def test_random_cases_are_calls_that_the_reference_serves(op: OpSpec) -> None:
 
     assert op.fuzz is not None
 
-    @settings(BOUNDED, max_examples=25)
+    @settings(BOUNDED, max_examples=8)
     @given(op.fuzz.random_case(op.name), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     def attempt(case: Case, dtype: torch.dtype) -> None:
         assert_parity(op, case, backend="reference", dtype=dtype)

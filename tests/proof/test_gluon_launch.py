@@ -278,6 +278,7 @@ def test_without_gluon(release: tuple[int, int] | None, launches: Launches, monk
     assert release is None or f"Triton {release[0]}.{release[1]}" in missing
 
 
+@pytest.mark.slow
 def test_what_is_compiled() -> None:
     """tests/proof/gluon_compiled.py, in a process of its own: this one may interpret Triton's kernels."""
     command = ["-m", "pytest", "-p", "no:cacheprovider"]

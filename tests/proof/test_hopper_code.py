@@ -45,6 +45,7 @@ def plain_loop(code: str) -> Loop:
 
 
 @needs_nvcc
+@pytest.mark.slow
 def test_registers_are_those_that_are_planned() -> None:
     kernels = {k.name: k.registers for k in nvcc.compile_kernels(FOLDER / "attention_forward.cu", "90a")}
     expected = {
@@ -70,6 +71,7 @@ def test_registers_of_the_backward_pass_are_those_that_are_planned(width: int) -
 
 
 @needs_nvcc
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", FORWARD)
 def test_a_step_forward_is_as_short_as_the_sketch_and_hides_its_exponentials(width: int, dtype: str) -> None:

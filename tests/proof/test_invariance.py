@@ -31,7 +31,7 @@ from foundry_kernels.tools.check import numel
 
 SETS = extension.build_info().get("usable_instruction_sets", [])
 #: Cases of a row that is emulated, and their elements, where not all are tried.
-FEW, SMALL = 2, 3_000
+FEW, SMALL = 1, 3_000
 
 
 def options_for(row: Row, case: Case) -> dict[str, Any]:

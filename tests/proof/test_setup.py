@@ -64,6 +64,7 @@ def test_an_old_pip_is_told_so(tree: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_what_does_not_compile_fails_the_build(tree: Path, tmp_path: Path) -> None:
     """After the compiler's own messages comes one line; the rest of the machine is as it is."""
     cxx = fake(
@@ -107,3 +108,10 @@ def test_the_source_distribution_needs_neither_torch_nor_a_compiler(tree: Path, 
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
     assert {"setup.py", "bootstrap.py", "build_extension.py", "csrc/module.cpp", "csrc/cuda/rms_norm.cu"} <= names
+
+
+def test_an_old_setuptools_is_told_apart(tree: Path) -> None:
+    """setup.py stops before setuptools reads pyproject.toml, of which it would say something that helps nobody."""
+    done = run_setup(tree, "--version", code="import setuptools; setuptools.__version__ = '65.5.0'")
+    assert done.returncode == 1
+    assert re.search(r"needs setuptools 77 or newer, not 65\.5\.0: pip install 'setuptools>=77'", done.stderr)

@@ -1,16 +1,18 @@
 """Marks the tests that `make test` leaves to `make test-slow`: additional points of long sweeps.
 
 `make test` keeps every operation, backend, dtype and kind of test. From the parity table, it runs the selected cases
-(`telling`). Other long tests are marked with `@pytest.mark.slow`, and those that need few values of a parameter with
-`rest_slow`. Slow tests of many cases at once leave out emulated repetitions (`representative`). Each commit's CI runs a
-third of the slow tests, so three consecutive commits run all of them; `make test-all` runs all at once.
+(`telling`). Of a test with several parameters it runs each value, and not each combination (`telling_combinations`).
+Other long tests are marked with `@pytest.mark.slow`, and those that need few values of a parameter with `rest_slow`.
+Slow tests leave out emulated repetitions (`representative`). Each commit's CI runs a third of the slow tests, so three
+consecutive commits run all of them; `make test-all` runs all at once.
 """
 
 from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -22,15 +24,12 @@ from foundry_kernels.testing import Case
 
 #: `make test` compiles kernels ahead of time only for these; each architecture takes minutes.
 ARCHITECTURES = (90, "90a")
-#: `make test` compiles only these CUDA sources with nvcc, an ordinary one and one for Hopper; others take up to minutes
-#: each.
-NVCC_SOURCES = ("rope", "attention_forward")
+#: `make test` compiles only this CUDA source with nvcc; others take up to minutes each.
+NVCC_SOURCES = ("rope",)
 #: Larger cases (elements of all arguments) only repeat with more tiles or chunks what smaller ones test.
 MOST_ELEMENTS = 100_000
-#: The same limit in the interpreter.
-MOST_INTERPRETED = 20_000
-#: In the interpreter, pairs of choices are only covered by cases of at most this many elements, and not for twins.
-MOST_PAIRED = 2_000
+#: The same limit in emulation.
+MOST_EMULATED = 20_000
 #: In emulation (Triton's interpreter, CUDA on the CPU), every element takes a thousand times as long.
 FEW_ELEMENTS = 2_000
 #: Tests of several cases at once, or of an instruction set, use these dtypes; in emulation only the first one.
@@ -55,8 +54,8 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str], every_case: 
         return "all but a few cases, emulated"
     if isinstance(row, Row) and case is not None and numel(case) > MOST_ELEMENTS:
         return f"more than {MOST_ELEMENTS} elements"
-    if interpreted and case is not None and numel(case) > MOST_INTERPRETED:
-        return f"interpreted, more than {MOST_INTERPRETED} elements"
+    if emulated and case is not None and numel(case) > MOST_EMULATED:
+        return f"emulated, more than {MOST_EMULATED} elements"
     if interpreted and case is None and is_twin(row.op):
         return "interpreted, the kernels of another operation"
     if dtype is not None and "requires_grad" in parameters and dtype != first_dtype(row):
@@ -89,44 +88,51 @@ def first_dtype(row: Any) -> torch.dtype:
 def telling(row: Any) -> dict[torch.dtype, frozenset[str]]:
     """The names of a row's cases in `make test`, by dtype.
 
-    In the first dtype, they cover every pair of choices (an option's value, the layout or the values of an argument,
-    its absence) that some case combines, and every size. If cases take long in the interpreter, or it interprets the
-    kernels of another operation, they cover every single choice. In bfloat16 they cover every choice; the other dtypes
-    have a third of these cases. Emulated code is the same for all dtypes, so its cases are small.
+    In the first dtype, they cover every choice (an option's value, the layout or the values of an argument, its
+    absence), every size and every pair of choices that some case combines; in bfloat16 every choice; the other dtypes
+    have a third of these cases. In emulation a case takes as long as its elements are many, and the code is the same
+    for all dtypes. There, small cases cover choices and sizes, and larger ones options and widths that are in no small
+    case; bfloat16 has a quarter of the choices, and the other dtypes have one case. An operation with the kernels of
+    another covers no pairs and, in emulation, no sizes and widths.
     """
+    from table import is_twin
+
     from foundry_kernels.tools.check import numel
 
-    most = MOST_INTERPRETED if _is_interpreted(row) else MOST_ELEMENTS
-    cases = [case for case in row.cases if numel(case) <= most]
+    emulated, twin = _is_emulated(row), is_twin(row.op)
+    cases = [case for case in row.cases if numel(case) <= (MOST_EMULATED if emulated else MOST_ELEMENTS)]
 
-    def all_of(case: Case) -> set[Any]:
-        if _is_interpreted(row) and not pairs_are_tried(row, case):
-            return _choices(case)
-        return {*_choices(case), *_sizes(case), *combinations(sorted(_choices(case)), 2)}
+    def with_sizes(case: Case) -> set[Any]:
+        return _choices(case) if twin and emulated else {*_choices(case), *_sizes(case)}
 
-    few = [case for case in cases if numel(case) <= FEW_ELEMENTS] if _is_emulated(row) else cases
-    singles = _cover(few, _choices)
-    first, pairs = first_dtype(row), _cover(cases, all_of)
-    chosen = dict.fromkeys(row.dtypes, singles[::3]) | {torch.bfloat16: singles, first: pairs}
+    def with_pairs(case: Case) -> set[Any]:
+        return with_sizes(case) if twin else {*with_sizes(case), *combinations(sorted(_choices(case)), 2)}
+
+    if emulated:
+        small = [case for case in cases if numel(case) <= FEW_ELEMENTS]
+        known = set().union(*(_options(case) if twin else {*_options(case), *_widths(case)} for case in small))
+        larger = [case for case in cases if numel(case) > FEW_ELEMENTS]
+        first = _cover(small, with_sizes)
+        first += _cover(larger, lambda c: (_options(c) if twin else {*_options(c), *_widths(c)}) - known)
+        singles = _cover(small, _choices)
+        few, low = singles[:1], singles[::4]
+    else:
+        first, singles = _cover(cases, with_pairs), _cover(cases, _choices)
+        few, low = singles[::3], singles
+    chosen = dict.fromkeys(row.dtypes, few) | {torch.bfloat16: low, first_dtype(row): first}
+    assert all(chosen.values()), f"{row.id}: a dtype in which nothing is tried"
     return {dtype: frozenset(chosen[dtype]) for dtype in row.dtypes}
 
 
 def representative(row: Any, dtype: torch.dtype, case: Case) -> bool:
-    """Whether a test of several cases needs this one. Emulated code is the same for all dtypes and for operations with
-    the same kernels: all but one of these have telling cases only."""
-    from table import is_twin
-
-    every = not _is_emulated(row) or (dtype == first_dtype(row) and not is_twin(row.op))
-    return every or case.id in telling(row)[dtype]
-
-
-def pairs_are_tried(row: Any, case: Case) -> bool:
-    """Whether an interpreted case counts towards pairs of choices."""
+    """Whether the slow tests need this case. Emulated code is the same for all dtypes and for operations with the same
+    kernels: other dtypes than the first have telling cases only, and the others of such operations no large ones."""
     from table import is_twin
 
     from foundry_kernels.tools.check import numel
 
-    return numel(case) <= MOST_PAIRED and not is_twin(row.op)
+    same = dtype == first_dtype(row) and (not is_twin(row.op) or numel(case) <= MOST_EMULATED)
+    return not _is_emulated(row) or same or case.id in telling(row)[dtype]
 
 
 def _cover(cases: Sequence[Case], points_of: Callable[[Case], set[Any]]) -> list[str]:
@@ -146,15 +152,25 @@ def _cover(cases: Sequence[Case], points_of: Callable[[Case], set[Any]]) -> list
 
 def _choices(case: Case) -> set[str]:
     """The choices of a case: options, and the layout and values of each argument."""
-    found = {f"{name}={value}" for name, value in case.options.items()} | {f"cotangent: {case.cotangent}"}
+    found = {*_options(case), f"cotangent: {case.cotangent}"}
     for name, arg in case.args.items():
         if arg is None:
-            found.add(f"no {name}")
             continue
         values = getattr(arg.values, "__qualname__", arg.values)  # a function's repr differs between processes
         found |= {f"{name}: {arg.layout.partition('-')[0]}", f"{name}: {len(arg.shape)} dimensions"}
         found.add(f"{name}: {values} {arg.dtype} {arg.grad}")
     return found
+
+
+def _options(case: Case) -> set[str]:
+    """The options of a case, and the arguments that it has not."""
+    absent = {f"no {name}" for name, arg in case.args.items() if arg is None}
+    return absent | {f"{name}={value}" for name, value in case.options.items()}
+
+
+def _widths(case: Case) -> set[Any]:
+    """The powers of 2 around the last dimension of each argument."""
+    return {(name, arg.shape[-1].bit_length()) for name, arg in case.args.items() if arg is not None and arg.shape}
 
 
 def _sizes(case: Case) -> set[Any]:
@@ -205,7 +221,38 @@ def mark(items: list[pytest.Item], every_case: bool = False) -> None:
 
     usable = extension.build_info().get("usable_instruction_sets", [])
     items.sort(key=lambda item: not is_slow(item))
+    combined: dict[str, dict[str, list[str]]] = {}
+    by_name = {item.nodeid: item for item in items}
     for item in items:
         call = getattr(item, "callspec", None)
-        if call is not None and reason(call.params, usable, every_case) is not None:
+        if call is None or is_slow(item):
+            continue
+        if reason(call.params, usable, every_case) is not None:
             item.add_marker(pytest.mark.slow)
+        elif len(call._idlist) > 1:
+            combined.setdefault(item.nodeid.partition("[")[0], {})[item.nodeid] = call._idlist
+    for combinations_of in combined.values():
+        for name in combinations_of.keys() - telling_combinations(combinations_of):
+            by_name[name].add_marker(pytest.mark.slow)
+
+
+def telling_combinations(values: Mapping[str, Sequence[str]], times: int = 2) -> set[str]:
+    """Of tests, by name, each with its values of several parameters: those in which each value occurs `times` times, or
+    as often as it does, and each value together with each backend that is not emulated. All of up to four."""
+    if len(values) <= 4:
+        return {*values}
+    points: dict[str, set[Any]] = {}
+    for name, chosen in values.items():
+        points[name] = {*enumerate(chosen)}
+        for own in {"reference", "native"} & {*chosen}:
+            points[name] |= {(own, point) for point in enumerate(chosen)}
+    missing = Counter(point for found in points.values() for point in found)
+    for point, count in missing.items():
+        missing[point] = min(count, times if isinstance(point[0], int) else 1)
+    kept: set[str] = set()
+    while +missing:
+        # Of equally telling ones any, but the same in each process; neighbours in the list are too much alike.
+        best = max(points, key=lambda name: (sum(missing[p] > 0 for p in points[name]), zlib.crc32(name.encode())))
+        missing -= Counter(points.pop(best))
+        kept.add(best)
+    return kept

@@ -32,18 +32,12 @@ LEAST_TFLOPS = {
     ("dq", 128): 450,
     ("dq", 256): 359,
 }
-#: Left to `make test-slow`: operations with the kernels of another, by other flags, and those of several large kernels.
-#: Of each kind (a rotation, an activation, a sum) one remains; the backward pass of a norm and attention have tests of
-#: their own.
-TWINS = (
-    *("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "bias_silu", "bias_relu"),
-    *("swiglu", "geglu", "glu", "reglu", "flash_attention_varlen"),
-)
-LARGE = ("flash_attention", "cross_entropy", "linear_cross_entropy", "linear_log_probs", "grouped_mm", "qk_norm_rope")
+#: What `make test` compiles: a rotation, an activation and a sum; the backward pass of a norm has a test of its own.
+FEW = ("rope", "bias_gelu", "combine_experts")
 
 
 @needs_triton
-@pytest.mark.parametrize("op", [pytest.param(o, marks=pytest.mark.slow if o in TWINS + LARGE else ()) for o in OPS])
+@pytest.mark.parametrize("op", [pytest.param(o, marks=() if o in FEW else pytest.mark.slow) for o in OPS])
 def test_the_timed_shapes_are_within_the_limits(op: str) -> None:
     """And memory-bound kernels have as much in flight to a multiprocessor as memory needs to be busy."""
     shown = no_spills_and_within_the_limits(op, 90, "--timed")

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from compiled import OPS, inspect, needs_triton
+from slow import rest_slow
 
 from foundry_kernels import __main__
 from foundry_kernels.tools.inspect import amd
@@ -39,7 +40,7 @@ def fits(op: str, *options: str) -> list[str]:
 
 @needs_triton
 @pytest.mark.parametrize("gpu", ["gfx942", pytest.param("gfx950", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("op", FEW)
+@pytest.mark.parametrize("op", rest_slow([*FEW]))
 def test_a_few_launches_fit(op: str, gpu: str) -> None:
     lines = fits(op, *FEW[op], "--arch", gpu)
     assert len(lines) >= 2

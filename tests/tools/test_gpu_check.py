@@ -9,6 +9,8 @@ import os
 import shutil
 import struct
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,7 +220,7 @@ def test_the_parts_fit_into_ten_minutes() -> None:
 
 
 BENCH = """
-import pytest, time
+import pathlib, pytest, time
 from benchmarks.measure import replay
 @pytest.mark.benchmark(timer=replay)
 def test_row(benchmark, record):
@@ -226,7 +228,8 @@ def test_row(benchmark, record):
 def test_absent(benchmark, record):
     record.absent({"row": "second", "why_not": "too large"})
 def test_that_takes_too_long(benchmark):
-    time.sleep(60)
+    pathlib.Path(__file__).with_name("begun").touch()
+    time.sleep(600)
 """
 
 
@@ -235,10 +238,20 @@ def test_rows_are_kept_of_benchmarks_that_are_stopped(tmp_path: Path, monkeypatc
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):  # in which pytest-benchmark measures nothing
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(gpu_check, "OUT", tmp_path)
-    monkeypatch.setattr(gpu_check, "LIMITS", {"bench": 30})
+    monkeypatch.setattr(gpu_check, "LIMITS", {"bench": 0})
+
+    class WhenBegun(threading.Timer):
+        """Its time is up when the last benchmark has begun."""
+
+        def run(self) -> None:
+            while not (tmp_path / "begun").exists() and not self.finished.is_set():
+                time.sleep(0.05)
+            super().run()
+
+    monkeypatch.setattr(threading, "Timer", WhenBegun)
     found = gpu_check.rows_of("bench", [str(tmp_path / "test_rows.py"), "-p", "benchmarks.conftest"])
     assert not found["ok"]
-    assert "stopped after 30 s" in found["summary"]
+    assert "stopped after 0 s" in found["summary"]
     assert [row["row"] for row in found["rows"]] == ["first", "second"]
     assert found["rows"][1]["why_not"] == "too large"
 

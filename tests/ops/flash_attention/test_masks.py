@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_inputs import DV, B, H, S, T, inputs
+from slow import rest_slow
 from table import DEVICES
 from torch import Tensor
 
@@ -157,9 +158,7 @@ def test_nan_in_a_bias_goes_no_further_than_its_row(backend: str) -> None:
 
 
 @over_backends
-@pytest.mark.parametrize(
-    "shape", [(1, 4, 70, 90), (2, 1, 1, 90), pytest.param((70, 90), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("shape", rest_slow([(1, 4, 70, 90), (2, 1, 1, 90), (70, 90)]), ids=str)
 def test_a_bias_gradient_has_the_same_bits_in_every_run(backend: str, shape: tuple[int, ...]) -> None:
     q, k, v = drawn(70, 90)
     bias = torch.randn(shape, device=DEVICE, requires_grad=True)

@@ -91,8 +91,12 @@ def test_only_what_is_needed_is_launched(wanted: str, expected: list[str], launc
 
 
 @pytest.mark.parametrize(
-    ("shape", "s", "spread"), [((1, 2, 128, 32), 128, 0), ((1, 2, 128, 64), 128, 0), ((256, 1, 3, 8), 6, 9)],
-    ids=["D=32", "D=64", "sharp"],
+    ("shape", "s", "spread"),
+    [
+        pytest.param((1, 2, 128, 32), 128, 0, id="D=32"),
+        pytest.param((1, 2, 128, 64), 128, 0, id="D=64", marks=pytest.mark.slow),
+        pytest.param((256, 1, 3, 8), 6, 9, id="sharp", marks=pytest.mark.slow),
+    ],
 )  # fmt: skip
 def test_errors_are_those_of_the_reference(shape: tuple[int, int, int, int], s: int, spread: float) -> None:
     assert_errors_of_the_reference("triton", shape, s, spread, DEVICE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -75,7 +76,9 @@ def load_operators() -> ctypes.CDLL:
     jobs = [(unit[0], torch_flags, as_one(unit)) for unit in (bindings, launches)]
     jobs += [(HERE / name, torch_flags, None) for name in ("device.cpp", "guarded_memory.cpp")]
     jobs += [(p, ["-std=c++17", *CHECKS], None) for p in kernels]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of the test run does not compile the same
         objects = list(pool.map(lambda job: compile_object(*job), jobs))
     libraries = Path(torch.__file__).parent / "lib"
     library = link(LIBRARY, objects, [f"-L{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"])

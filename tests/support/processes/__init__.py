@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import interpreter
 import limits
 import torch
 import torch.distributed as dist
@@ -107,6 +108,7 @@ def _run(scenarios: Scenarios, folder: Path, size: int, processor: float) -> str
 
 def _work(rank: int, size: int, scenarios: Scenarios, folder: Path, ports: Mapping[str, list[int]]) -> None:
     torch.set_num_threads(1)
+    interpreter.hasten()
     sys.path.insert(0, str(EXAMPLES.parent))
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     results = {}

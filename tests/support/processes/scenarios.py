@@ -28,7 +28,6 @@ RESUMING = {
     "ddp 1 to tp 2": Resume(("ddp", 1), ("tp", 2)),
     "cp 2 to ddp 1": Resume(("cp", 2), ("ddp", 1)),
 }
-FIRST = {"compiled": operators.compiled}
 OTHERS = {
     "rules": operators.rules,
     "mixtures": operators.mixtures,
@@ -44,8 +43,12 @@ OTHERS = {
     "mixtures of experts": experts.mixtures,
     "experts": experts.trained,
 }
-#: These compile for long. The second follows losses on a mesh that is equal to its own.
-SLOW = {"vocabulary": operators.vocabulary, "compiled vocabulary": operators.compiled_vocabulary}
+#: These compile for long. The last follows losses on a mesh that is equal to its own.
+SLOW = {
+    "compiled": operators.compiled,
+    "vocabulary": operators.vocabulary,
+    "compiled vocabulary": operators.compiled_vocabulary,
+}
 CONTEXT: dict[str, Callable[..., Any]] = {
     "ring": context.ring,
     "traffic": context.traffic,
@@ -76,7 +79,7 @@ OF_FOUR = {
 
 
 def of_two() -> dict[str, Callable[..., Any]]:
-    found = FIRST | TRAINING | RESUMING | CONTEXT | OTHERS
+    found = TRAINING | RESUMING | CONTEXT | OTHERS
     if importlib.util.find_spec("transformers") is not None:
         found |= PATCHED | {"patched vocabulary": patched.vocabulary, "log_probs": patched.log_probs}
         if importlib.util.find_spec("transformers.distributed.tensor_parallel") is not None:
