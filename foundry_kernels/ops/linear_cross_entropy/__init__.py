@@ -42,6 +42,7 @@ from foundry_kernels.core.checks import (
     check_int,
     check_number,
     check_shape,
+    constants,
 )
 from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops import cross_entropy as losses
@@ -213,6 +214,7 @@ def linear_cross_entropy(
     if (low := autocast_dtype(hidden)) is not None:
         hidden, weight = hidden.to(low), weight.to(low) if isinstance(weight, Tensor) else weight
         bias = bias.to(low) if isinstance(bias, Tensor) else bias
+    label_smoothing, z_loss, softcap, logit_scale = constants(label_smoothing, z_loss, softcap, logit_scale)
     check_linear(hidden, weight, bias, logit_scale, chunk_size)
     options = LinearLossOptions(
         ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,

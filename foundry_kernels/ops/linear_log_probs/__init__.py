@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foundry_kernels.core import invariance
 from foundry_kernels.core.autocast import autocast_dtype
-from foundry_kernels.core.checks import check_bool, check_float
+from foundry_kernels.core.checks import check_bool, check_float, constants
 from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops import log_probs as of_logits
 from foundry_kernels.ops._register import register_op
@@ -103,6 +103,7 @@ def linear_log_probs(
     if (low := autocast_dtype(hidden)) is not None:
         hidden, weight = hidden.to(low), weight.to(low) if isinstance(weight, Tensor) else weight
         bias = bias.to(low) if isinstance(bias, Tensor) else bias
+    logit_scale, softcap = constants(logit_scale, softcap)
     check_linear(hidden, weight, bias, logit_scale, chunk_size)
     check_bool("batch_invariant", batch_invariant)
     options = LinearLogProbsOptions(
