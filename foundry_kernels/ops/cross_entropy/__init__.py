@@ -151,14 +151,14 @@ def cross_entropy(
     check_float("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must have a last dimension of at least 1; got shape {tuple(logits.shape)}")
-    numbers = constants(label_smoothing, z_loss, softcap)
-    options = LossOptions(ignore_index, reduction, *numbers, return_lse, return_z_loss)
+    label_smoothing, z_loss, softcap = constants(label_smoothing, z_loss, softcap)
+    options = LossOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, return_lse, return_z_loss)
     check_bool("token_scaling", token_scaling)
     check("logits", logits, logits.shape[-1], target, "weight", weight, options)
     function = resolve(CROSS_ENTROPY, backend, logits)
     if token_scaling:
         found = function(logits, target, weight, *options._replace(reduction="none", return_lse=True))
-        p = tokens.probabilities(logits, target, found[1], ignore_index, options.softcap)
+        p = tokens.probabilities(logits, target, found[1], ignore_index, softcap)
         found = (found[0] * p, found[1], found[2] * p if return_z_loss else None)
         found = found if reduction == "none" else reduced(*found, target, weight, options)
     elif reduction != "none" and is_dtensor(logits):  # whose sums torch reduces over devices

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.ops.linear_cross_entropy import chunks, vocabulary_blocks
 from foundry_kernels.ops.linear_cross_entropy.calls import (
@@ -118,9 +119,9 @@ def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) ->
             loss, z = scaled(each, z, p, target, class_weight, options)
             return loss, lse, z, predicted
         if any(needs):
-            loss, lse, low, z, predicted = _LinearCrossEntropy.apply(prefix, *inputs, options)
+            loss, lse, low, z, predicted = apply(_LinearCrossEntropy, prefix, *inputs, options)
             if options.return_lse:
-                lse = _Lse.apply(prefix, lse, low, hidden, weight, target, bias, options)
+                lse = apply(_Lse, prefix, lse, low, hidden, weight, target, bias, options)
             return loss, lse, z, predicted
         saves = Saves(options.return_lse, options.return_z_loss, False, options.return_predictions)
         loss, lse, _, z, *_, predicted = forward(*inputs, *options.operator_args(), *saves, *_NOTHING)

@@ -20,6 +20,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.ops.cross_entropy.tokens import NO_CLASS
 from foundry_kernels.ops.linear_cross_entropy.calls import Inputs, Needs
@@ -63,7 +64,8 @@ def linear_cross_entropy(
     options.refuse_others(SUPPORTED, "linear_cross_entropy", "vocab-parallel")
     local = Local.of(hidden, weight, target, bias)
     everywhere: list[Placement] = [Replicate()] * weight.device_mesh.ndim
-    each, lse, zs, predicted = _VocabParallel.apply(
+    each, lse, zs, predicted = apply(
+        _VocabParallel,
         *local.inputs,
         None if class_weight is None else class_weight.redistribute(weight.device_mesh, everywhere).to_local(),
         options,

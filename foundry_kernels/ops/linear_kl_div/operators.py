@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.ops.kl_div.options import KlDivOptions
 from foundry_kernels.ops.linear_cross_entropy import chunks
@@ -130,7 +131,7 @@ def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) ->
         options = options._replace(chunk_size=chunk_size(hidden, weight, options.of_loss(), needs))
         inputs = (hidden, weight, target, bias, *teacher)
         if any(needs):
-            loss: Tensor = _LinearKlDiv.apply(prefix, *inputs, options)
+            loss: Tensor = apply(_LinearKlDiv, prefix, *inputs, options)
             return loss
         return forward(*inputs, *options.operator_args(), *_NOTHING)[0]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.linear_cross_entropy import chunks, vocabulary_blocks
@@ -103,7 +104,7 @@ def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) ->
             needs = Needs(hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
         options = options._replace(chunk_size=chunk_size(hidden, weight, options.of_loss(), needs))
         if any(needs):
-            found = _LinearLogProbs.apply(prefix, hidden, weight, target, bias, options)
+            found = apply(_LinearLogProbs, prefix, hidden, weight, target, bias, options)
         else:
             saves = (options.return_entropy, options.return_lse, False)
             found = forward(hidden, weight, target, bias, *options.operator_args(), *saves)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.ops.linear_cross_entropy.calls import Needs
 from foundry_kernels.ops.linear_cross_entropy.chunks import Gradients, rows_of
@@ -32,7 +33,7 @@ def linear_log_probs(
     """The results as DTensors. Arguments as for `linear_cross_entropy.vocab_parallel.linear_cross_entropy`."""
     options.refuse_others(SUPPORTED, "linear_log_probs", "vocab-parallel")
     local = Local.of(hidden, weight, target, bias)
-    picked, entropy, lse = _VocabParallel.apply(*local.inputs, options, local.shards)
+    picked, entropy, lse = apply(_VocabParallel, *local.inputs, options, local.shards)
     return (
         local.whole(picked),
         local.whole(entropy) if options.return_entropy else None,

@@ -104,7 +104,8 @@ def log_probs(
     check_float("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must have a last dimension of at least 1; got shape {tuple(logits.shape)}")
-    options = LogProbsOptions(ignore_index, *constants(logit_scale, softcap), return_entropy, return_lse)
+    logit_scale, softcap = constants(logit_scale, softcap)
+    options = LogProbsOptions(ignore_index, logit_scale, softcap, return_entropy, return_lse)
     check("logits", logits, target, options)
     return select(*resolve(LOG_PROBS, backend, logits)(logits, target, options))
 
