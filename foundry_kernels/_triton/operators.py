@@ -10,6 +10,7 @@ import torch
 from torch.compiler import is_compiling
 
 from foundry_kernels._triton import INTERPRET, load
+from foundry_kernels.core import autograd
 from foundry_kernels.core.extension import triton_call
 from foundry_kernels.core.options import Options
 
@@ -98,7 +99,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)`` without PyTorch's Python code for transforms, which takes 1 µs, if no transform is
     involved."""
     if is_compiling() or _usual_device is None or _transform() is not None or _usual_device(args) is None:
-        return function.apply(*args)
+        return autograd.apply(function, *args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core.registry import FLOATS
 
@@ -81,10 +82,23 @@ def check_bool(name: str, value: object) -> None:
 SMALLEST, LARGEST = 2.0**-126, 2.0**127
 
 
+def constants(*values: Any) -> tuple[Any, ...]:
+    """The values, with numbers in place of the symbols for floats that torch.compile has with dynamic shapes.
+
+    An operator takes no such symbol, so the graph is compiled for one number anyway. And one that the compiler makes
+    while it traces a checkpointed part, of a parameter's default for example, cannot be used in the next part. The same
+    is true of a float in a global variable, so traced code has none.
+    """
+    if is_dynamo_compiling():
+        number = torch.fx.experimental.symbolic_shapes.guard_scalar
+        return tuple([number(x) if isinstance(x, (float, torch.SymFloat)) else x for x in values])
+    return values
+
+
 def check_positive(name: str, value: Any) -> None:
     """A float above 0, within the bounds."""
     _check_real(name, value)
-    if not SMALLEST <= value <= LARGEST:  # also false for NaN
+    if not _in_bounds(value):  # also false for NaN
         raise ValueError(_outside(name, value, "finite and > 0", value > 0.0, "in"))
 
 
@@ -92,7 +106,7 @@ def check_not_negative(name: str, value: Any) -> None:
     """A float that is 0 or as for :func:`check_positive`."""
     if type(value) is not float:
         _check_real(name, value)
-    if value != 0.0 and not SMALLEST <= value <= LARGEST:
+    if value != 0.0 and not _in_bounds(value):
         raise ValueError(_outside(name, value, "finite and >= 0", value > 0.0, "0 or in"))
 
 
@@ -100,8 +114,12 @@ def check_number(name: str, value: Any) -> None:
     """A float of any sign that is 0 or of a size within the bounds."""
     if type(value) is not float:
         _check_real(name, value)
-    if value != 0.0 and not SMALLEST <= abs(value) <= LARGEST:
+    if value != 0.0 and not _in_bounds(abs(value)):
         raise ValueError(_outside(name, value, "finite", True, "0 or of a size in"))
+
+
+def _in_bounds(value: Any) -> bool:
+    return bool(2.0**-126 <= value <= 2.0**127)
 
 
 def _check_real(name: str, value: object) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.autograd import apply
+
 _LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")
 _LIBRARY.define("refuse_backward(Tensor dout, str why) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -58,7 +60,7 @@ def cut(*inputs: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
 def without_backward(results: Iterable[Tensor], wanted: list[Tensor], why: str) -> tuple[Tensor, ...]:
     """Returns `results`, which were computed without a graph. If `wanted` is not empty they are copies, and a backward
     pass through one of them raises RuntimeError with the message `why`."""
-    return tuple(_WithoutBackward.apply(why, x, *wanted) if wanted else x for x in results)
+    return tuple(apply(_WithoutBackward, why, x, *wanted) if wanted else x for x in results)
 
 
 def refuse_second_derivative(op: str) -> None:

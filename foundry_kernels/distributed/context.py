@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.distributed.linear_attention import sharded_gated_delta_rule, sharded_short_conv1d
 from foundry_kernels.distributed.ring import ring_attention
 from foundry_kernels.distributed.zigzag import Place, sequence_positions, shard_sequence
@@ -115,7 +116,7 @@ class _Shard:
         return Positions(positions, cu_seqlens.cpu(), call.max_seqlen)  # once, not in each layer
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
-        mean: Tensor = _Mean.apply(total, count, self.mesh.get_group(), self.place.size)
+        mean: Tensor = apply(_Mean, total, count, self.mesh.get_group(), self.place.size)
         return mean
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **options: Any) -> Any:

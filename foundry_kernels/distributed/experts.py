@@ -12,6 +12,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.distributed.zigzag import check_mesh
 from foundry_kernels.nn.moe import MoE, RunRows, dispatch, gather_rows
 from foundry_kernels.nn.router import RouterStats
@@ -83,7 +84,7 @@ class _Exchange:
         self.run = torch.compiler.disable(self._run)
 
     def own(self, parameter: Any) -> Tensor:
-        local: Tensor = _Mean.apply(parameter.to_local(), self.size)
+        local: Tensor = apply(_Mean, parameter.to_local(), self.size)
         return local
 
     def _run(self, rows: Tensor, counts: Tensor, run: RunRows, backend: str) -> Tensor:
@@ -91,11 +92,11 @@ class _Exchange:
         arriving = torch.empty_like(counts)  # by process and by expert of ours
         dist.all_to_all_single(arriving, counts, group=group)
         sent, got = (n.view(self.size, own).sum(1).tolist() for n in (counts, arriving))
-        arrived = _AllToAll.apply(rows, got, sent, group)
+        arrived = apply(_AllToAll, rows, got, sent, group)
         experts = torch.arange(own, device=counts.device).repeat(self.size)
         where = dispatch(experts.repeat_interleave(arriving, output_size=sum(got)).unsqueeze(1), own)
         y = combine_experts(run(gather_rows(arrived, where, backend), where.offs), None, where.slots, backend=backend)
-        back: Tensor = _AllToAll.apply(y, sent, got, group)
+        back: Tensor = apply(_AllToAll, y, sent, got, group)
         return back
 
     def mean(self, stats: RouterStats) -> RouterStats:
@@ -136,4 +137,4 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _AllToAll.apply(grads[0], ctx.sent, ctx.got, ctx.group), None, None, None
+        return apply(_AllToAll, grads[0], ctx.sent, ctx.got, ctx.group), None, None, None

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.checks import check_integer, check_rank, check_tensor
 from foundry_kernels.core.registry import is_dtensor, wide_dtype
 from foundry_kernels.distributed.zigzag import Place
@@ -238,7 +239,7 @@ def _states(parts: _Parts, maps: Tensor, width: int) -> list[Tensor | None]:
 
 def _gather(x: Tensor, parts: _Parts, *inputs: Tensor | None) -> Tensor:
     """What each chunk gives, ``[2 n, ..]`` in the order of the sequence, of this process's ``[2, ..]``."""
-    both: Tensor = _Gather.apply(_tied(x, *inputs), parts.group, parts.place)
+    both: Tensor = apply(_Gather, _tied(x, *inputs), parts.group, parts.place)
     return both
 
 
@@ -268,7 +269,7 @@ class _Gather(torch.autograd.Function):
 def _tied(x: Tensor, *inputs: Tensor | None) -> Tensor:
     """x, whose backward pass reaches all `inputs`. Processes whose documents need nothing of others would otherwise
     leave out the collective of the backward pass, for which the others wait."""
-    tied: Tensor = _Tied.apply(x, *inputs)
+    tied: Tensor = apply(_Tied, x, *inputs)
     return tied
 
 

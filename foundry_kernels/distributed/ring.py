@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from foundry_kernels.core.autocast import autocast_dtype, no_autocast
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.checks import check_integer, check_tensor
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.core.layout import inverse, storage_order
@@ -109,7 +110,7 @@ def ring_attention(
         place, q.shape[2] // 2, options.window_left, options.window_right, documents, alibi_slopes is not None
     )
     ring = _Ring(mesh.get_group(), place, pieces, passes.serving(backend, q, k, v, options))
-    out, lse = _RingAttention.apply(q, k, v, sinks, options, ring)
+    out, lse = apply(_RingAttention, q, k, v, sinks, options, ring)
     return (out, lse) if return_lse else out
 
 

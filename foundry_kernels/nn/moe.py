@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol, overload
 import torch
 from torch import Tensor, nn
 
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.registry import _transformed
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._scripting import refuse_scripting
@@ -73,7 +74,7 @@ def gather_rows(x: Tensor, where: Dispatch, backend: str) -> Tensor:
         return x[tokens]
     if not (torch.is_grad_enabled() and x.requires_grad):  # a saved trace cannot contain an autograd function
         return x.index_select(0, tokens)
-    gathered: Tensor = _Gather.apply(x, tokens, where.slots, backend)
+    gathered: Tensor = apply(_Gather, x, tokens, where.slots, backend)
     return gathered
 
 

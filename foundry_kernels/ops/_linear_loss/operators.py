@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops._linear_loss import chunks, class_blocks, sizes
@@ -132,7 +133,7 @@ def make_backend(
     def results(inputs: tuple[Tensor | None, ...], options: Any, needs: Needs) -> dict[str, Tensor]:
         """All results; those that are not requested may be empty."""
         if any(needs):
-            return dict(zip(loss.results, _LinearLoss.apply(name, options, *inputs), strict=True))
+            return dict(zip(loss.results, apply(_LinearLoss, name, options, *inputs), strict=True))
         requested = options.results()
         flags = [result in requested for result in loss.flags]
         found = forward(*inputs, *options.operator_args(), *flags, *(NOTHING if loss.makes_gradients else ()))

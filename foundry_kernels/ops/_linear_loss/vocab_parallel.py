@@ -21,6 +21,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.ops._linear_loss.chunks import Gradients, Tokens, rows_of
 from foundry_kernels.ops._linear_loss.problem import Inputs, Needs
@@ -59,7 +60,7 @@ def sharded_loss(
     if class_weight is not None:
         everywhere: list[Placement] = [Replicate()] * weight.device_mesh.ndim
         class_weight = class_weight.redistribute(weight.device_mesh, everywhere).to_local()
-    found = _VocabParallel.apply(loss, *local.inputs, class_weight, options, local.shards)
+    found = apply(_VocabParallel, loss, *local.inputs, class_weight, options, local.shards)
     return {name: local.whole(x) for name, x in zip(options.results(), found, strict=True)}, local.target
 
 

@@ -63,7 +63,7 @@ def bias_gelu(
     Autocast has no effect: arithmetic is in float32 anyway. Only the inputs are saved for backward. Kernels have no
     second derivative.
     """
-    if dropout_p == 0.0 and dropout_seed is None and not is_dynamo_compiling():
+    if not is_dynamo_compiling() and dropout_p == 0.0 and dropout_seed is None:
         y = BIAS_GELU.direct(backend, x, bias, approximate)
         if y is not None:
             return y
@@ -93,7 +93,7 @@ def bias_silu(
     Raises:
         As :func:`bias_gelu`.
     """
-    if dropout_p == 0.0 and dropout_seed is None and not is_dynamo_compiling():
+    if not is_dynamo_compiling() and dropout_p == 0.0 and dropout_seed is None:
         y = BIAS_SILU.direct(backend, x, bias)
         if y is not None:
             return y
@@ -119,7 +119,7 @@ def bias_relu(
     Raises:
         As :func:`bias_gelu`.
     """
-    if dropout_p == 0.0 and dropout_seed is None and not is_dynamo_compiling():
+    if not is_dynamo_compiling() and dropout_p == 0.0 and dropout_seed is None:
         y = BIAS_RELU.direct(backend, x, bias)
         if y is not None:
             return y

@@ -35,6 +35,7 @@ from foundry_kernels.core.checks import (
     check_not_negative,
     check_positive,
     check_shape,
+    constants,
 )
 from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops._register import register_op
@@ -150,6 +151,7 @@ def cross_entropy(
     check_float("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must have a last dimension of at least 1; got shape {tuple(logits.shape)}")
+    label_smoothing, z_loss, softcap = constants(label_smoothing, z_loss, softcap)
     options = LossOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, return_lse, return_z_loss)
     check_bool("token_scaling", token_scaling)
     check("logits", logits, logits.shape[-1], target, "weight", weight, options)

@@ -19,6 +19,7 @@ from foundry_kernels.core.checks import (
     check_rank,
     check_shape,
     check_tensor,
+    constants,
 )
 from foundry_kernels.core.registry import FLOATS, is_dtensor
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
@@ -198,6 +199,7 @@ def make_options(
         if flag is not True and flag is not False:
             check_bool(name, flag)
     left, right = window_sides(window, causal)
+    scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     else:

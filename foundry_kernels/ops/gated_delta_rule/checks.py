@@ -19,6 +19,7 @@ from foundry_kernels.core.checks import (
     check_rank,
     check_shape,
     check_tensor,
+    constants,
 )
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
@@ -87,6 +88,7 @@ def check_step(
 def _scale(scale: float | None, q: Tensor) -> float:
     if scale is None:
         return float(q.shape[-1] ** -0.5)
+    (scale,) = constants(scale)
     check_positive("scale", scale)
     return scale
 

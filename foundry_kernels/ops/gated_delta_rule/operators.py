@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
 
@@ -58,7 +59,7 @@ def make_backend(
     ) -> tuple[Tensor, Tensor | None]:
         tensors = q, k, v, g, beta, initial_state
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-            out, final = _DeltaRule.apply(prefix, options, *tensors)
+            out, final = apply(_DeltaRule, prefix, options, *tensors)
         else:
             out, final, _ = forward(*tensors, *options.operator_args(), options.return_final_state, False)
         return out, final if options.return_final_state else None

@@ -40,6 +40,7 @@ from foundry_kernels.core.checks import (
     check_not_negative,
     check_positive,
     check_shape,
+    constants,
 )
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops import cross_entropy as losses
@@ -116,6 +117,7 @@ def make_options(
     target: Tensor | None, temperature: float, direction: str, beta: float, ignore_index: int, reduction: str
 ) -> KlDivOptions:
     """Checks all arguments that are no tensors."""
+    temperature, beta = constants(temperature, beta)
     check_positive("temperature", temperature)
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}; got {direction!r}")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.ops.kl_div.options import KlDivOptions
 
@@ -25,7 +26,7 @@ def make_backend(prefix: str, forward: Callable[..., Any], backward: Callable[..
 
     def kl_div(logits: Tensor, teacher_logits: Tensor, target: Tensor, options: KlDivOptions) -> Tensor:
         if torch.is_grad_enabled() and logits.requires_grad:
-            loss: Tensor = _KlDiv.apply(prefix, logits, teacher_logits, target, options)
+            loss: Tensor = apply(_KlDiv, prefix, logits, teacher_logits, target, options)
             return loss
         return forward(logits, teacher_logits, target, *options.operator_args())
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core import invariance
-from foundry_kernels.core.checks import check_bool
+from foundry_kernels.core.checks import check_bool, constants
 from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops import cross_entropy as losses
 from foundry_kernels.ops._linear_loss.checks import (
@@ -195,6 +195,7 @@ def linear_cross_entropy(
     ):  # fmt: skip
         return loss
     hidden, weight, bias = under_autocast(hidden, weight, bias)
+    label_smoothing, z_loss, softcap, logit_scale = constants(label_smoothing, z_loss, softcap, logit_scale)
     check_linear(hidden, weight, bias, logit_scale, chunk_size)
     check_bool("token_scaling", token_scaling)
     size, batch_invariant = strategy(chunk_size, batch_invariant)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.ops._linear_loss.chunks import dtype_of_products
 from foundry_kernels.ops._linear_loss.operators import BACKENDS
@@ -131,7 +132,7 @@ def _around(
         return found | scaled(found["loss"], zs, p, target, class_weight, options)
     found = results(inputs, options, needs)
     if options.return_lse and any(needs):
-        lse = _Lse.apply(prefix, found["lse"], found["lse_low"], hidden, weight, target, bias, options)
+        lse = apply(_Lse, prefix, found["lse"], found["lse_low"], hidden, weight, target, bias, options)
         return found | {"lse": lse}
     return found
 

@@ -14,6 +14,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.checks import constants
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops import log_probs as of_logits
 from foundry_kernels.ops._linear_loss.checks import (
@@ -92,6 +93,7 @@ def linear_log_probs(
     classes (`weight` and `bias` as ``Shard(0)``), as for :func:`foundry_kernels.linear_cross_entropy`.
     """
     hidden, weight, bias = under_autocast(hidden, weight, bias)
+    logit_scale, softcap = constants(logit_scale, softcap)
     check_linear(hidden, weight, bias, logit_scale, chunk_size)
     options = LinearLogProbsOptions(
         ignore_index, logit_scale, softcap, *strategy(chunk_size, batch_invariant), return_entropy, return_lse

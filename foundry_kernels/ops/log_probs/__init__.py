@@ -31,6 +31,7 @@ from foundry_kernels.core.checks import (
     check_number,
     check_positive,
     check_shape,
+    constants,
 )
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
@@ -103,6 +104,7 @@ def log_probs(
     check_float("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must have a last dimension of at least 1; got shape {tuple(logits.shape)}")
+    logit_scale, softcap = constants(logit_scale, softcap)
     options = LogProbsOptions(ignore_index, logit_scale, softcap, return_entropy, return_lse)
     check("logits", logits, target, options)
     return select(*resolve(LOG_PROBS, backend, logits)(logits, target, options))

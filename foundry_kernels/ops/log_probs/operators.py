@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.ops.log_probs.options import LogProbsOptions
 
@@ -46,7 +47,7 @@ def make_backend(
         logits: Tensor, target: Tensor, options: LogProbsOptions
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if torch.is_grad_enabled() and logits.requires_grad:
-            picked, entropy, lse = _LogProbs.apply(prefix, logits, target, options)
+            picked, entropy, lse = apply(_LogProbs, prefix, logits, target, options)
         else:
             wanted = (options.return_entropy, options.return_lse, False)
             picked, entropy, lse, _ = forward(logits, target, *options.operator_args(), *wanted)

@@ -44,6 +44,7 @@ from foundry_kernels.core.checks import (
     check_not_negative,
     check_number,
     check_shape,
+    constants,
     default_eps,
 )
 from foundry_kernels.core.registry import resolve
@@ -93,7 +94,9 @@ def rms_norm(
     """
     if eps is None:
         eps = default_eps("x", x)
-    if normalized_shape is None and not is_dynamo_compiling():
+    if is_dynamo_compiling():
+        eps, weight_offset = constants(eps, weight_offset)
+    elif normalized_shape is None:
         y = RMS_NORM.direct(backend, x, weight, eps, weight_offset, round_before_weight)
         if y is not None:
             return y
@@ -145,7 +148,9 @@ def add_rms_norm(
     """
     if eps is None:
         eps = default_eps("x", x)
-    if dropout_p == 0.0 and dropout_seed is None and normalized_shape is None and not is_dynamo_compiling():
+    if is_dynamo_compiling():
+        eps, weight_offset = constants(eps, weight_offset)
+    elif dropout_p == 0.0 and dropout_seed is None and normalized_shape is None:
         pair = ADD_RMS_NORM.direct(backend, x, residual, weight, eps, weight_offset, round_before_weight)
         if pair is not None:
             return pair
@@ -199,7 +204,9 @@ def layer_norm(
 
     Autocast has no effect: arithmetic is in float32 anyway. Kernels have no second derivative.
     """
-    if not is_dynamo_compiling() and (y := LAYER_NORM.direct(backend, x, weight, bias, eps)) is not None:
+    if is_dynamo_compiling():
+        (eps,) = constants(eps)
+    elif (y := LAYER_NORM.direct(backend, x, weight, bias, eps)) is not None:
         return y
     _check_layer_norm(x, weight, bias, eps)
     return resolve(LAYER_NORM, backend, x)(x, weight, bias, eps)
@@ -231,7 +238,9 @@ def add_layer_norm(
     Raises:
         As :func:`layer_norm`, and as :func:`add_rms_norm` for `residual`, `dropout_p` and `dropout_seed`.
     """
-    if dropout_p == 0.0 and dropout_seed is None and not is_dynamo_compiling():
+    if is_dynamo_compiling():
+        (eps,) = constants(eps)
+    elif dropout_p == 0.0 and dropout_seed is None:
         pair = ADD_LAYER_NORM.direct(backend, x, residual, weight, bias, eps)
         if pair is not None:
             return pair

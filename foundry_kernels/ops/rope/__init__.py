@@ -33,6 +33,7 @@ from foundry_kernels.core.checks import (
     check_rank,
     check_shape,
     check_tensor,
+    constants,
     default_eps,
 )
 from foundry_kernels.core.registry import resolve
@@ -134,7 +135,9 @@ def qk_norm_rope(
     """
     if eps is None:
         eps = default_eps("q", q)
-    if not is_dynamo_compiling():
+    if is_dynamo_compiling():
+        eps, weight_offset = constants(eps, weight_offset)
+    else:
         pair = QK_NORM_ROPE.direct(
             backend, q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions
         )

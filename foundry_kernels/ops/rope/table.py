@@ -157,7 +157,7 @@ def rope_table(
     """
     check_table(rotary_dim, base, scaling)
     check_int("max_positions", max_positions, minimum=0)
-    device = torch.get_default_device() if device is None else device
+    device = torch.empty(0).device if device is None else device  # torch.compile traces no get_default_device
     cos, sin = rope_rows(rotary_dim, 0, max_positions, max_positions, base, scaling)
     return cos.to(device), sin.to(device)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.inference import refuse_second_derivative
 
 _INPUTS = "Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? cu_seqlens, Tensor? initial_state, "
@@ -40,7 +41,7 @@ def make_backend(
         given = (x, weight, bias, activation, cu_seqlens, initial_state, return_final_state)
         tensors = (x, weight, bias, initial_state)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            y, final_state = _ShortConv1d.apply(prefix, *given)
+            y, final_state = apply(_ShortConv1d, prefix, *given)
         else:
             y, final_state = forward(*given)
         return y, final_state if return_final_state else None

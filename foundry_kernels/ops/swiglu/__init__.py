@@ -39,6 +39,7 @@ from foundry_kernels.core.checks import (
     check_number,
     check_positive,
     check_shape,
+    constants,
 )
 from foundry_kernels.core.registry import OpSpec, resolve
 from foundry_kernels.ops._register import NATIVE_FIRST, register_op
@@ -92,7 +93,9 @@ def swiglu(
     computes nothing for an input that needs no gradient and writes a packed gradient directly. Kernels have no second
     derivative.
     """
-    if dropout_p == 0.0 and dropout_seed is None and not is_dynamo_compiling():
+    if is_dynamo_compiling():
+        alpha, limit, up_offset = constants(alpha, limit, up_offset)
+    elif dropout_p == 0.0 and dropout_seed is None:
         y = SWIGLU.direct(backend, gate, up, alpha, limit, up_offset, interleaved)
         if y is not None:
             return y
@@ -126,7 +129,7 @@ def geglu(
     Raises:
         As :func:`swiglu`; ValueError if `approximate` is neither of the two.
     """
-    if dropout_p == 0.0 and dropout_seed is None and not is_dynamo_compiling():
+    if not is_dynamo_compiling() and dropout_p == 0.0 and dropout_seed is None:
         y = GEGLU.direct(backend, gate, up, approximate)
         if y is not None:
             return y
@@ -161,7 +164,7 @@ def glu(
 
     Dauphin et al., "Language Modeling with Gated Convolutional Networks", 2016, arXiv:1612.08083.
     """
-    if dropout_p == 0.0 and dropout_seed is None and not is_dynamo_compiling():
+    if not is_dynamo_compiling() and dropout_p == 0.0 and dropout_seed is None:
         y = GLU.direct(backend, gate, up)
         if y is not None:
             return y
@@ -187,7 +190,7 @@ def reglu(
     Raises:
         As :func:`swiglu`.
     """
-    if dropout_p == 0.0 and dropout_seed is None and not is_dynamo_compiling():
+    if not is_dynamo_compiling() and dropout_p == 0.0 and dropout_seed is None:
         y = REGLU.direct(backend, gate, up)
         if y is not None:
             return y
