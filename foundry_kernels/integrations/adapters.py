@@ -58,7 +58,7 @@ class State:
     previous: dict[str, Any] = field(default_factory=dict)
     gelu: str = "none"  # the approximation of geglu
     dense_masks: str = "kernels"  # as in `patch`
-    recurrent: tuple[str, ...] = ()  # the model's classes of layers that mix packed documents
+    mixing: tuple[str, ...] = ()  # the model's classes of layers that mix packed documents
     hands_on: bool = False  # whether the model gives its layers the documents of a call as an argument
 
 

@@ -8,11 +8,8 @@ is recomputed for its gradient gets the same mask. Attention that gets neither a
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 import threading
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,6 +27,7 @@ from foundry_kernels.integrations.packing import (
     check_finer,
     from_begins,
     from_lengths,
+    refuse_other_names,
     restarts,
     segments,
     text_positions,
@@ -42,6 +40,8 @@ TELLING = (*LENGTHS, "seq_idx", "position_ids", "attention_mask")
 #: The argument by which layers of linear attention get the documents. A layer that is computed again for its gradient,
 #: outside of the call, gets it again.
 DOCUMENTS = "_foundry_documents"
+#: The arguments of a model that are rows of tokens.
+ROWS = frozenset(("input_ids", "inputs_embeds", "decoder_input_ids"))
 
 
 @dataclass
@@ -80,31 +80,10 @@ def _fits(documents: Documents, batch: int, queries: int) -> bool:
     return documents.batch == batch and documents.queries == queries
 
 
-#: Names of transformers' layers that mix tokens by a recurrent state or a convolution.
-RECURRENT = re.compile(
-    r"(Mamba2?Mixer|MambaLayer|(Bamba|H1)Mixer|GatedDeltaNet|DeltaAttention|LightningAttention|LinearAttention"
-    r"|ShortConv(olution)?|RecurrentBlock|RwkvSelfAttention|CCAProjection)$"
-)
-#: The same of kinds of layers in a config's `layer_types`, for classes that are called otherwise.
-RECURRENT_KIND = re.compile(r"linear|mamba|conv|recurrent|hybrid")
-
-
-def recurrent_layers(model: nn.Module, apart: Iterable[nn.Module] = ()) -> Counter[str]:
-    """Returns the number of layers of each class that mix the documents of a row, whatever the masks are; those in
-    `apart` do not."""
-    found, kept = [m for m in model.modules() if RECURRENT.search(type(m).__name__)], set(apart)
-    if found:
-        return Counter(type(m).__name__ for m in found if m not in kept)
-    config: Any = getattr(model, "config", None)
-    kinds = getattr(config, "layer_types", None) or ()
-    return Counter(f"layers of {kind}" for kind in kinds if RECURRENT_KIND.search(str(kind)))
-
-
-def models_around(model: nn.Module, attending: Iterable[nn.Module]) -> list[nn.Module]:
-    """Returns the models of transformers in `model` that hold one of the modules `attending`: their arguments tell of
-    packed documents."""
-    theirs = set(attending)
-    return [m for m in model.modules() if _is_model(m) and not theirs.isdisjoint(m.modules())]
+def models_around(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Returns the models of transformers in `model` that hold one of `modules`."""
+    theirs = set(modules)
+    return [m for m in model.modules() if is_model(m) and not theirs.isdisjoint(m.modules())]
 
 
 def holders_of(layers: Iterable[nn.Module], models: Iterable[nn.Module]) -> set[nn.Module]:
@@ -114,14 +93,14 @@ def holders_of(layers: Iterable[nn.Module], models: Iterable[nn.Module]) -> set[
     return set(holder.values())
 
 
-def _is_model(module: nn.Module) -> bool:
+def is_model(module: nn.Module) -> bool:
     known = (c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in type(module).__mro__)
     return any(known)
 
 
 def reads_rows(model: nn.Module) -> bool:
     """Returns whether a model reads rows of tokens, which may hold several documents."""
-    return not inspect.signature(model.forward).parameters.keys().isdisjoint(("input_ids", "inputs_embeds"))
+    return not ROWS.isdisjoint(inspect.signature(type(model).forward).parameters)
 
 
 def makes_masks(attention: type) -> bool:
@@ -139,7 +118,7 @@ makes_masks._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the 
 
 @dataclass(frozen=True)
 class PackedModel(Adapter):
-    """A model of transformers that holds patched attention."""
+    """A model of transformers, patched or in one that is."""
 
     transparent: ClassVar[bool] = True
 
@@ -161,34 +140,39 @@ def own_class(module: Any) -> Any:
 def reads_documents(theirs: Callable[..., Any], signature: inspect.Signature) -> Any:
     """Returns `theirs`, the forward of a model, which reads what its arguments say of documents before it runs."""
     names = tuple(p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
+    reads = not ROWS.isdisjoint(names)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = getattr(self, "_foundry", None)  # none once the patch is undone, if a wrapper has derived its own class
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        tokens = _tokens(given)
-        if state is None or tokens is None:
+        tokens, outer = _tokens(given), current()
+        if state is None or (tokens is None and reads):
             return theirs(self, *args, **kwargs)
+        if tokens is None:  # of images or sound: its rows are not those of a model around it
+            return _within(None, theirs, self, args, kwargs)
+        refuse_other_names(given, names)
         sizes = tokens.shape[0], tokens.shape[1]
-        outer, told = current(), tuple(given.get(name) for name in TELLING)
+        told = tuple(given.get(name) for name in TELLING)
         if outer is not None and (outer.batch, outer.queries) == sizes and _same(outer.told, told):
             # a model inside of one that has read them
             return theirs(self, *args, **_handed_on(state, outer.documents, kwargs))
         documents, mask = _read(given, *sizes, tokens.device)
         if documents is not None:
             _check_model(self, state, documents)
-        elif outer is not None and outer.documents is not None and _fits(outer.documents, *sizes):
-            documents = outer.documents  # which a model around this one was told, and did not hand on
+        elif outer is not None and outer.documents is not None:  # which it did not hand on
+            documents = outer.documents
+            if not _fits(documents, *sizes):
+                raise ValueError(
+                    f"{documents.given_by} gives several documents per row, and {type(self).__name__} gets other rows "
+                    "in that call, which may mix them; pass one document per row"
+                )
         if mask is not None and "attention_mask" in kwargs:
             kwargs = {**kwargs, "attention_mask": mask}
         elif mask is not None:
             at = names.index("attention_mask")
             args = (*args[:at], mask, *args[at + 1 :])
         told = told if mask is None else (*told[:-1], mask)
-        _running.call = Call(*sizes, told, documents)
-        try:
-            out = theirs(self, *args, **_handed_on(state, documents, kwargs))
-        finally:
-            _running.call = outer
+        out = _within(Call(*sizes, told, documents), theirs, self, args, _handed_on(state, documents, kwargs))
         if documents is not None:
             _remember(out)
         return out
@@ -201,6 +185,18 @@ def reads_documents(theirs: Callable[..., Any], signature: inspect.Signature) ->
 def _handed_on(state: Any, documents: Documents | None, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a model, with `documents` for its layers."""
     return kwargs if documents is None or not state.hands_on else {**kwargs, DOCUMENTS: documents}
+
+
+def _within(
+    call: Call | None, theirs: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Returns the result of a model that runs in `call`."""
+    outer = current()
+    _running.call = call
+    try:
+        return theirs(model, *args, **kwargs)
+    finally:
+        _running.call = outer
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -353,24 +349,15 @@ def check_mask(mask: Tensor, positions: Tensor, past: int) -> None:
 
 
 def _check_model(model: nn.Module, state: Any, documents: Documents) -> None:
-    """Raises ValueError, or warns, if a layer of `model` mixes documents whatever its masks are."""
+    """Raises ValueError if a layer of `model` mixes documents whatever its masks are."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{documents.given_by} gives several documents per row, which an encoder-decoder does not keep apart; pass "
             "one document a row"
         )
-    if not state.recurrent:
-        return
-    layers = ", ".join(state.recurrent)
-    if documents.given_by != "position_ids":
+    if state.mixing:
         raise ValueError(
-            f"{documents.given_by} gives several documents per row, which {layers} mix; pass one document per row "
-            "or patch with ops that do not name flash_attention"
-        )
-    if not is_compiling():
-        warnings.warn(
-            f"position_ids gives several documents per row: attention keeps them apart, {layers} does not, as without "
-            "a patch",
-            stacklevel=3,
+            f"{documents.given_by} gives several documents per row, which {', '.join(state.mixing)} may mix; pass one "
+            "document per row, or patch with ops that do not name flash_attention, which leaves documents to the model"
         )

@@ -7,7 +7,7 @@ Several documents may share a row. Their starts come from, in this order: data c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+#: Names that other packages have for them. transformers takes them as well, and ignores them.
+OTHER_NAMES = frozenset(
+    f"{name}{end}" for name in ("cu_seqlens", "max_seqlen") for end in ("", "_q", "_k", "_kv")
+)
 #: The advice in errors.
 ONE_A_ROW = "pass one document a row, or cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k"
 
@@ -68,6 +72,13 @@ def can_be_read(x: Tensor) -> bool:
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def refuse_other_names(given: Mapping[str, Any], known: Collection[str] = ()) -> None:
+    """Raises ValueError if lengths are given by the names of another package. known: the names that a model has."""
+    for name, value in given.items():
+        if value is not None and name in OTHER_NAMES and name not in known:
+            raise ValueError(f"{name} must be None: documents are given by {', '.join(LENGTHS)}")
 
 
 def from_lengths(given: Mapping[str, Any], batch: int, queries: int, keys: int) -> Documents | None:
@@ -173,13 +184,29 @@ def from_begins(begins: Tensor, given_by: str) -> Documents | None:
 
 
 def text_positions(position_ids: Any, queries: int) -> Tensor | None:
-    """Returns positions ``[1 or B, T]`` that count tokens, or None. Models of images have three or four kinds; only the
-    first of four counts tokens."""
-    if not isinstance(position_ids, Tensor) or position_ids.is_floating_point():
+    """Returns positions ``[1 or B, T]`` that restart with each document, or None.
+
+    Models of images have several axes. Of four or more the first counts tokens. Of three none does: they are of time,
+    height and width, and repeat within an image.
+    """
+    if not isinstance(position_ids, Tensor) or position_ids.is_floating_point() or queries != position_ids.shape[-1]:
         return None
-    if position_ids.dim() == 3 and position_ids.shape[0] == 4:
-        position_ids = position_ids[0]
-    return position_ids if position_ids.dim() == 2 and position_ids.shape[1] == queries else None
+    if position_ids.dim() == 3 and position_ids.shape[0] >= 3:
+        return position_ids[0] if position_ids.shape[0] > 3 else _since_zero(position_ids)
+    return position_ids if position_ids.dim() == 2 else None
+
+
+def _since_zero(axes: Tensor) -> Tensor:
+    """Returns the number of tokens since the last one at 0, ``[B, T]``, of positions ``[3, B, T]``.
+
+    A document begins with its only token at 0 on all axes: what follows an image is beyond all its positions. Just
+    HunYuan-VL has images that begin at 0, and then go along the first axis, which is no axis of time there.
+    """
+    begins = (axes == 0).all(0)
+    along = (axes[0, :, 1:] == 1) & (axes[1:, :, 1:] == 0).all(0)
+    begins = begins & ~torch.nn.functional.pad(along, (0, 1))
+    at = torch.arange(axes.shape[-1], device=axes.device)
+    return at - torch.where(begins, at, 0).cummax(1).values
 
 
 def restarts(positions: Tensor, real: Tensor | None = None) -> Tensor:

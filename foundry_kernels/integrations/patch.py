@@ -13,18 +13,12 @@ from torch import nn
 from foundry_kernels.core.registry import short_dtype
 from foundry_kernels.integrations import swap
 from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention, Gated, Norm, State
-from foundry_kernels.integrations.calls import (
-    PackedModel,
-    holders_of,
-    makes_masks,
-    models_around,
-    reads_rows,
-    recurrent_layers,
-)
+from foundry_kernels.integrations.calls import PackedModel, holders_of, is_model, models_around
 from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
 from foundry_kernels.integrations.configs import Configs
 from foundry_kernels.integrations.handle import Arguments, PatchHandle, handle_of, keep
 from foundry_kernels.integrations.linear_attention import DeltaNet
+from foundry_kernels.integrations.mixing import lines, mixers, names_in
 from foundry_kernels.integrations.release import check_release_of
 from foundry_kernels.integrations.report import Entry, Report
 from foundry_kernels.integrations.table import NO_ROW, adapter_for
@@ -142,8 +136,10 @@ def patch(
     ]
     dense = {adapter.runs_dense_masks(module) for module, adapter, _ in attending} if dense_masks == "sdpa" else ()
     linear = [module for module, adapter, _ in changes if isinstance(adapter, DeltaNet)]
-    around = models_around(model, [*(module for module, _, _ in attending), *linear])
-    recurrent = tuple(recurrent_layers(model, linear)) if around else ()
+    # Without attention only linear attention reads documents.
+    attends = "flash_attention" in wanted
+    around = [m for m in model.modules() if is_model(m)] if attends else models_around(model, linear)
+    found_mixing, untold = mixers(model, {module for module, _, _ in attending}, set(linear)) if attends else ([], [])
     known = {module for module, _, _ in changes}
     for module in around:
         if module not in known and "forward" not in vars(module):
@@ -152,8 +148,8 @@ def patch(
     holders = holders_of(linear, around)
     for (module, adapter, _), state in zip(changes, states, strict=True):
         if isinstance(adapter, (CausalLM, PackedModel)):
-            state.recurrent, state.hands_on = recurrent, module in holders
-    mixing = _mixing(model, [module for module, _, _ in attending], linear) if around else ()
+            state.mixing, state.hands_on = names_in(module, found_mixing), module in holders
+    mixing = lines(found_mixing, untold)
     report = _report(model, entries, backends, " and ".join(sorted(dense)), mixing)
     done: list[nn.Module] = []
     configs = Configs(model)
@@ -169,20 +165,6 @@ def patch(
         configs.restore()
         raise
     return keep(model, done, report, arguments)
-
-
-def _mixing(model: nn.Module, attending: list[nn.Module], linear: list[nn.Module]) -> tuple[str, ...]:
-    """Returns the lines of the report about packed documents."""
-    recurrent = [
-        f"{n:>4}  {name}  mixes them: lengths are refused, with position_ids as without a patch"
-        for name, n in recurrent_layers(model, linear).items()
-    ]
-    reading = {
-        module for around in models_around(model, attending) if reads_rows(around) for module in around.modules()
-    }
-    unaware = Counter(type(m).__name__ for m in attending if m in reading and not makes_masks(type(m)))
-    untold = [f"{n:>4}  {name}  is not told of them: such a call is refused" for name, n in unaware.items()]
-    return (*recurrent, *untold)
 
 
 PACKED = PackedModel()
