@@ -46,7 +46,7 @@ class InterfaceAttention(Attention):
         return ("flash_attention",)
 
     def members(self, original: type) -> dict[str, Any]:
-        return {"_foundry_runs_on_sdpa": True}
+        return {}
 
 
 @functools.cache

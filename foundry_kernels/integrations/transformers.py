@@ -83,9 +83,10 @@ def attention(
 
     Args:
         query: ``[B, H, T, D]``. key, value: ``[B, Hk, S, D]``, the cached ones included.
-        attention_mask: None, where query T - 1 is aligned with key S - 1 (in a family without a row of the table that
-            makes its masks itself query 0 with key 0, as "sdpa" has it), or what :func:`mask` gave, or any mask that broadcasts to ``[B, H, T, S]``:
-            bool, or floating and then added. Such a mask says all that a query sees.
+        attention_mask: None, where query T - 1 is aligned with key S - 1 (query 0 with key 0, as "sdpa" has it, in a
+            family without a row of the table that does not have its masks made by transformers), or what :func:`mask`
+            gave, or any mask that broadcasts to ``[B, H, T, S]``: bool, or floating and then added. Such a mask says
+            all that a query sees.
         scaling, softcap: as `scale` and `softcap` of :func:`foundry_kernels.flash_attention`.
         dropout: of the weights, its `dropout_p`; transformers passes 0 in evaluation.
         sliding_window: how many keys a token sees, itself included; None for the module's own.

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from any_family import any_family
 from patching import IDS, close, logits
+from tiny_hf import draw
 from torch import Tensor
 from transformers import AutoModelForCausalLM, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -180,9 +182,38 @@ def test_queries_that_are_the_same_for_a_batch() -> None:
     assert close(out, attention(torch.nn.Module(), q.expand(3, -1, -1, -1), k, k, None, is_causal=False)[0])
 
 
+@pytest.mark.parametrize("dense_masks", ["kernels", "sdpa"])
+@torch.no_grad()
+def test_a_model_that_cuts_its_first_queries_off(dense_masks: str) -> None:
+    """Gemma 4 keeps the last tokens alone in its last layers, with or without a mask, and asks "sdpa" by its name."""
+    model = any_family("gemma4_text")
+    if model is None:
+        pytest.skip("this release does not have it")
+    ids, padding = draw(), torch.ones(2, 11, dtype=torch.long)
+    padding[0, :3] = 0
+
+    def run() -> list[Tensor]:
+        # 5 tokens are fewer than the window.
+        calls = [(n, keep, mask) for n in (5, 11) for keep in (1, 3) for mask in (None, padding)]
+        masks = [None if mask is None else mask[:, :n] for n, _, mask in calls]
+        found = [
+            model(ids[:, :n], attention_mask=m, logits_to_keep=k) for (n, k, _), m in zip(calls, masks, strict=True)
+        ]
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        found.append(model(ids, cache=cache, logits_to_keep=3))
+        first = model(ids[:, :5], use_cache=True)
+        return [out.logits for out in (*found, model(ids[:, 5:], cache=first.cache, logits_to_keep=3))]
+
+    expected = run()
+    with fk.patch(model, dense_masks=dense_masks) as handle:
+        assert {e.module_class for e in handle.report().replaced} == {"Gemma4TextAttention"}
+        assert all(map(close, run(), expected))
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert close(compiled(ids, logits_to_keep=3).logits, expected[6])
+
+
 def test_a_paged_cache_is_refused_in_any_family() -> None:
     module: Any = torch.nn.Module()
-    module._foundry_runs_on_sdpa = True
     q = torch.randn(1, 2, 5, 8)
     attention(module, q, q, q, None, made_up=3)  # SDPA ignores it too
     with pytest.raises(ValueError, match="cache must be None"):

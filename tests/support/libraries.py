@@ -17,7 +17,8 @@ def main(arguments: list[str]) -> int:
     # DeepSpeed's build asks for torch, which is there.
     python = environment("libraries", "--no-build-isolation", "--requirement", str(TESTS / "requirements.txt"))
     page = "tests/proof/test_readme.py::test_every_page_runs_from_top_to_bottom[docs/trainers.md]"
-    return run_tests(python, str(TESTS), page, *arguments)
+    batches = str(TESTS.parent / "test_continuous_batching.py")  # which finds psutil here
+    return run_tests(python, str(TESTS), batches, page, *arguments)
 
 
 if __name__ == "__main__":

@@ -66,3 +66,20 @@ def test_as_without(precision: str, error: float, tmp_path: Path) -> None:
             assert torch.allclose(actual, other, atol=1e-4)
         assert actual.any()
     assert model(input_ids=IDS, labels=IDS).logits is not None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("patched", [False, True])
+def test_fsdp_wraps_every_layer(family: str, patched: bool) -> None:
+    model = tiny_model(family)
+    if patched:
+        fk.patch(model)
+    layer = type(model.model.layers[1]).__name__
+    assert layer in model._no_split_modules
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[layer]
+    )
+    plugin.set_auto_wrap_policy(model)
+    wraps: Any = plugin.auto_wrap_policy
+    found = [m for m in model.modules() if wraps(module=m, recurse=False, nonwrapped_numel=0)]
+    assert found == list(model.model.layers)

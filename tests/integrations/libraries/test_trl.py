@@ -60,7 +60,7 @@ def test_as_without(kind: str, tmp_path: Path) -> None:
     )
     ours, trainer = losses(made, [PatchCallback(log=logged.append)])
     hook.remove()
-    assert {"LlamaForCausalLM", "FoundryLlamaAttention", "FoundryLlamaMLP", "FoundryLlamaRMSNorm"} <= calls.keys()
+    assert {"LlamaForCausalLM", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm"} <= calls.keys()
     assert not any(map(is_patched, trainer.model.modules()))
     (report,) = logged
     assert report.startswith("LlamaForCausalLM: 10 of 10 modules replaced")
