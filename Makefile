@@ -77,11 +77,13 @@ lint: $(VENV)/.test-packages
 	$(VENV)/bin/clang-format --dry-run -Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 # Tests that depend most on the versions of torch and Triton: a few minutes, without the extension. They cover kernel launches,
-# ahead-of-time compilation of attention and head norms, compiled training of patched models, and operators and float32 results
+# ahead-of-time compilation of linear attention, compiled training of patched models, and operators and float32 results
 # in the interpreter. At every third commit .ci/run runs it on the older stack, and at another on the newest.
 test-stack: $(VENV)/.test-packages
 	@$(VERSIONS)
-	$(PYTEST) -m "not slow" $(ARGS) -k "test_launch or test_gpu or test_gluon or (test_aot and (attention or qk_norm)) \
+	$(RUN_TESTS) tests/tools/test_aot.py tests/proof/test_gluon_launch.py $(ARGS) \
+		-k "what_is_compiled or timed_shapes and gated_linear_attention"
+	$(PYTEST) -m "not slow" $(ARGS) -k "test_launch or test_gpu or test_gluon or (test_aot and attention) \
 		or one_graph_forward_and_backward or test_packing and test_compiled \
 		or (test_parity and triton and (opcheck or (float32 and (glu or rms_norm or cross_entropy))))"
 

@@ -34,7 +34,12 @@ pytest_plugins = ["launch_recorder"]
 
 #: A setting that Triton has since 3.9.
 CASTS = "fpsan_homomorphic_casts"
-OPS = [pytest.param(op, id=op.name) for op in fk.OPS.values() if op.impl("triton")]
+_FIRST = {op.package: op for op in reversed(fk.OPS.values())}  # of those with the same kernels
+OPS = [
+    pytest.param(op, id=op.name, marks=() if _FIRST[op.package] is op else pytest.mark.slow)
+    for op in fk.OPS.values()
+    if op.impl("triton")
+]
 
 
 @triton.jit
