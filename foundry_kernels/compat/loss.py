@@ -213,4 +213,4 @@ def linear_cross_entropy(
     total = torch.stack(losses)
     if reduction == "sum":
         return total.sum().to(input.dtype)
-    return mean_of(total, total_weight(target.flatten(), weight, ignored, total.dtype)).to(input.dtype)
+    return mean_of(total, total_weight(target, weight, ignored, total.dtype)).to(input.dtype)

@@ -91,7 +91,7 @@ def call(
         saves = frozenset(("loss", *LOSS.saved) if later else ("loss",))
         made = of.forward(Call(LOSS, rows, inputs, options, NOTHING if later else needs, saves))
         if not later:
-            return made["dhidden"], made["dweight"]
+            return made.get("dhidden"), made.get("dweight")
         of_tokens = torch.empty(tokens, device="meta")
         dloss = of_tokens if reduction == "none" else torch.empty((), device="meta")
         return of.backward(Call(LOSS, rows, inputs, options, needs), dloss, of_tokens, of_tokens)[:2]

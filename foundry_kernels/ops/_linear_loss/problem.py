@@ -156,7 +156,8 @@ class Call(NamedTuple):
 
 
 def total_weight(target: Tensor, class_weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """The sum of the weights of the targets that count."""
+    """The sum of the weights of the targets that count, of any shape."""
+    target = target.reshape(-1)
     counts = target != ignore_index
     if class_weight is None:
         return counts.sum().to(dtype)

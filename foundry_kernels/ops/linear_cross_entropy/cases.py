@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         linear_case((0,), 8, 40, "predictions-empty", token_scaling=True, **_PREDICTIONS, **_TILES),
         linear_case((12,), 8, 50, "predictions-all-ignored", ignored=1.0, token_scaling=True, **_PREDICTIONS),
         linear_case((12,), 8, 50, "tiles-none", bias=True, ignored=0.3, **_TILES, **_NONE),
-        linear_case((12,), 8, 50, "tiles-everything", **_WITH, **_TILES),
+        linear_case((2, 6), 8, 50, "tiles-everything", **_WITH, **_TILES),
         linear_case((2, 6), 8, 50, "tiles-everything-none", "strided", cotangent="strided", **_WITH, **_TILES, **_NONE),
         linear_case((12,), 8, 50, "tiles-smoothing", label_smoothing=0.1, reduction="sum", **_TILES),
         linear_case((3,), 4, 70000, "tiles-of-blocks", label_smoothing=0.1, **_TILES),  # several of them on any backend

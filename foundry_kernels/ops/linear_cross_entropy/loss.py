@@ -206,7 +206,7 @@ def scaled(
     """The losses of the tokens, and their z-losses where they are given, times p and reduced."""
     total = None
     if options.reduction == "mean":
-        total = total_weight(target.reshape(-1), class_weight, options.ignore_index, losses.dtype)
+        total = total_weight(target, class_weight, options.ignore_index, losses.dtype)
 
     def reduced(x: Tensor) -> Tensor:
         if options.reduction == "none":

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foundry_kernels.ops._linear_loss.cases import common_cases
-from foundry_kernels.ops.cross_entropy.cases import IGNORED, targets
+from foundry_kernels.ops._linear_loss.cases import linear_case as linear_loss_case
+from foundry_kernels.ops.cross_entropy.cases import IGNORED
 from foundry_kernels.ops.kl_div.cases import DIRECTIONS, terms
 from foundry_kernels.testing import Arg, Case, normal
 
@@ -29,27 +31,24 @@ def linear_case(
     cotangent: str = "contiguous",
     **options: Any,
 ) -> Case:
-    """logits: the layout of the teacher's logits, if these are given in place of its hidden states."""
-    name = "x".join(map(str, (*rows, width))) + f"-{n_classes}" + ("-" + note if note else "")
+    """logits: the layout of the teacher's logits, if these are given in place of its hidden states. ignored: None for
+    no target."""
+    made = linear_loss_case(rows, width, n_classes, note, hidden, frozen, bias, False, ignored or 0.0, std, cotangent)
+    wide = teacher_width or width
 
     def of_teacher(shape: tuple[int, ...], layout: str = "contiguous", std: float = 1.0) -> Arg:
         return Arg(shape, layout, normal(std), grad=False)
 
-    args: dict[str, Arg | None] = {
-        "hidden": Arg((*rows, width), hidden, values=normal(std), grad="hidden" not in frozen),
-        "weight": Arg((n_classes, width), values=normal(width**-0.5), grad="weight" not in frozen),
-    }
-    wide = teacher_width or width
+    args = dict(made.args)
+    if ignored is None:
+        del args["target"]
     if logits is None:
         args["teacher_hidden"] = of_teacher((*rows, wide), hidden, std)
         args["teacher_weight"] = of_teacher((n_classes, wide), std=wide**-0.5)
         args["teacher_bias"] = of_teacher((n_classes,), std=0.5) if bias else None
     else:
         args["teacher_logits"] = of_teacher((*rows, n_classes), logits)
-    args["bias"] = Arg((n_classes,), values=normal(0.5)) if bias else None
-    if ignored is not None:
-        args["target"] = Arg(rows, values=targets(n_classes, ignored), dtype=torch.int64, grad=False)
-    return Case(name, args, options, cotangent)
+    return replace(made, args=args, options=options)
 
 
 _NONE: dict[str, Any] = {"reduction": "none"}
