@@ -47,7 +47,7 @@ BUILT := $(VENV)/.built$(if $(wildcard $(VENV)/.built-all),-all)
 .DELETE_ON_ERROR:
 
 demo: setup
-	$(PY) examples/train.py --steps 100 $(if $(TEXT),--text "$(TEXT)") $(ARGS)
+	$(PY) examples/train.py --steps 60 $(if $(TEXT),--text "$(TEXT)") $(ARGS)
 
 # Every operation, backend, direction, dtype and kind of proof, with selected cases.
 test: setup-test

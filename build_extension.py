@@ -259,11 +259,10 @@ class Build(BuildExtension):
         """Runs the commands that are not up to date in parallel and prints progress every few seconds. After a failure
         no new command starts. ninja takes the same time, and every machine that builds would need it."""
         wanted = [command for command in commands if not up_to_date(command)]
-        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         began, shown = time.monotonic(), 0.0
         if wanted:
-            print(f"compiling {len(wanted)} files for {', '.join(self.isas)}, {jobs} at a time", flush=True)
-        with ThreadPoolExecutor(jobs) as pool:
+            print(f"compiling {len(wanted)} files for {', '.join(self.isas)}, {jobs()} at a time", flush=True)
+        with ThreadPoolExecutor(jobs()) as pool:
             waiting = {pool.submit(self.compile_one, command) for command in wanted}
             try:
                 while waiting:
@@ -322,10 +321,16 @@ def processor_isa() -> str | None:
     return found if found in ISA_FLAGS else LOWEST
 
 
+def jobs() -> int:
+    """How many files are compiled at a time."""
+    return int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+
+
 def units(files: Iterable[str]) -> list[str]:
     """Sources that include `files`, one for each kind: most of their compile time goes into torch's headers.
 
-    Kinds are schemas, CPU launches, CUDA launches, and the module itself. .cu files stay as they are.
+    Kinds are schemas, CPU launches, CUDA launches, and the module itself. .cu files stay as they are. With one or two
+    files compiled at a time, all but the CUDA launches are one kind: the second job compiles the kernels meanwhile.
     """
     kinds: dict[str, list[str]] = {}
     alone = []
@@ -336,7 +341,8 @@ def units(files: Iterable[str]) -> list[str]:
             continue
         in_torch = Path(file).parent.name == "torch"
         ending = next((e for e in ("_cpu", "_cuda") if stem.endswith(e)), "_schemas")
-        kinds.setdefault(f"torch{ending}" if in_torch else "module", []).append(file)
+        kind = f"torch{ending}" if in_torch else "module"
+        kinds.setdefault("torch" if jobs() <= 2 and ending != "_cuda" else kind, []).append(file)
     folder = Path("build", "units")
     (ROOT / folder).mkdir(parents=True, exist_ok=True)
     for kind, members in kinds.items():

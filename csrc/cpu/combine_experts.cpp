@@ -15,8 +15,8 @@ constexpr bool kSplit = std::is_same_v<X, BFloat16>;
 // The weight in every lane. Replaces NaN by the default NaN, which rounded_up needs.
 inline Vec spread(float weight) { return splat(weight == weight ? weight : __builtin_nanf("")); }
 
-template <class X, bool kWeighted, bool kStream>
-void forward_tokens(const CombineExpertsForward& a, int64_t begin, int64_t end) {
+template <class X, bool kWeighted>
+void forward_tokens(const CombineExpertsForward& a, int64_t begin, int64_t end, bool streamed) {
   const X* x = static_cast<const X*>(a.x);
   for (int64_t token = begin; token < end; ++token) {
     const int64_t* slots = a.slots + token * a.k;
@@ -30,13 +30,13 @@ void forward_tokens(const CombineExpertsForward& a, int64_t begin, int64_t end) 
         if constexpr (kWeighted) sum = sum + row * spread(weights[j]);
         else sum = sum + row;
       }
-      at.template store<kStream>(y + i, sum);
+      at.store(y + i, sum, streamed);
     });
   }
 }
 
-template <class X, bool kDx, bool kDweights, bool kStream>
-void backward_slots(const CombineExpertsBackward& a, int64_t begin, int64_t end) {
+template <class X, bool kDx, bool kDweights>
+void backward_slots(const CombineExpertsBackward& a, int64_t begin, int64_t end, bool streamed) {
   for (int64_t slot = begin; slot < end; ++slot) {
     const int64_t row = a.slots[slot];
     if (row < 0) {
@@ -50,7 +50,7 @@ void backward_slots(const CombineExpertsBackward& a, int64_t begin, int64_t end)
     Vec sums[4] = {};
     for_each_vec2<kSplit<X>>(a.n_cols, [&](int64_t i, auto at, int k) FK_INLINE {
       const Vec2 d = at.load(dy + i);
-      if constexpr (kDx) at.template store<kStream>(dx + i, d * weight);
+      if constexpr (kDx) at.store(dx + i, d * weight, streamed);
       if constexpr (kDweights) {
         const Vec2 products = at.load(x + i) * d;
         sums[k] += products.a;
@@ -66,11 +66,8 @@ void backward_slots(const CombineExpertsBackward& a, int64_t begin, int64_t end)
 void combine_experts_forward(const CombineExpertsForward& a, int64_t begin, int64_t end) {
   with_type(a.type, [&](auto* type) {
     using X = std::remove_pointer_t<decltype(type)>;
-    const auto run = [&](auto weighted, auto stream) {
-      forward_tokens<X, weighted.value, stream.value>(a, begin, end);
-    };
     const bool streamed = worth_streaming(static_cast<const X*>(a.y), Rows{{1, 1, a.n_tokens}}, a.n_cols);
-    with_bools(run, a.weights != nullptr, streamed);
+    a.weights ? forward_tokens<X, true>(a, begin, end, streamed) : forward_tokens<X, false>(a, begin, end, streamed);
     if (streamed) stream_fence();
   });
 }
@@ -78,11 +75,11 @@ void combine_experts_forward(const CombineExpertsForward& a, int64_t begin, int6
 void combine_experts_backward(const CombineExpertsBackward& a, int64_t begin, int64_t end) {
   with_type(a.type, [&](auto* type) {
     using X = std::remove_pointer_t<decltype(type)>;
-    const auto run = [&](auto dx, auto dweights, auto stream) {
-      backward_slots<X, dx.value, dweights.value, stream.value>(a, begin, end);
-    };
     const bool streamed = worth_streaming(static_cast<const X*>(a.dx), Rows{{1, 1, a.n_rows}}, a.n_cols);
-    with_bools(run, a.dx != nullptr, a.dweights != nullptr, streamed);
+    const auto run = [&](auto dx, auto dweights) {
+      backward_slots<X, dx.value, dweights.value>(a, begin, end, streamed);
+    };
+    with_bools(run, a.dx != nullptr, a.dweights != nullptr);
     if (streamed) stream_fence();
   });
 }

@@ -84,8 +84,8 @@ void forward_rows(const CrossEntropyForward& a, int64_t begin, int64_t end) {
   }
 }
 
-template <class X, bool kCap, bool kSmooth, bool kStream>
-void backward_rows(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
+template <class X, bool kCap, bool kSmooth>
+void backward_rows(const CrossEntropyBackward& a, int64_t begin, int64_t end, bool streamed) {
   const CrossEntropyOptions& o = a.options;
   const Cap<kCap> cap(o.softcap);
   const int64_t n = a.n_cols;
@@ -98,7 +98,7 @@ void backward_rows(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
     X* dx = static_cast<X*>(a.dlogits) + row * n;
     const bool counts = target != o.ignore_index && divisor != 0.0f;
     const float dloss = counts ? a.dloss[a.dloss_a_row ? row : 0] / divisor : 0.0f;
-    const auto write = [&](auto&& value) FK_INLINE { write_row<kStream>(dx, n, value); };
+    const auto write = [&](auto&& value) FK_INLINE { write_row(dx, n, streamed, value); };
     if (dloss == 0.0f) {
       write([](int64_t, auto) FK_INLINE { return Vec{}; });
       continue;
@@ -127,7 +127,7 @@ void backward_rows(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
     if constexpr (kCap) at_target *= cap.slope(picked);
     Part{1}.store(dx + column, splat(at_target));
   }
-  if constexpr (kStream) stream_fence();
+  if (streamed) stream_fence();
 }
 
 }  // namespace
@@ -143,10 +143,9 @@ void cross_entropy_forward(const CrossEntropyForward& a, int64_t begin, int64_t 
 void cross_entropy_backward(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
   with_type(a.type, [&](auto* x) {
     using X = std::remove_pointer_t<decltype(x)>;
-    const bool large = a.rows.count() * a.n_cols * int64_t(sizeof(X)) > kStreamBytes;
-    with_bools([&](auto cap, auto smooth,
-                   auto streamed) { backward_rows<X, cap.value, smooth.value, streamed.value>(a, begin, end); },
-               a.options.softcap > 0.0f, a.options.label_smoothing > 0.0f, large);
+    const bool streamed = a.rows.count() * a.n_cols * int64_t(sizeof(X)) > kStreamBytes;
+    with_bools([&](auto cap, auto smooth) { backward_rows<X, cap.value, smooth.value>(a, begin, end, streamed); },
+               a.options.softcap > 0.0f, a.options.label_smoothing > 0.0f);
   });
 }
 

@@ -138,10 +138,10 @@ template <class F>
 inline void with_dropout(const Dropout& dropout, bool streamed, F&& f) {
   if (dropout.seed) {
     DropoutParts parts(dropout);
-    return f(parts, std::false_type{});
+    return f(parts, false);
   }
   NoDropout none(dropout);
-  streamed ? f(none, std::true_type{}) : f(none, std::false_type{});
+  f(none, streamed);
   if (streamed) stream_fence();
 }
 

@@ -170,7 +170,7 @@ void rows(const KlDivRows& a, int64_t begin, int64_t end) {
     } else if (a.loss) {
       a.loss[row] = 0.0f;
     }
-    if (dx && !writes) write_row<false>(dx, n, [](int64_t, auto) FK_INLINE { return Vec{}; });
+    if (dx && !writes) write_row(dx, n, false, [](int64_t, auto) FK_INLINE { return Vec{}; });
   }
 }
 

@@ -45,8 +45,8 @@ void forward_rows(const LogProbsForward& a, int64_t begin, int64_t end) {
   }
 }
 
-template <class X, bool kCap, bool kEntropy, bool kStream>
-void backward_rows(const LogProbsBackward& a, int64_t begin, int64_t end) {
+template <class X, bool kCap, bool kEntropy>
+void backward_rows(const LogProbsBackward& a, int64_t begin, int64_t end, bool streamed) {
   const LogProbsOptions& o = a.options;
   const Cap<kCap> cap(o.softcap);
   const int64_t n = a.n_cols;
@@ -58,7 +58,7 @@ void backward_rows(const LogProbsBackward& a, int64_t begin, int64_t end) {
     const float g = counts ? a.g[row] : 0.0f, c = counts && a.c ? a.c[row] : 0.0f;
     const float b = counts && kEntropy ? a.b[row] : 0.0f;
     if (g == 0.0f && c == 0.0f && b == 0.0f) {
-      write_row<kStream>(dx, n, [](int64_t, auto) FK_INLINE { return Vec{}; });
+      write_row(dx, n, streamed, [](int64_t, auto) FK_INLINE { return Vec{}; });
       continue;
     }
     const X* x = static_cast<const X*>(a.logits) + a.logits_strides.offset(a.rows, row);
@@ -68,7 +68,7 @@ void backward_rows(const LogProbsBackward& a, int64_t begin, int64_t end) {
     const float picked = here ? cap(load_one(x + column) * o.logit_scale) : 0.0f;  // before the write: dx may be x
     const Vec share = splat(o.logit_scale * (c - g)), by_distance = splat(o.logit_scale * b);
     const Vec shift = splat(lse), shift_low = splat(low);
-    write_row<kStream>(dx, n, [&](int64_t i, auto at) FK_INLINE {
+    write_row(dx, n, streamed, [&](int64_t i, auto at) FK_INLINE {
       __builtin_prefetch(x + i + kBlock);
       const Vec y = cap(at.load(x + i) * logit_scale), below = (y - shift) - shift_low;
       Vec p;
@@ -88,7 +88,7 @@ void backward_rows(const LogProbsBackward& a, int64_t begin, int64_t end) {
     if constexpr (kCap) at_target *= cap.slope(picked);
     Part{1}.store(dx + column, splat(at_target));
   }
-  if constexpr (kStream) stream_fence();
+  if (streamed) stream_fence();
 }
 
 }  // namespace
@@ -104,10 +104,9 @@ void log_probs_forward(const LogProbsForward& a, int64_t begin, int64_t end) {
 void log_probs_backward(const LogProbsBackward& a, int64_t begin, int64_t end) {
   with_type(a.type, [&](auto* x) {
     using X = std::remove_pointer_t<decltype(x)>;
-    const bool large = a.rows.count() * a.n_cols * int64_t(sizeof(X)) > kStreamBytes;
-    with_bools([&](auto cap, auto entropy,
-                   auto streamed) { backward_rows<X, cap.value, entropy.value, streamed.value>(a, begin, end); },
-               a.options.softcap > 0.0f, a.b != nullptr, large);
+    const bool streamed = a.rows.count() * a.n_cols * int64_t(sizeof(X)) > kStreamBytes;
+    with_bools([&](auto cap, auto entropy) { backward_rows<X, cap.value, entropy.value>(a, begin, end, streamed); },
+               a.options.softcap > 0.0f, a.b != nullptr);
   });
 }
 

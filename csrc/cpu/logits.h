@@ -101,17 +101,17 @@ inline float load_one(const X* p) {
 
 // Writes value(i, access) to a row of n columns; streamed past the caches if asked for. The caller
 // ends with `stream_fence`.
-template <bool kStream, class X, class F>
-inline FK_INLINE void write_row(X* row, int64_t n, F&& value) {
+template <class X, class F>
+inline FK_INLINE void write_row(X* row, int64_t n, bool streamed, F&& value) {
   // A row may start anywhere, but streaming stores need register alignment.
   int64_t head = 0;
-  if constexpr (kStream) {
+  if (streamed) {
     constexpr uintptr_t kAlign = kLanes * sizeof(X);
     head = std::min<int64_t>(n, (kAlign - reinterpret_cast<uintptr_t>(row) % kAlign) % kAlign / sizeof(X));
   }
   for_each_vec(head, [&](int64_t i, auto at, int) FK_INLINE { at.store(row + i, value(i, at)); });
   for_each_vec(n - head, [&](int64_t i, auto at, int) FK_INLINE {
-    at.template store_to<kStream>(row + head + i, value(head + i, at));
+    at.store(row + head + i, value(head + i, at), streamed);
   });
 }
 

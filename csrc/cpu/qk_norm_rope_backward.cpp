@@ -9,9 +9,9 @@ namespace FK_ISA {
 namespace {
 
 // `dnormed` is scratch for one head: the gradient of the norm's result times the weight.
-template <class X, bool kInterleaved, bool kRoundFirst, bool kStream>
+template <class X, bool kInterleaved, bool kRoundFirst>
 void norm_gradients(const QkNormRopeGradients& heads, const QkNormRopeBackward& a, const TableBlock& table,
-                    float* dnormed, float* dw, int64_t b, int64_t begin, int64_t end) {
+                    float* dnormed, float* dw, int64_t b, int64_t begin, int64_t end, bool streamed) {
   const int64_t n = a.width;
   for_each_row(heads.x_strides, heads.n_heads, begin, end, [&](int64_t h, int64_t t) FK_INLINE {
     const X* x = static_cast<const X*>(heads.x) + heads.x_strides.offset(b, h, t);
@@ -38,7 +38,7 @@ void norm_gradients(const QkNormRopeGradients& heads, const QkNormRopeBackward& 
     for_each_part(kInterleaved, a.tables.half, n, [&](int64_t part, int64_t count) FK_INLINE {
       for_each_vec2<kSplit<X>>(count, [&](int64_t i, auto at, int) FK_INLINE {
         const Vec2 normed = at.load(x + part + i) * r;
-        at.template store<kStream>(dx + part + i, (at.load(dnormed + part + i) - normed * mean) * r);
+        at.store(dx + part + i, (at.load(dnormed + part + i) - normed * mean) * r, streamed);
       });
     });
   });
@@ -58,12 +58,12 @@ void backward_typed(const QkNormRopeBackward& a, int64_t chunk_begin, int64_t ch
       for (const QkNormRopeGradients& heads : split.heads) {
         float* dw = heads.dw_chunks ? heads.dw_chunks + chunk * a.width : nullptr;
         if (!dw && !heads.dx) continue;
-        const auto run = [&](auto interleaved, auto round_first, auto streamed) {
-          norm_gradients<X, interleaved.value, round_first.value, streamed.value>(heads, a, table, dnormed.data(), dw,
-                                                                                  b, t_begin, t_end);
+        const bool streamed = worth_streaming<X>(heads.dx, heads.n_heads * a.all_tokens, a.width, a.tables.half);
+        const auto run = [&](auto interleaved, auto round_first) {
+          norm_gradients<X, interleaved.value, round_first.value>(heads, a, table, dnormed.data(), dw, b, t_begin,
+                                                                  t_end, streamed);
         };
-        with_bools(run, a.interleaved, a.round_before_weight,
-                   worth_streaming<X>(heads.dx, heads.n_heads * a.all_tokens, a.width, a.tables.half));
+        with_bools(run, a.interleaved, a.round_before_weight);
       }
     });
     for (const QkNormRopeGradients& heads : a.heads)

@@ -9,9 +9,9 @@ namespace {
 
 // Two loops over a few heads. The sum, square root and division of one head take longer than all the rest, and those of
 // several heads overlap.
-template <class X, bool kInterleaved, bool kRoundFirst, bool kStream>
+template <class X, bool kInterleaved, bool kRoundFirst>
 void norm_heads(const QkNormRopeHeads& heads, const QkNormRopeForward& a, const TableBlock& table, int64_t b,
-                int64_t begin, int64_t end) {
+                int64_t begin, int64_t end, bool streamed) {
   constexpr int64_t kRows = 8;
   const int64_t n = a.width;
   for_each_group(heads.y_strides, heads.n_heads, begin, end, kRows, [&](auto&& rows) FK_INLINE {
@@ -41,7 +41,7 @@ void norm_heads(const QkNormRopeHeads& heads, const QkNormRopeForward& a, const 
             if (heads.weight) v = v * at.load(heads.weight + i);
             return v;
           },
-          [&](int64_t i, auto at, int, Vec2 v) FK_INLINE { at.template store<kStream>(y + i, v); });
+          [&](int64_t i, auto at, int, Vec2 v) FK_INLINE { at.store(y + i, v, streamed); });
     });
   });
 }
@@ -53,11 +53,11 @@ void forward_typed(const QkNormRopeForward& a, int64_t begin, int64_t end) {
   for_each_block(begin, end, a.n_tokens, table.capacity(), [&](int64_t b, int64_t t_begin, int64_t t_end) {
     table.read(b, t_begin, t_end);
     for (const QkNormRopeHeads& heads : split.heads) {
-      const auto run = [&](auto interleaved, auto round_first, auto streamed) {
-        norm_heads<X, interleaved.value, round_first.value, streamed.value>(heads, a, table, b, t_begin, t_end);
+      const bool streamed = worth_streaming<X>(heads.y, heads.n_heads * a.all_tokens, a.width, a.tables.half);
+      const auto run = [&](auto interleaved, auto round_first) {
+        norm_heads<X, interleaved.value, round_first.value>(heads, a, table, b, t_begin, t_end, streamed);
       };
-      with_bools(run, a.interleaved, a.round_before_weight,
-                 worth_streaming<X>(heads.y, heads.n_heads * a.all_tokens, a.width, a.tables.half));
+      with_bools(run, a.interleaved, a.round_before_weight);
     }
   });
   stream_fence();

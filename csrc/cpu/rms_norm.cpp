@@ -85,8 +85,8 @@ inline FK_INLINE Scale scale_of(const RmsNormForward& a, const Input<X, kSum>& i
 
 // A row is read twice: for its sum of squares and, from the L1 cache, for scaling. One loop does the first pass of a
 // row and the second pass of the row before. LayerNorm needs one more pass in between, for the variance.
-template <class X, class Y, Sum kSum, bool kWeight, bool kRoundFirst, bool kCentered, bool kStream>
-void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
+template <class X, class Y, Sum kSum, bool kWeight, bool kRoundFirst, bool kCentered>
+void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end, bool streamed) {
   const int64_t n = a.n_cols;
   Vec sums[4] = {};
   std::vector<float> factors(kSum == Sum::dropout ? room_for_factors(n) : 0);  // of the row in its first pass
@@ -111,7 +111,7 @@ void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
       if constexpr (kRoundFirst) v = at.template rounded<X>(v);
       if constexpr (kWeight) v = v * at.load(a.weight + i);
       if constexpr (kCentered) v = v + at.load(a.bias + i);
-      at.template store<kStream>(y + i, v);
+      at.store(y + i, v, streamed);
     };
     if (row + 1 == end) {
       for_each_vec2<kSplit<X, Y>>(n, [&](int64_t i, auto at, int) FK_INLINE { write(i, at); });
@@ -128,8 +128,8 @@ void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
   }
 }
 
-template <class X, class Y, bool kRoundFirst, bool kCentered, bool kStream, bool kDropout>
-void backward_chunks(const RmsNormBackward& a, int64_t chunk_begin, int64_t chunk_end) {
+template <class X, class Y, bool kRoundFirst, bool kCentered, bool kDropout>
+void backward_chunks(const RmsNormBackward& a, int64_t chunk_begin, int64_t chunk_end, bool streamed) {
   const int64_t n = a.n_cols, n_rows = a.rows.count();
   std::vector<float> factors(kDropout ? room_for_factors(n) : 0);
   for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
@@ -174,10 +174,10 @@ void backward_chunks(const RmsNormBackward& a, int64_t chunk_begin, int64_t chun
         Vec2 v = (grad - normalized(i, at) * mean) * r;
         if (dh) v = v + at.load(dh + i);
         if constexpr (kDropout) {
-          at.template store<kStream>(dresidual + i, v);
+          at.store(dresidual + i, v, streamed);
           v = v * at.load(factors.data() + i);
         }
-        at.template store<kStream>(dx + i, v);
+        at.store(dx + i, v, streamed);
       });
     }
     if (kSplit<X, Y> && dw) put_in_order(dw, n);
@@ -198,15 +198,13 @@ void forward_typed(const RmsNormForward& a, int64_t begin, int64_t end) {
   const bool streamed = worth_streaming(static_cast<const Y*>(a.y), a.rows, a.n_cols);
   with_sum(a, [&](auto sum) {
     if constexpr (std::is_same_v<X, Y>) {
-      const auto centered = [&](auto stream) {
-        forward_rows<X, X, sum.value, true, false, true, stream.value>(a, begin, end);
-      };
-      if (a.centered) return with_bools(centered, streamed);
+      if (a.centered) return forward_rows<X, X, sum.value, true, false, true>(a, begin, end, streamed);
+      if (!a.weight) return forward_rows<X, X, sum.value, false, false, false>(a, begin, end, streamed);
     }
-    const auto run = [&](auto weight, auto round_first, auto stream) {
-      forward_rows<X, Y, sum.value, weight.value, round_first.value && kRounds<X>, false, stream.value>(a, begin, end);
+    const auto run = [&](auto round_first) {
+      forward_rows<X, Y, sum.value, true, round_first.value && kRounds<X>, false>(a, begin, end, streamed);
     };
-    with_bools(run, a.weight != nullptr, a.round_before_weight, streamed);
+    with_bools(run, a.round_before_weight);
   });
   if (streamed) stream_fence();
 }
@@ -216,12 +214,12 @@ void backward_typed(const RmsNormBackward& a, int64_t begin, int64_t end) {
   const bool dropout = a.dropout.seed && a.dx;
   const bool streamed = worth_streaming(static_cast<const X*>(a.dx), a.rows, a.n_cols) &&
                         (!dropout || worth_streaming(static_cast<const X*>(a.dresidual), a.rows, a.n_cols));
-  const auto run = [&](auto round_first, auto stream, auto drops) {
+  const auto run = [&](auto round_first, auto drops) {
     if constexpr (std::is_same_v<X, Y>)
-      if (a.centered) return backward_chunks<X, X, false, true, stream.value, drops.value>(a, begin, end);
-    backward_chunks<X, Y, round_first.value && kRounds<X>, false, stream.value, drops.value>(a, begin, end);
+      if (a.centered) return backward_chunks<X, X, false, true, drops.value>(a, begin, end, streamed);
+    backward_chunks<X, Y, round_first.value && kRounds<X>, false, drops.value>(a, begin, end, streamed);
   };
-  with_bools(run, a.round_before_weight, streamed, dropout);
+  with_bools(run, a.round_before_weight, dropout);
   if (streamed) stream_fence();
 }
 

@@ -164,7 +164,7 @@ void forward_tasks(const ConvForward& a, int64_t task_begin, int64_t task_end) {
           Vec z = filter(window);
           if (a.filter.silu) z = Silu::value(z);
           X* const p = out + r * in.n_channels + i;
-          streamed ? at.template store_to<true>(p, z) : at.store(p, z);
+          at.store(p, z, streamed);
           shift(window);
         }
       });
@@ -226,7 +226,7 @@ void backward_tasks(const ConvBackward& a, int64_t task_begin, int64_t task_end)
           if (X* const p = out[r]) {
             Vec v = more[r] ? at.load(more[r] + i) : Vec{};
             for (int j = 0; j < kTaps; ++j) v = v + filter.weight[kHalo - j] * dz[j];
-            streamed&& row + r >= s.row + kHalo ? at.template store_to<true>(p + i, v) : at.store(p + i, v);
+            at.store(p + i, v, streamed && row + r >= s.row + kHalo);
           }
           shift(window);
           shift(dz);

@@ -58,8 +58,8 @@ struct ClampedProduct {
   }
 };
 
-template <class X, bool kStream, class Unit, class Drop>
-void forward_tiles(const GluForward& a, const Unit& unit, Drop& drop, int64_t begin, int64_t end) {
+template <class X, class Unit, class Drop>
+void forward_tiles(const GluForward& a, const Unit& unit, Drop& drop, int64_t begin, int64_t end, bool streamed) {
   for_each_tile(a.n_cols, begin, end, [&](int64_t row, int64_t col, int64_t columns) FK_INLINE {
     drop.template each_part<kSplit<X>>(row, col, columns, [&](int64_t first, int64_t n) FK_INLINE {
       const X* gate = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, row) + col + first;
@@ -67,14 +67,14 @@ void forward_tiles(const GluForward& a, const Unit& unit, Drop& drop, int64_t be
       X* y = static_cast<X*>(a.y) + row * a.n_cols + col + first;
       for_each_vec2<kSplit<X>>(n, [&](int64_t i, auto at, int) FK_INLINE {
         const Vec2 g = at.load(gate + i), u = at.load(up + i);
-        at.template store<kStream>(y + i, drop.times(Vec2{unit.value(g.a, u.a), unit.value(g.b, u.b)}, at, i));
+        at.store(y + i, drop.times(Vec2{unit.value(g.a, u.a), unit.value(g.b, u.b)}, at, i), streamed);
       });
     });
   });
 }
 
-template <class X, bool kStream, class Unit, class Drop>
-void backward_tiles(const GluBackward& a, const Unit& unit, Drop& drop, int64_t begin, int64_t end) {
+template <class X, class Unit, class Drop>
+void backward_tiles(const GluBackward& a, const Unit& unit, Drop& drop, int64_t begin, int64_t end, bool streamed) {
   for_each_tile(a.n_cols, begin, end, [&](int64_t row, int64_t col, int64_t columns) FK_INLINE {
     drop.template each_part<kSplit<X>>(row, col, columns, [&](int64_t first, int64_t n) FK_INLINE {
       const X* dy = static_cast<const X*>(a.dy) + a.dy_strides.offset(a.rows, row) + col + first;
@@ -87,14 +87,14 @@ void backward_tiles(const GluBackward& a, const Unit& unit, Drop& drop, int64_t 
         const Activated one = unit.both(g.a), two = unit.both(g.b);
         if (dgate) {
           const Vec2 u = at.load(up + i);
-          at.template store<kStream>(
-              dgate + i, Vec2{unit.into_gate(d.a, g.a, u.a, one.slope), unit.into_gate(d.b, g.b, u.b, two.slope)});
+          at.store(
+              dgate + i, Vec2{unit.into_gate(d.a, g.a, u.a, one.slope), unit.into_gate(d.b, g.b, u.b, two.slope)}, streamed);
         }
         if (dup) {
           Vec2 u{};
           if constexpr (Unit::kClamps) u = at.load(up + i);
           const Vec2 into{unit.into_up(d.a, u.a, one.value), unit.into_up(d.b, u.b, two.value)};
-          at.template store<kStream>(dup + i, into);
+          at.store(dup + i, into, streamed);
         }
       });
     });
@@ -111,15 +111,15 @@ struct WholePairs : Whole {
     if constexpr (kSplit<X>) return v;
     else return split(v, Lanes{});
   }
-  template <bool kStream, class X> static void store_pairs(X* p, Vec2 v) {
+  template <class X> static void store_pairs(X* p, Vec2 v, bool streamed) {
     if constexpr (!kSplit<X>) v = in_order(v, Lanes{});
-    Whole2<true>::store<kStream>(p, v);
+    Whole2<true>::store(p, v, streamed);
   }
 };
 
 struct PartPairs : Part {
   template <class X> Vec2 load_pairs(const X* p) const { return split(Part2{2 * count}.load(p), Lanes{}); }
-  template <bool kStream, class X> void store_pairs(X* p, Vec2 v) const {
+  template <class X> void store_pairs(X* p, Vec2 v, bool) const {
     Part2{2 * count}.store(p, in_order(v, Lanes{}));
   }
 };
@@ -132,22 +132,22 @@ inline FK_INLINE void for_each_pairs(int64_t n, F&& f) {
   if (i < n) f(i, PartPairs{{static_cast<int>(n - i)}});
 }
 
-template <class X, bool kStream, class Unit, class Drop>
-void forward_pairs(const GluForward& a, const Unit& unit, Drop& drop, int64_t begin, int64_t end) {
+template <class X, class Unit, class Drop>
+void forward_pairs(const GluForward& a, const Unit& unit, Drop& drop, int64_t begin, int64_t end, bool streamed) {
   for_each_tile(a.n_cols, begin, end, [&](int64_t row, int64_t col, int64_t columns) FK_INLINE {
     drop.template each_part<false>(row, col, columns, [&](int64_t first, int64_t n) FK_INLINE {
       const X* packed = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, row) + 2 * (col + first);
       X* y = static_cast<X*>(a.y) + row * a.n_cols + col + first;
       for_each_pairs(n, [&](int64_t i, auto at) FK_INLINE {
         const Vec2 v = at.load_pairs(packed + 2 * i);
-        at.template store_to<kStream>(y + i, drop.times(unit.value(v.a, v.b), at, i));
+        at.store(y + i, drop.times(unit.value(v.a, v.b), at, i), streamed);
       });
     });
   });
 }
 
-template <class X, bool kStream, class Unit, class Drop>
-void backward_pairs(const GluBackward& a, const Unit& unit, Drop& drop, int64_t begin, int64_t end) {
+template <class X, class Unit, class Drop>
+void backward_pairs(const GluBackward& a, const Unit& unit, Drop& drop, int64_t begin, int64_t end, bool streamed) {
   for_each_tile(a.n_cols, begin, end, [&](int64_t row, int64_t col, int64_t columns) FK_INLINE {
     drop.template each_part<false>(row, col, columns, [&](int64_t first, int64_t n) FK_INLINE {
       const X* dy = static_cast<const X*>(a.dy) + a.dy_strides.offset(a.rows, row) + col + first;
@@ -158,7 +158,7 @@ void backward_pairs(const GluBackward& a, const Unit& unit, Drop& drop, int64_t 
         const Vec2 v = at.load_pairs(packed + 2 * i);
         const Activated gated = unit.both(v.a);
         const Vec2 grads{unit.into_gate(d, v.a, v.b, gated.slope), unit.into_up(d, v.b, gated.value)};
-        at.template store_pairs<kStream>(dpacked + 2 * i, grads);
+        at.store_pairs(dpacked + 2 * i, grads, streamed);
       });
     });
   });
@@ -183,10 +183,10 @@ void with_units(Dtype type, Activation activation, const GluOptions& o, F&& f) {
 void glu_forward(const GluForward& a, const GluOptions& options, int64_t begin, int64_t end) {
   with_units(a.type, a.activation, options, [&](auto* x, const auto& unit, auto pairs) {
     using X = std::remove_pointer_t<decltype(x)>;
-    const bool streamed = worth_streaming(static_cast<const X*>(a.y), a.rows, a.n_cols);
-    with_dropout(a.dropout, streamed, [&](auto& drop, auto stream) {
-      if constexpr (pairs.value) forward_pairs<X, stream.value>(a, unit, drop, begin, end);
-      else forward_tiles<X, stream.value>(a, unit, drop, begin, end);
+    const bool large = worth_streaming(static_cast<const X*>(a.y), a.rows, a.n_cols);
+    with_dropout(a.dropout, large, [&](auto& drop, bool streamed) {
+      if constexpr (pairs.value) forward_pairs<X>(a, unit, drop, begin, end, streamed);
+      else forward_tiles<X>(a, unit, drop, begin, end, streamed);
     });
   });
 }
@@ -194,10 +194,10 @@ void glu_forward(const GluForward& a, const GluOptions& options, int64_t begin, 
 void glu_backward(const GluBackward& a, const GluOptions& options, int64_t begin, int64_t end) {
   with_units(a.type, a.activation, options, [&](auto* x, const auto& unit, auto pairs) {
     using X = std::remove_pointer_t<decltype(x)>;
-    const bool streamed = worth_streaming(static_cast<const X*>(a.dgate ? a.dgate : a.dup), a.rows, a.n_cols);
-    with_dropout(a.dropout, streamed, [&](auto& drop, auto stream) {
-      if constexpr (pairs.value) backward_pairs<X, stream.value>(a, unit, drop, begin, end);
-      else backward_tiles<X, stream.value>(a, unit, drop, begin, end);
+    const bool large = worth_streaming(static_cast<const X*>(a.dgate ? a.dgate : a.dup), a.rows, a.n_cols);
+    with_dropout(a.dropout, large, [&](auto& drop, bool streamed) {
+      if constexpr (pairs.value) backward_pairs<X>(a, unit, drop, begin, end, streamed);
+      else backward_tiles<X>(a, unit, drop, begin, end, streamed);
     });
   });
 }

@@ -196,8 +196,9 @@ struct Whole {
     std::memcpy(p, &bits, sizeof(bits));
     return Convert<T>::widen(bits);
   }
-  template <bool kStream, class T> static void store_to(T* p, Vec v) {
-    if constexpr (kStream) stream(p, Convert<T>::round(v));
+  // Past the caches if `streamed`.
+  template <class T> static void store(T* p, Vec v, bool streamed) {
+    if (streamed) stream(p, Convert<T>::round(v));
     else store(p, v);
   }
 };
@@ -218,7 +219,7 @@ struct Part {
     std::memcpy(p, &bits, count * sizeof(T));
     return Convert<T>::widen(bits);
   }
-  template <bool kStream, class T> void store_to(T* p, Vec v) const { store(p, v); }
+  template <class T> void store(T* p, Vec v, bool) const { store(p, v); }
 };
 
 // Calls f(i, access, k) for i = 0, kLanes, ... < n. `k` cycles through 0..3 and selects one of four accumulators, so

@@ -60,14 +60,14 @@ struct Whole2 {
       return {Whole::load(p), Whole::load(p + kLanes)};
     }
   }
-  template <bool kStream = false, class T> static void store(T* p, Vec2 v) {
+  template <class T> static void store(T* p, Vec2 v, bool streamed = false) {
     if constexpr (kWords<T>) {
       const VecU words = joined(rounded_up(v.a), rounded_up(v.b));
-      if constexpr (kStream) stream(p, words);
+      if (streamed) stream(p, words);
       else std::memcpy(p, &words, sizeof(words));
     } else {
-      Whole::store_to<kStream>(p, v.a);
-      Whole::store_to<kStream>(p + kLanes, v.b);
+      Whole::store(p, v.a, streamed);
+      Whole::store(p + kLanes, v.b, streamed);
     }
   }
   // Returns the stored value.
@@ -94,7 +94,7 @@ struct Part2 {
     if (count <= kLanes) return {Part{count}.load(p), Vec{}};
     return {Whole::load(p), Part{count - kLanes}.load(p + kLanes)};
   }
-  template <bool kStream = false, class T> void store(T* p, Vec2 v) const {
+  template <class T> void store(T* p, Vec2 v, bool = false) const {
     if (count <= kLanes) return Part{count}.store(p, v.a);
     Whole::store(p, v.a);
     Part{count - kLanes}.store(p + kLanes, v.b);
