@@ -304,7 +304,7 @@ class Attention(Adapter):
         own = passed.get("softcap") is not None or passed.get("s_aux") is not None
         return "SDPA" if self.may_be_sdpa(module) and not own else "the model's own eager attention"
 
-    def members(self, original: type) -> dict[str, Any]:
+    def members(self, original: Any) -> dict[str, Any]:
         named = "cache" in inspect.signature(original.forward).parameters
         return {"forward": _attention_forward, "_foundry_cache": named}
 

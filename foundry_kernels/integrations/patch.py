@@ -58,11 +58,11 @@ def patch(
     Supported are the families of `foundry_kernels.integrations.table.PATCHED` in Hugging Face transformers,
     ``torch.nn.MultiheadAttention`` and torch.nn's transformer around it, ``torch.nn.RMSNorm`` and
     ``torch.nn.LayerNorm`` in any model, and this package's own modules, whose backend is set. Every module stays the
-    same object with its parameters, buffers, names and hooks; the state dict, optimizers and wrappers (PEFT, FSDP) are
-    not affected. A patched model can be deep-copied and pickled. transformers itself is not changed: other models in
-    the process are not affected. Packed documents do not see each other in a patched model of transformers, or the call
-    raises ValueError; `report` names layers that mix them. A LayerNorm's result has its input's dtype, where PyTorch's
-    is float32 under autocast on a GPU.
+    same object with its parameters, buffers, names and hooks, and its class keeps its name; the state dict, optimizers
+    and wrappers (PEFT, FSDP) are not affected. A patched model can be deep-copied and pickled. transformers itself is
+    not changed: other models in the process are not affected. Packed documents do not see each other in a patched model
+    of transformers, or the call raises ValueError; `report` names layers that mix them. A LayerNorm's result has its
+    input's dtype, where PyTorch's is float32 under autocast on a GPU.
 
     Attention goes through the model's config: it is set to "foundry" there (see
     :mod:`foundry_kernels.integrations.transformers`). Because models may share a config object, the model gets a copy

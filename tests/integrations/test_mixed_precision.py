@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 import foundry_kernels as fk
 from foundry_kernels.integrations.families import FAMILIES
 from foundry_kernels.integrations.tiny import tiny_config, tiny_model
+from foundry_kernels.integrations.tiny_encoders import FAMILIES as ENCODERS
+from foundry_kernels.integrations.tiny_encoders import tiny_batch, tiny_encoder
 
 LEFT = torch.ones_like(IDS)
 LEFT[0, :4] = 0
@@ -26,7 +29,7 @@ LUCK = 3.0
 
 
 def norms(model: Any) -> list[nn.Module]:
-    return [m for m in model.modules() if "norm" in type(m).__name__.lower()]
+    return [m for m in model.modules() if "norm" in type(m).__name__.lower() and not list(m.children())]
 
 
 def all_but_linear(model: Any) -> list[nn.Module]:
@@ -43,7 +46,10 @@ WAYS: dict[str, tuple[torch.dtype, Callable[[Any], list[nn.Module]] | None, bool
 }
 
 
-def run(model: Any, autocast: bool, train: bool) -> tuple[dict[str, Tensor], list[torch.dtype]]:
+Results = tuple[dict[str, Tensor], list[torch.dtype]]
+
+
+def run(model: Any, autocast: bool, train: bool = True) -> Results:
     """The results of a step of training, of an evaluation, and of tokens one by one on a cache; and all dtypes."""
     ids, labels = IDS % model.config.vocab_size, torch.where(LABELS < 0, LABELS, LABELS % model.config.vocab_size)
     with torch.autocast("cpu", LOW) if autocast else contextlib.nullcontext():
@@ -58,23 +64,41 @@ def run(model: Any, autocast: bool, train: bool) -> tuple[dict[str, Tensor], lis
             for n in (10, 11):
                 given = {"attention_mask": LEFT[:, : n + 1], "use_cache": True}
                 steps.append(model(ids[:, n : n + 1], past_key_values=cache.past_key_values, **given).logits)
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    vectors = [g.float().flatten() / (float(g.float().norm()) or 1.0) for g in grads.values()]
-    results = {"logits": out.logits[LEFT.bool()], "on a cache": torch.cat(steps), "gradients": torch.cat(vectors)}
-    dtypes = [trained.dtype, out.loss.dtype, *(x.dtype for x in (*steps, *out.hidden_states, *grads.values()))]
-    return {name: x.detach().float() for name, x in results.items()}, dtypes
+    results = {"logits": out.logits[LEFT.bool()], "on a cache": torch.cat(steps)}
+    return results_of(model, results, [trained, out.loss, *steps, *out.hidden_states])
 
 
-def is_as_close(model: Any, way: str, train: bool = True) -> None:
+def run_encoder(family: str, model: Any, autocast: bool) -> Results:
+    batch = {
+        name: x.to(next(model.parameters()).dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in tiny_batch(family).items()
+    }
+    model.zero_grad()
+    with torch.autocast("cpu", LOW) if autocast else contextlib.nullcontext():
+        out = model(**batch)
+        out.loss.backward()
+    found = {name: x for name, x in out.items() if isinstance(x, Tensor) and name != "loss"}
+    return results_of(model, found, [out.loss, *found.values()])
+
+
+def results_of(model: Any, results: dict[str, Tensor], others: list[Tensor]) -> Results:
+    """These and the gradients, each of its own size; and all dtypes."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    vectors = [g.float().flatten() / (float(g.float().norm()) or 1.0) for g in grads]
+    results = {name: x.detach().float() for name, x in results.items()} | {"gradients": torch.cat(vectors)}
+    return results, [x.dtype for x in (*others, *grads)]
+
+
+def is_as_close(model: Any, way: str, run: Callable[[Any, bool], Results] = run) -> None:
     dtype, kept, autocast = WAYS[way]
     model.to(dtype)
     for module in () if kept is None else kept(model):
         module.float()
-    exact, _ = run(copy.deepcopy(model).float(), False, train)
-    theirs, their_dtypes = run(model, autocast, train)
+    exact, _ = run(copy.deepcopy(model).float(), False)
+    theirs, their_dtypes = run(model, autocast)
     with fk.patch(model) as handle:
         assert handle.report().replaced
-        ours, dtypes = run(model, autocast, train)
+        ours, dtypes = run(model, autocast)
     assert dtypes == their_dtypes
     for name, expected in exact.items():
         error, usual = (float((found[name] - expected).norm()) for found in (ours, theirs))
@@ -97,4 +121,12 @@ def test_families_without_a_row(family: str) -> None:
     model = any_family(family)
     if model is None or not fk.patch(copy.deepcopy(model)).report().replaced:
         pytest.skip("nothing of it is replaced, or its sizes do not suffice to build it in this release")
-    is_as_close(model, "autocast", train=False)
+    is_as_close(model, "autocast", partial(run, train=False))
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("way", ["autocast", "float32 norms"])
+def test_encoders(family: str, way: str) -> None:
+    if way == "float32 norms" and family == "t5":
+        return  # as Llama
+    is_as_close(tiny_encoder(family), way, partial(run_encoder, family))
