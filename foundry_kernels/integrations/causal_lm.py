@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.integrations import log_probs
 from foundry_kernels.integrations.adapters import Adapter, split_names
-from foundry_kernels.integrations.calls import current, own_class, reads_documents
+from foundry_kernels.integrations.calls import current, is_model, own_class, reads_documents
 from foundry_kernels.losses.tokens import over_items
 from foundry_kernels.nn._head import PLANNED_INPUT, count_hooks, matrix_of
 from foundry_kernels.ops.cross_entropy import cross_entropy
@@ -29,6 +29,8 @@ from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 #: The report's text for a model whose loss does not compute logits.
 NO_LOGITS = "logits of a call with labels are None in training mode; return_logits=True keeps them"
 
+#: The report's text for a language model that has no row.
+LOSS_STAYS = "its loss stays, with the logits: no adapter for this class"
 
 #: The arguments of the loss of transformers, and of the function that it calls; of `kwargs` both read nothing.
 LOSS = split_names("logits labels source target vocab_size num_items_in_batch ignore_index shift_labels kwargs")
@@ -102,6 +104,13 @@ class CausalLM(Adapter):
             "_foundry_get_loss": original.loss_function.fget,  # which the compiler cannot look up
             "_foundry_their_loss": staticmethod(theirs),
         }
+
+
+def has_loss(module: Any) -> bool:
+    """Returns whether a module is a model of transformers with a loss of the logits of its head."""
+    if not is_model(module) or "labels" not in inspect.signature(type(module).forward).parameters:
+        return False
+    return module.get_output_embeddings() is not None
 
 
 def _forward_of(theirs: Any) -> Any:

@@ -45,6 +45,11 @@ class InterfaceAttention(Attention):
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return ("flash_attention",)
 
+    def rotation(self, module: nn.Module) -> str | None:
+        """Returns the report's text on the rotation of queries and keys, which stays; None where there is none."""
+        rotates = any("rotary" in name or re.match("apply_.*rope", name) for name in _names(type(module)))
+        return "its rotation stays: no adapter for this class" if rotates else None
+
     def members(self, original: type) -> dict[str, Any]:
         return {}
 
@@ -68,7 +73,12 @@ ANY = InterfaceAttention()
 
 
 @functools.cache
+def _names(cls: type) -> frozenset[str]:
+    """Returns the names that the forward of a class uses."""
+    code = getattr(inspect.unwrap(getattr(cls, "forward", _names)), "__code__", None)
+    return frozenset() if code is None else frozenset(names_of(code))
+
+
 def interface_adapter(cls: type) -> InterfaceAttention | None:
     """Returns the adapter of a class of modules that has no row, or None where it asks for no attention function."""
-    code = getattr(inspect.unwrap(getattr(cls, "forward", interface_adapter)), "__code__", None)
-    return ANY if code is not None and INTERFACE in names_of(code) else None
+    return ANY if INTERFACE in _names(cls) else None

@@ -100,6 +100,6 @@ def names_in(model: nn.Module, found: Collection[nn.Module]) -> tuple[str, ...]:
 
 def lines(found: Iterable[nn.Module], untold: Iterable[nn.Module]) -> tuple[str, ...]:
     """Returns what the report says of packed documents."""
-    texts = {"mixes them: such a call is refused": found, "is not told of them: such a call is refused": untold}
+    texts = {"may mix them: such a call is refused": found, "is not told of them: such a call is refused": untold}
     counts = [(text, Counter(type(m).__name__ for m in modules)) for text, modules in texts.items()]
     return tuple(f"{n:>4}  {name}  {text}" for text, count in counts for name, n in count.items())

@@ -17,6 +17,7 @@ from foundry_kernels.integrations.calls import PackedModel, holders_of, is_model
 from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
 from foundry_kernels.integrations.configs import Configs
 from foundry_kernels.integrations.handle import Arguments, PatchHandle, handle_of, keep
+from foundry_kernels.integrations.interface import InterfaceAttention
 from foundry_kernels.integrations.linear_attention import DeltaNet
 from foundry_kernels.integrations.mixing import lines, mixers, names_in
 from foundry_kernels.integrations.release import check_release_of
@@ -241,6 +242,8 @@ def _find(
         reason = found.why_not_without_logits(module)
         chosen = chosen if reason is None else tuple(op for op in chosen if op != "linear_cross_entropy")
         return found, Entry(name, cls, chosen, reason or NO_LOGITS)
+    if isinstance(found, InterfaceAttention) and "rope" in wanted:
+        return found, Entry(name, cls, chosen, found.rotation(module))
     return found, Entry(name, cls, chosen)
 
 

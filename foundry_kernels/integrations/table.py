@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from foundry_kernels.integrations.adapters import MLP, Adapter, Attention, Norm
-from foundry_kernels.integrations.causal_lm import CausalLM
+from foundry_kernels.integrations.causal_lm import LOSS_STAYS, CausalLM, has_loss
 from foundry_kernels.integrations.encoders import ENCODERS
 from foundry_kernels.integrations.experts import ClampedExperts, Experts
 from foundry_kernels.integrations.families import FAMILIES
@@ -205,4 +205,4 @@ def adapter_for(module: nn.Module) -> Adapter | str | None:
         return unnamed.why_not(module) or unnamed
     if cls.__name__.endswith(CANDIDATES):
         return NO_ROW
-    return None
+    return LOSS_STAYS if has_loss(module) else None

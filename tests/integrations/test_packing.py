@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, __version__
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.calls import recurrent_layers
 from foundry_kernels.integrations.tiny import tiny_config, tiny_model
 from foundry_kernels.integrations.tiny_encoders import FAMILIES as ENCODERS
 from foundry_kernels.integrations.tiny_encoders import tiny_encoder
@@ -59,14 +58,12 @@ def built(family: str) -> Any:
     return model
 
 
-def mixing_is_said(model: Any, report: Any) -> None:
-    """Of layers that mix tokens and are not replaced."""
-    for name, layers in recurrent_layers(model).items():
-        assert any(f"{layers}  {name}  mixes them" in line for line in report.mixing)
-    for name, given in OTHERS.items():
-        assert refused(model, IDS, **given), name
-    with pytest.warns(UserWarning, match="attention keeps them apart"):
-        model(IDS, position_ids=POSITIONS)
+def refusal_names(layers: tuple[str, ...], model: Any, **given: Any) -> None:
+    """Checks that the model refuses a call, and names the layers of these lines of its report."""
+    with pytest.raises(ValueError, match="several documents per row") as refusal:
+        model(IDS, **given)
+    for line in layers:
+        assert line.split()[1] in str(refusal.value), given.keys()
 
 
 # Every family --------------------------------------------------------------------------------------------------------
@@ -76,7 +73,10 @@ def mixing_is_said(model: Any, report: Any) -> None:
 def test_documents_do_not_see_each_other(family: str) -> None:
     model = tiny_model(family)
     if family in LINEAR and BEFORE_LINEAR:
-        mixing_is_said(model, fk.patch(model).report())
+        mixing = fk.patch(model).report().mixing
+        assert mixing
+        for given in (OTHERS | BY_POSITIONS).values():
+            refusal_names(mixing, model, **given)
         return
     with fk.patch(model):
         alone = torch.cat([model(ids).logits for ids in IDS.split(LENGTHS, 1)], 1)
@@ -98,17 +98,17 @@ def test_documents_do_not_see_each_other(family: str) -> None:
     "family", [f if f in NAMED else pytest.param(f, marks=pytest.mark.slow) for f in WITHOUT_A_ROW]
 )
 def test_families_without_a_row(family: str) -> None:
+    """A call is refused, or each document is as it is alone."""
     model = built(family)
-    report = fk.patch(model).report()
-    if not any("flash_attention" in entry.ops for entry in report.replaced):
-        pytest.skip("its attention stays")
-    if recurrent_layers(model):
-        mixing_is_said(model, report)
+    by_positions = "position_ids" in _arguments(model)
+    mixing = fk.patch(model).report().mixing
+    ways = OTHERS | (BY_POSITIONS if by_positions else {})
+    if mixing:
+        assert model(IDS, attention_mask=ONES) is not None
+        for given in ways.values():
+            refusal_names(mixing, model, **given)
         return
-    assert report.mixing == ()
-    ways = OTHERS
-    if "position_ids" in _arguments(model):
-        ways = OTHERS | BY_POSITIONS
+    if by_positions:
         pieces = zip(IDS.split(LENGTHS, 1), POSITIONS.split(LENGTHS, 1), strict=True)
         alone = torch.cat([model(ids, position_ids=positions).logits for ids, positions in pieces], 1)
     for name, given in ways.items():
