@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -105,28 +105,28 @@ def is_as_close(model: Any, way: str, run: Callable[[Any, bool], Results] = run)
         assert error <= LUCK * usual, f"{name}: {error:.1e}, theirs {usual:.1e}"
 
 
-@pytest.mark.parametrize("family", BUILDABLE)
-@pytest.mark.parametrize("way", WAYS)
+def cases(families: Iterable[str]) -> list[tuple[str, str]]:
+    """But for norms that give float32 where their weight is: transformers' own linear layers refuse that."""
+    widened = {"t5", *(family for family in BUILDABLE if FAMILIES[family].norm == "llama")}
+    return [(f, way) for f in families for way in WAYS if way != "float32 norms" or f not in widened]
+
+
+@pytest.mark.parametrize(("family", "way"), cases(BUILDABLE))
 def test_every_family_of_the_table(family: str, way: str) -> None:
-    if way == "float32 norms" and FAMILIES[family].norm == "llama":
-        return  # its norms give float32 then, which transformers' own linear layers refuse
     # All experts, so that none comes and goes with the last bit.
     every = {"num_experts_per_tok": 4} if hasattr(tiny_config(family), "num_experts_per_tok") else {}
     is_as_close(tiny_model(family, **every), way)
 
 
-@pytest.mark.parametrize("family", rest_slow([*NAMED, *sorted({*WITHOUT_A_ROW} - {*NAMED})], quick=3))
+@pytest.mark.parametrize("family", rest_slow([f for f in NAMED if f in WITHOUT_A_ROW], quick=3))
 def test_families_without_a_row(family: str) -> None:
     """In evaluation mode: their dropout is not ours."""
     model = any_family(family)
-    if model is None or not fk.patch(copy.deepcopy(model)).report().replaced:
-        pytest.skip("nothing of it is replaced, or its sizes do not suffice to build it in this release")
+    if model is None:
+        pytest.skip("sizes do not suffice to build it in this release")
     is_as_close(model, "autocast", partial(run, train=False))
 
 
-@pytest.mark.parametrize("family", ENCODERS)
-@pytest.mark.parametrize("way", ["autocast", "float32 norms"])
+@pytest.mark.parametrize(("family", "way"), [case for case in cases(ENCODERS) if case[1] in list(WAYS)[:2]])
 def test_encoders(family: str, way: str) -> None:
-    if way == "float32 norms" and family == "t5":
-        return  # as Llama
     is_as_close(tiny_encoder(family), way, partial(run_encoder, family))
