@@ -100,7 +100,20 @@ def is_model(module: nn.Module) -> bool:
 
 def reads_rows(model: nn.Module) -> bool:
     """Returns whether a model reads rows of tokens, which may hold several documents."""
-    return not ROWS.isdisjoint(inspect.signature(type(model).forward).parameters)
+    return not ROWS.isdisjoint(arguments_of(model))
+
+
+def goes_on(arguments: tuple[str, ...]) -> bool:
+    """Returns whether a model with these arguments goes on with the rows of a model around it."""
+    return arguments[:1] == ("hidden_states",) and "attention_mask" in arguments
+
+
+def arguments_of(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the arguments of a module's forward; none for one that is not Python."""
+    try:
+        return tuple(inspect.signature(type(module).forward).parameters)[1:]
+    except (AttributeError, TypeError, ValueError):
+        return ()
 
 
 def makes_masks(attention: type) -> bool:
@@ -140,13 +153,13 @@ def own_class(module: Any) -> Any:
 def reads_documents(theirs: Callable[..., Any], signature: inspect.Signature) -> Any:
     """Returns `theirs`, the forward of a model, which reads what its arguments say of documents before it runs."""
     names = tuple(p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
-    reads = not ROWS.isdisjoint(names)
+    of_text = not ROWS.isdisjoint(names) or goes_on(names)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = getattr(self, "_foundry", None)  # none once the patch is undone, if a wrapper has derived its own class
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         tokens, outer = _tokens(given), current()
-        if state is None or (tokens is None and reads):
+        if state is None or (tokens is None and of_text):
             return theirs(self, *args, **kwargs)
         if tokens is None:  # of images or sound: its rows are not those of a model around it
             return _within(None, theirs, self, args, kwargs)
@@ -156,16 +169,16 @@ def reads_documents(theirs: Callable[..., Any], signature: inspect.Signature) ->
         if outer is not None and (outer.batch, outer.queries) == sizes and _same(outer.told, told):
             # a model inside of one that has read them
             return theirs(self, *args, **_handed_on(state, outer.documents, kwargs))
+        around = None if outer is None else outer.documents  # of which it may hand on nothing
+        if around is not None and not _fits(around, *sizes):
+            raise ValueError(
+                f"{around.given_by} gives several documents per row, and {type(self).__name__} gets other rows in that "
+                "call, which may mix them; pass one document per row"
+            )
         documents, mask = _read(given, *sizes, tokens.device)
         if documents is not None:
             _check_model(self, state, documents)
-        elif outer is not None and outer.documents is not None:  # which it did not hand on
-            documents = outer.documents
-            if not _fits(documents, *sizes):
-                raise ValueError(
-                    f"{documents.given_by} gives several documents per row, and {type(self).__name__} gets other rows "
-                    "in that call, which may mix them; pass one document per row"
-                )
+        documents = around if documents is None else documents
         if mask is not None and "attention_mask" in kwargs:
             kwargs = {**kwargs, "attention_mask": mask}
         elif mask is not None:

@@ -32,6 +32,7 @@ from foundry_kernels.integrations.packing import (
     cut,
     from_begins,
     from_lengths,
+    refuse_other_names,
     restarts,
     text_positions,
 )
@@ -43,9 +44,10 @@ def documents_told(
     """Returns the documents that `mask` does not keep apart yet; None where there is one a row.
 
     Raises:
-        ValueError: arguments contradict each other or the batch; or a model around `module` was told of documents that
-            neither a mask nor an argument tells here.
+        ValueError: arguments contradict each other or the batch, or have the names of another package; or a model
+            around `module` was told of documents that neither a mask nor an argument tells here.
     """
+    refuse_other_names(kwargs)
     if keeps_apart(mask):
         return None
     sizes = (batch, queries, keys)

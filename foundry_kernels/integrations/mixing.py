@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from torch import nn
 
 from foundry_kernels.integrations.adapters import names_of
-from foundry_kernels.integrations.calls import is_model, makes_masks, reads_rows
+from foundry_kernels.integrations.calls import arguments_of, goes_on, is_model, makes_masks, reads_rows
 
 #: The arguments of a module that are a mask of tokens or a memory of earlier ones.
 MEMORY = re.compile(
@@ -46,17 +46,21 @@ def mixers(
         if module in linear:
             return True
         if is_model(module):
-            nested = any(is_model(m) and reads_rows(m) for m in module.modules() if m is not module)
-            rows = "" if not reads_rows(module) else "some" if nested else "all"
+            if reads_rows(module):
+                nested = any(is_model(m) and reads_rows(m) for m in module.modules() if m is not module)
+                rows = "some" if nested else "all"
+            elif not goes_on(arguments_of(module)):
+                rows = ""
         before = len(found)
-        takes = any([visit(child, rows) for child in module.children()])
+        held = [visit(child, rows) for child in module.children()]
+        takes = any(held)
         if module in attending:
             if rows == "all" and not makes_masks(type(module)):
                 untold.append(module)
             return True
         if is_model(module) or not rows:
             return takes
-        innermost = not takes and _takes_memory(type(module), rows)
+        innermost = not takes and _takes_memory(module, rows)
         if module not in found and (innermost or (rows == "all" and _shifts(module))):
             found[before:] = [module]
         return takes or innermost
@@ -65,24 +69,16 @@ def mixers(
     return found, untold
 
 
-def _takes_memory(cls: type[nn.Module], rows: str) -> bool:
+def _takes_memory(module: nn.Module, rows: str) -> bool:
     """Where only some modules of a model get rows of tokens, these are called hidden states; the others are for
     images."""
-    first, *others = (*_arguments(cls), "")
+    first, *others = (*arguments_of(module), "")
     return (rows == "all" or first == "hidden_states") and any(MEMORY.fullmatch(name) for name in others)
 
 
 def _shifts(module: nn.Module) -> bool:
     wide = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
     return wide or not SHIFTS.isdisjoint(_calls(type(module)))
-
-
-@functools.cache
-def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(cls.forward).parameters)[1:]
-    except (AttributeError, TypeError, ValueError):  # nothing of Python
-        return ()
 
 
 @functools.cache

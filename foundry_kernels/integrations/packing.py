@@ -17,9 +17,7 @@ from torch.compiler import is_compiling
 
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 #: Names that other packages have for them. transformers takes them as well, and ignores them.
-OTHER_NAMES = frozenset(
-    f"{name}{end}" for name in ("cu_seqlens", "max_seqlen") for end in ("", "_q", "_k", "_kv")
-)
+OTHER_NAMES = frozenset(f"{name}{end}" for name in ("cu_seqlens", "max_seqlen") for end in ("", "_q", "_k", "_kv"))
 #: The advice in errors.
 ONE_A_ROW = "pass one document a row, or cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k"
 

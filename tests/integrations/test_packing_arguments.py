@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +17,7 @@ from transformers import StaticCache
 
 import foundry_kernels as fk
 from foundry_kernels.integrations import calls
+from foundry_kernels.integrations.packing import restarts, text_positions
 from foundry_kernels.integrations.tiny import tiny_model
 
 
@@ -134,3 +138,91 @@ def test_lengths_of_a_cache() -> None:
     totals = {"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 18])}
     given = {**totals, "max_length_q": 6, "max_length_k": 18}
     assert close(model(IDS[:, 12:], past_key_values=cache, **given).logits, expected)
+
+
+# Positions of three axes ----------------------------------------------------------------------------------------------
+
+TEXT, IMAGE, VIDEO = 0, 1, 2
+#: Tokens of a document with an image of 4x6 patches and a video of three frames of 4x4, which lie side by side or with
+#: text between them, or are merged in pairs.
+LAYOUTS = (
+    ((TEXT, 3), (IMAGE, 6), (TEXT, 2), (VIDEO, 12), (TEXT, 2)),
+    ((TEXT, 3), (IMAGE, 6), (TEXT, 2), *((VIDEO, 4), (TEXT, 1)) * 3),
+    ((TEXT, 3), (IMAGE, 6), (TEXT, 2), (VIDEO, 4), (TEXT, 2)),
+    ((TEXT, 3), (IMAGE, 24), (TEXT, 2), *((VIDEO, 16), (TEXT, 1)) * 3),
+    ((TEXT, 3), (IMAGE, 8), (TEXT, 1)),
+)
+FAMILIES = (
+    "cohere_compass", "ernie4_5_vl_moe", "glm46v", "glm4v", "glm4v_moe", "glm_image", "glm_ocr", "hunyuan_vl",
+    "hy_v4_vl", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+)  # fmt: skip
+
+
+def bare(family: str, suffix: str = "Model") -> Any:
+    """A model of a family without weights, which knows its config; None if this release has none."""
+    try:
+        home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    except ImportError:
+        return None
+    models = (c for n, c in vars(home).items() if n.endswith(suffix) and hasattr(c, "get_rope_index"))
+    model = next(models, None)
+    if model is None:
+        return None
+    made = model.__new__(model)
+    torch.nn.Module.__init__(made)
+    made.config = model.config_class()
+    made.spatial_merge_size = 2
+    return made
+
+
+def one_document(positions: torch.Tensor) -> None:
+    """Checks that it is read as one document, and twice in a row as two."""
+    tokens = positions.shape[-1]
+    assert not restarts(text_positions(positions, tokens)).any()
+    twice = torch.cat([positions, positions], -1)
+    assert restarts(text_positions(twice, 2 * tokens))[0].nonzero().flatten().tolist() == [tokens - 1]
+
+
+def test_images_and_videos_begin_no_document() -> None:
+    """By the families' own positions, with frames that come faster than positions count, and padding."""
+    found = {family: model for family in FAMILIES if (model := bare(family)) is not None}
+    tried = set()
+    for family, model in found.items():
+        known = inspect.signature(model.get_rope_index).parameters
+        axes = (3, 4) if family == "hunyuan_vl" else (3,)
+        for layout, count in itertools.product(LAYOUTS, axes):
+            if family == "hunyuan_vl":
+                model.config.text_config.rope_parameters = {"mrope_section": [4] * count}
+            kinds = torch.tensor([[kind for kind, tokens in layout for _ in range(tokens)]])
+            ids = torch.arange(10, 10 + kinds.shape[1])[None]
+            for kind, name in ((IMAGE, "image_token_id"), (VIDEO, "video_token_id")):
+                ids = ids.masked_fill(kinds == kind, getattr(model.config, name, 0))
+            given = {
+                "mm_token_type_ids": kinds,
+                "image_grid_thw": torch.tensor([[1, 4, 6]]),
+                "video_grid_thw": torch.tensor([[3, 4, 4]]),
+                "second_per_grid_ts": torch.tensor([0.1]),
+            }
+            try:
+                positions, _ = model.get_rope_index(ids, **{k: v for k, v in given.items() if k in known})
+            except (RuntimeError, StopIteration, ValueError):
+                continue  # a layout of another family
+            assert positions.shape == (count, *ids.shape)
+            one_document(positions)
+            tried.add(family)
+    assert tried == found.keys()
+
+
+def test_sound_beside_a_video_begins_no_document() -> None:
+    """Its positions go back, to the first of the video."""
+    model = bare("qwen2_5_omni", "ThinkerForConditionalGeneration")
+    config = model.config
+    config.vision_start_token_id = 4
+    video = [config.vision_start_token_id, config.audio_start_token_id, *[config.video_token_id] * 12]
+    ids = torch.tensor([[5, 6, *video, *[config.audio_token_id] * 90, config.audio_end_token_id, 7, 8, 9]])
+    grid, seconds = torch.tensor([[3, 4, 4]]), torch.tensor([1.0])
+    positions, _ = model.get_rope_index(
+        ids, None, grid, torch.ones_like(ids), True, audio_seqlens=torch.tensor([360]), second_per_grids=seconds
+    )
+    assert (positions.diff() < 0).all(0).any()
+    one_document(positions)
