@@ -13,6 +13,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from torch import nn
 
@@ -78,7 +79,8 @@ def _takes_memory(module: nn.Module, rows: str) -> bool:
 
 def _shifts(module: nn.Module) -> bool:
     wide = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
-    return wide or not SHIFTS.isdisjoint(_calls(type(module)))
+    cls: Any = type(module)
+    return wide or not SHIFTS.isdisjoint(_calls(cls))
 
 
 @functools.cache
