@@ -52,7 +52,9 @@ def selective_log_softmax(
             f"last dimension; got {tuple(index.shape)}"
         )
     first = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    _, lse = log_probs(logits, first, logit_scale=scale, return_lse=True, backend=backend)
+    if row_mask is not None:  # 0 times a gradient of NaN would be NaN
+        first = first.masked_fill((row_mask == 0).all(-1), _NONE)
+    _, lse = log_probs(logits, first, logit_scale=scale, ignore_index=_NONE, return_lse=True, backend=backend)
     found = (logits.gather(-1, index.long()).to(lse.dtype) * scale - lse.unsqueeze(-1)).to(logits.dtype)
     return found if row_mask is None else found.masked_fill(row_mask == 0, 0.0)
 

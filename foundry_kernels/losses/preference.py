@@ -41,8 +41,8 @@ def dpo_loss(
     Args:
         hidden: ``[2 B, T, D]``, chosen sequences before rejected ones. weight: ``[V, D]``. target: ``[2 B, T]``.
         ref_logps: ``[2 B]``, the reference model's log-probabilities of the sequences: their sum, for IPO their mean
-            over the tokens (:func:`foundry_kernels.losses.tokens.sequence_logps`). That of a sequence without tokens is
-            not read. None: without a reference.
+            over the tokens (:func:`foundry_kernels.losses.tokens.sequence_logps`). None: without a reference. A
+            sequence without tokens has a log-probability of 0 under both models, whatever is given here.
         beta: the strength of the preference.
         label_smoothing: s, the probability that a pair is the wrong way round ("sigmoid" only).
         loss_type: "sigmoid", "ipo" (h of the means over tokens) or "hinge".
@@ -99,8 +99,8 @@ def kto_loss(
     Args:
         hidden: ``[B, T, D]``. weight: ``[V, D]``. target: ``[B, T]``.
         desirable: ``[B]`` bool.
-        ref_logps: ``[B]``, the reference model's log-probabilities of the sequences. That of a sequence without tokens
-            is not read.
+        ref_logps: ``[B]``, the reference model's log-probabilities of the sequences. A sequence without tokens has a
+            log-probability of 0 under both models, whatever is given here.
         kl: z, an estimate of the KL divergence of the policy from the reference, without a gradient; at least 0.
         beta: the strength of the preference.
         desirable_weight, undesirable_weight: :math:`w_d` and :math:`w_u`.
@@ -169,7 +169,7 @@ def cpo_loss(
     r"""Contrastive preference optimisation: the mean over the pairs of :math:`-\log \sigma(\beta (\log \pi_c - \log
     \pi_r))`, plus `cpo_alpha` times the negative log-likelihood of the chosen tokens.
 
-    Arguments as for :func:`orpo_loss`.
+    Arguments as for :func:`orpo_loss`. A sequence without tokens has a log-probability of 0.
 
     Xu et al., "Contrastive Preference Optimization", 2024, arXiv:2401.08417.
     """
