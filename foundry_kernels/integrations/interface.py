@@ -47,7 +47,8 @@ class InterfaceAttention(Attention):
 
     def rotation(self, module: nn.Module) -> str | None:
         """Returns the report's text on the rotation of queries and keys, which stays; None where there is none."""
-        rotates = any("rotary" in name or re.match("apply_.*rope", name) for name in _names(type(module)))
+        cls: type = type(module)
+        rotates = any("rotary" in name or re.match("apply_.*rope", name) for name in _names(cls))
         return "its rotation stays: no adapter for this class" if rotates else None
 
     def members(self, original: type) -> dict[str, Any]:

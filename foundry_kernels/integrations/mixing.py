@@ -77,8 +77,9 @@ def _takes_memory(module: nn.Module, rows: str) -> bool:
 
 
 def _shifts(module: nn.Module) -> bool:
+    cls: type = type(module)
     wide = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
-    return wide or not SHIFTS.isdisjoint(_calls(type(module)))
+    return wide or not SHIFTS.isdisjoint(_calls(cls))
 
 
 @functools.cache
