@@ -198,7 +198,7 @@ def test_images_and_videos_begin_no_document() -> None:
                 "mm_token_type_ids": kinds,
                 "image_grid_thw": torch.tensor([[1, 4, 6]]),
                 "video_grid_thw": torch.tensor([[3, 4, 4]]),
-                "second_per_grid_ts": [seconds],
+                "second_per_grid_ts": [seconds] * 9,
             }
             try:
                 positions, _ = model.get_rope_index(ids, **{k: v for k, v in given.items() if k in known})
