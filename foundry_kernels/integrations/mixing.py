@@ -13,7 +13,6 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from torch import nn
 
@@ -78,8 +77,8 @@ def _takes_memory(module: nn.Module, rows: str) -> bool:
 
 
 def _shifts(module: nn.Module) -> bool:
+    cls: type = type(module)
     wide = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
-    cls: Any = type(module)
     return wide or not SHIFTS.isdisjoint(_calls(cls))
 
 

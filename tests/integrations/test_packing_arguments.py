@@ -159,19 +159,16 @@ FAMILIES = (
 
 
 def bare(family: str, suffix: str = "Model") -> Any:
-    """A model of a family without weights, which knows its config; None if this release has none."""
+    """A model of a family without weights, which knows its config; None if this release cannot make one."""
     try:
         home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    except ImportError:
-        return None
-    models = (c for n, c in vars(home).items() if n.endswith(suffix) and hasattr(c, "get_rope_index"))
-    model = next(models, None)
-    if model is None:
+        model = next(c for n, c in vars(home).items() if n.endswith(suffix) and hasattr(c, "get_rope_index"))
+        config = model.config_class()
+    except Exception:
         return None
     made = model.__new__(model)
     torch.nn.Module.__init__(made)
-    made.config = model.config_class()
-    made.spatial_merge_size = 2
+    made.config, made.spatial_merge_size = config, 2
     return made
 
 
@@ -190,7 +187,7 @@ def test_images_and_videos_begin_no_document() -> None:
     for family, model in found.items():
         known = inspect.signature(model.get_rope_index).parameters
         axes = (3, 4) if family == "hunyuan_vl" else (3,)
-        for layout, count in itertools.product(LAYOUTS, axes):
+        for layout, count, seconds in itertools.product(LAYOUTS, axes, (0.1, 1)):
             if family == "hunyuan_vl":
                 model.config.text_config.rope_parameters = {"mrope_section": [4] * count}
             kinds = torch.tensor([[kind for kind, tokens in layout for _ in range(tokens)]])
@@ -201,7 +198,7 @@ def test_images_and_videos_begin_no_document() -> None:
                 "mm_token_type_ids": kinds,
                 "image_grid_thw": torch.tensor([[1, 4, 6]]),
                 "video_grid_thw": torch.tensor([[3, 4, 4]]),
-                "second_per_grid_ts": torch.tensor([0.1]),
+                "second_per_grid_ts": [seconds] * 9,
             }
             try:
                 positions, _ = model.get_rope_index(ids, **{k: v for k, v in given.items() if k in known})
