@@ -49,7 +49,7 @@ def grpo_loss(
 
     Where the clipped product is the smaller one, r has no gradient, however large it is. If A is negative, r has no
     upper bound but `delta`, and :math:`e^d` never has one. Where such a number overflows (:math:`e^{89}` in float32),
-    the loss is infinite, and its gradients are not finite. They are wherever the loss is.
+    the loss is infinite, and its gradients are not finite. Wherever the loss is finite, its gradients are too.
 
     Args:
         hidden: ``[B, T, D]``, a completion for each row. weight: ``[V, D]``. target: ``[B, T]``.
