@@ -58,7 +58,8 @@ class State:
     previous: dict[str, Any] = field(default_factory=dict)
     gelu: str = "none"  # the approximation of geglu
     dense_masks: str = "kernels"  # as in `patch`
-    mixing: tuple[str, ...] = ()  # the model's classes of layers that mix packed documents
+    mixing: tuple[str, ...] = ()  # the model's classes of layers that may mix packed documents
+    masked: tuple[str, ...] = ()  # those of them that get masks of transformers
     hands_on: bool = False  # whether the model gives its layers the documents of a call as an argument
 
 

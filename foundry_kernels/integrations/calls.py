@@ -177,7 +177,7 @@ def reads_documents(theirs: Callable[..., Any], signature: inspect.Signature) ->
             )
         documents, mask = _read(given, *sizes, tokens.device)
         if documents is not None:
-            _check_model(self, state, documents)
+            _check_model(self, state, documents, given)
         documents = around if documents is None else documents
         if mask is not None and "attention_mask" in kwargs:
             kwargs = {**kwargs, "attention_mask": mask}
@@ -361,16 +361,29 @@ def check_mask(mask: Tensor, positions: Tensor, past: int) -> None:
         )
 
 
-def _check_model(model: nn.Module, state: Any, documents: Documents) -> None:
-    """Raises ValueError if a layer of `model` mixes documents whatever its masks are."""
+def _check_model(model: nn.Module, state: Any, documents: Documents, given: Mapping[str, Any]) -> None:
+    """Raises ValueError if a layer of `model` may mix documents."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{documents.given_by} gives several documents per row, which an encoder-decoder does not keep apart; pass "
             "one document a row"
         )
-    if state.mixing:
+    mixing = set(state.mixing)
+    if _is_separated(config, given):
+        mixing -= set(state.masked)
+    if mixing:
         raise ValueError(
-            f"{documents.given_by} gives several documents per row, which {', '.join(state.mixing)} may mix; pass one "
-            "document per row, or patch with ops that do not name flash_attention, which leaves documents to the model"
+            f"{documents.given_by} gives several documents per row, which {', '.join(sorted(mixing))} may mix; pass "
+            "one document per row, or patch with ops that do not name flash_attention, which leaves documents to the model"
         )
+
+
+def _is_separated(config: Any, given: Mapping[str, Any]) -> bool:
+    """Returns whether transformers' own masks keep the documents of a call apart: those that position_ids alone give,
+    without a cache."""
+    names = ("attention_mask", "cache", "past_key_values", "seq_idx", *LENGTHS)
+    caches, positions = given.get("use_cache"), given.get("position_ids")
+    if caches is None and config is not None:
+        caches = getattr(config.get_text_config(), "use_cache", False)
+    return not caches and positions is not None and positions.dim() == 2 and all(given.get(n) is None for n in names)

@@ -38,8 +38,8 @@ class InterfaceAttention(Attention):
             return "it has no config of its own that names its attention"
         if not self.may_be_sdpa(module):
             return "its family does not run on SDPA, so that its eager attention may do what no argument tells"
-        if _knows_sdpa_by_name(sys.modules[self.home(module)]):
-            return "its family does something else for an attention that is not called 'sdpa'"
+        if _knows_two_names(sys.modules[self.home(module)]):
+            return "its family does something else for an attention that is called neither 'sdpa' nor 'eager'"
         return super().why_not(module)
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
@@ -47,18 +47,20 @@ class InterfaceAttention(Attention):
 
     def rotation(self, module: nn.Module) -> str | None:
         """Returns the report's text on the rotation of queries and keys, which stays; None where there is none."""
-        cls: type = type(module)
+        cls: Any = type(module)
         rotates = any("rotary" in name or re.match("apply_.*rope", name) for name in _names(cls))
         return "its rotation stays: no adapter for this class" if rotates else None
 
     def members(self, original: type) -> dict[str, Any]:
-        return {"_foundry_runs_on_sdpa": True}
+        return {}
 
 
 @functools.cache
-def _knows_sdpa_by_name(home: ModuleType) -> bool:
-    """Returns whether the code of a family compares the name of its attention with "sdpa"."""
-    return bool(re.search(r"_attn_implementation\s*(==|!=|in|not in)\s*[(\[{]?[^\n]*[\"']sdpa[\"']", _source(home)))
+def _knows_two_names(home: ModuleType) -> bool:
+    """Returns whether the code of a family compares the name of its attention with "sdpa" and "eager" at once: what any
+    other attention gets is then for kernels of its own. Where "sdpa" alone is named, any other gets what eager does."""
+    lists = re.findall(r"_attn_implementation\s+(?:not\s+)?in\s*[(\[{]([^)\]}]*)", _source(home))
+    return any("sdpa" in names and "eager" in names for names in lists)
 
 
 def _source(home: ModuleType) -> str:

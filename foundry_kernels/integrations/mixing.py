@@ -2,8 +2,8 @@
 
 No class is named here: what a module takes tells it. A mask of tokens, or a memory of earlier ones (a cache, a state),
 is of use only to a module that mixes tokens, and such a module needs one, or padding and generation would be wrong. A
-module that takes neither may still shift or transform a row, which what it calls tells. Of all these, only attention
-and linear attention of this package keep documents apart.
+module that takes neither may still shift or transform a row, which what it calls tells. Of all these, attention and
+linear attention of this package keep documents apart, and attention that was left where `gets_masks` says.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from torch import nn
 
@@ -77,8 +78,8 @@ def _takes_memory(module: nn.Module, rows: str) -> bool:
 
 
 def _shifts(module: nn.Module) -> bool:
-    cls: type = type(module)
     wide = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
+    cls: Any = type(module)
     return wide or not SHIFTS.isdisjoint(_calls(cls))
 
 
@@ -88,6 +89,13 @@ def _calls(cls: type) -> frozenset[str]:
     own = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins")]
     methods = [inspect.unwrap(value) for base in own for value in vars(base).values() if callable(value)]
     return frozenset().union(*(names_of(method.__code__) for method in methods if hasattr(method, "__code__")))
+
+
+def gets_masks(attention: nn.Module) -> bool:
+    """Returns whether transformers makes the masks of attention that was left. They keep documents apart that
+    `position_ids` alone give, in a call without a cache."""
+    cls: Any = type(attention)
+    return "ALL_ATTENTION_FUNCTIONS" in _calls(cls) and makes_masks(cls)
 
 
 def names_in(model: nn.Module, found: Collection[nn.Module]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from foundry_kernels.integrations.configs import Configs
 from foundry_kernels.integrations.handle import Arguments, PatchHandle, handle_of, keep
 from foundry_kernels.integrations.interface import InterfaceAttention
 from foundry_kernels.integrations.linear_attention import DeltaNet
-from foundry_kernels.integrations.mixing import lines, mixers, names_in
+from foundry_kernels.integrations.mixing import gets_masks, lines, mixers, names_in
 from foundry_kernels.integrations.release import check_release_of
 from foundry_kernels.integrations.report import Entry, Report
 from foundry_kernels.integrations.table import NO_ROW, adapter_for
@@ -149,6 +149,7 @@ def patch(
     for (module, adapter, _), state in zip(changes, states, strict=True):
         if isinstance(adapter, (CausalLM, PackedModel)):
             state.mixing, state.hands_on = names_in(module, found_mixing), module in holders
+            state.masked = names_in(module, [m for m in found_mixing if gets_masks(m)])
     mixing = lines(found_mixing, untold)
     report = _report(model, entries, backends, " and ".join(sorted(dense)), mixing)
     done: list[nn.Module] = []
