@@ -105,8 +105,8 @@ def telling(row: Any) -> dict[torch.dtype, frozenset[str]]:
         return {*_choices(case), *_sizes(case), *combinations(sorted(_choices(case)), 2)}
 
     few = [case for case in cases if numel(case) <= FEW_ELEMENTS] if _is_emulated(row) else cases
-    singles = _cover(few, _choices)
-    first, pairs = first_dtype(row), _cover(cases, all_of)
+    singles = cover(few, _choices)
+    first, pairs = first_dtype(row), cover(cases, all_of)
     chosen = dict.fromkeys(row.dtypes, singles[::3]) | {torch.bfloat16: singles, first: pairs}
     return {dtype: frozenset(chosen[dtype]) for dtype in row.dtypes}
 
@@ -129,7 +129,7 @@ def pairs_are_tried(row: Any, case: Case) -> bool:
     return numel(case) <= MOST_PAIRED and not is_twin(row.op)
 
 
-def _cover(cases: Sequence[Case], points_of: Callable[[Case], set[Any]]) -> list[str]:
+def cover(cases: Sequence[Case], points_of: Callable[[Case], set[Any]]) -> list[str]:
     """The names of cases that together cover all points, by a greedy search: cases with the most new points for their
     size come first."""
     from foundry_kernels.tools.check import numel
