@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, dataclass_tra
 
 from torch import Tensor
 
+from foundry_kernels.core.checks import constants
 from foundry_kernels.core.registry import BackendUnavailable
 
 #: The type in an operator's schema by a field's annotation.
@@ -89,7 +90,7 @@ class Options(tuple[Any, ...], metaclass=_OptionsMeta):
 
     def operator_args(self) -> tuple[Any, ...]:
         """The values for `SCHEMA`, in its order."""
-        return self[: self._n_in_schema]
+        return constants(*self[: self._n_in_schema])
 
     @classmethod
     def from_operator_args(cls, args: Sequence[Any]) -> tuple[Self, tuple[Any, ...]]:

@@ -4,24 +4,30 @@ most where lengths vary, and operators that a policy can name."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from inspect import signature
+from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
-from slow import rest_slow
+from slow import cover, rest_slow
 from table import Row, over_rows
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import foundry_kernels as fk
 from foundry_kernels.models import ModelConfig, Transformer
 from foundry_kernels.testing import Case, call, make_cotangents
+from foundry_kernels.testing.policy import options_on
+from foundry_kernels.tools.check import numel
 
 CONFIG = ModelConfig(dim=16, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=11, max_seq_len=32)
 LENGTHS = (5, 9, 13)
@@ -109,6 +115,115 @@ def test_module_with_inductor() -> None:
         (y.square().sum() + h.sum()).backward()
         results.append([y, h, norm.weight.grad, residual.grad])
     torch.testing.assert_close(*results)
+
+
+# --- every operation --------------------------------------------------------------------------------------------------
+
+
+#: A case, and of the arguments that are to be another argument's tensor that one's name.
+Call = tuple[Case, Mapping[str, str]]
+
+
+def assert_calls_compile_whole(row: Row, compiler: str, *series: Sequence[Call]) -> None:
+    """One graph of calls of an operation, each checkpointed if it has a backward pass, where sizes and the numbers
+    among the options are symbols. Results, gradients and what is written are those of eager calls. The graph of the
+    first series serves the others, whose sizes differ."""
+    mutated, has_gradients = row.op.cases.MUTATED.get(row.op.name, ()), row.has_gradients
+    function, backend = row.op.public, row.backend
+
+    def one(args: dict[str, Tensor | None], options: dict[str, Any], numbers: dict[str, float]) -> Any:
+        return function(**args, **{**options, **numbers}, backend=backend)
+
+    def graph(*given: Any) -> list[Any]:
+        calls = [partial(one, *each) for each in zip(*given, strict=True)]
+        return [checkpoint(f, use_reentrant=False) if has_gradients else f() for f in calls]
+
+    graphs, compilations = CompileCounterWithBackend(compiler), 0
+    compiled = torch.compile(graph, fullgraph=True, dynamic=True, backend=graphs)
+    for calls in series:
+        options = [dict(options_on(row.device, case.options)) for case, _ in calls]
+        numbers = [{k: each.pop(k) for k, v in [*each.items()] if isinstance(v, float)} for each in options]
+        results = []
+        for run in (graph, compiled):
+            args = []
+            for case, roles in calls:
+                own = case.make(torch.float32, row.device)
+                args.append(own | {k: own[of] for k, of in roles.items()})
+                for name, t in () if has_gradients else own.items():
+                    if t is not None and t.is_floating_point() and name not in mutated:
+                        t.requires_grad_()  # and there is no backward pass
+            with torch.fx.experimental._config.patch(use_duck_shape=False):  # equal sizes may be different symbols
+                outputs = tuple(tree_leaves(run(args, options, numbers)))
+            found = [*outputs, *(own[name] for own in args for name in mutated)]
+            if has_gradients:
+                wanted = {id(t): t for t in tree_leaves(args) if isinstance(t, Tensor) and t.requires_grad}
+                made = tuple(o for o in outputs if o.requires_grad)
+                cotangents = make_cotangents(made, "contiguous")
+                found += torch.autograd.grad(made, list(wanted.values()), cotangents, allow_unused=True)
+            results.append(found)
+        torch.testing.assert_close(*results)
+        compilations = compilations or graphs.frame_count
+    assert graphs.frame_count == compilations  # two, if there are numbers
+
+
+def layouts(case: Case) -> str:
+    """All of a case but its sizes and values, if no size is an exception to the compiler, like 1 and a half of 2."""
+    symbols = all(n > 2 for a in case.args.values() if a is not None for n in a.shape)
+    args = [(k, a and (a.layout, a.dtype, a.grad, len(a.shape))) for k, a in case.args.items()]
+    return str((case.options, args) if symbols else case.id)
+
+
+def with_every_option(row: Row) -> tuple[list[Call], list[Call]]:
+    """As few cases as have all options other than by default, and leave out each argument; and these in other sizes,
+    where there are such cases."""
+    cases = {c.id: c for c in row.cases if numel(c) <= (10_000 if row.backend == "native" else 2_000)}
+    usual = signature(row.op.public).parameters
+    alike: dict[str, list[Case]] = {}
+    for case in cases.values():
+        alike.setdefault(layouts(case), []).append(case)
+
+    def points(case: Case) -> set[Any]:
+        given = {k: v for k, v in case.options.items() if v != usual[k].default}
+        kinds = {(k, v if isinstance(v, str | bool) else type(v)) for k, v in given.items()}
+        return {*kinds, *((k, a is None) for k, a in case.args.items()), len(alike[layouts(case)]) > 1}
+
+    chosen = [cases[name] for name in cover(list(cases.values()), points)]
+    others = [alike[layouts(case)][-1 if case is alike[layouts(case)][0] else 0] for case in chosen]
+    return [(case, {}) for case in chosen], [(case, {}) for case in others]
+
+
+def with_one_tensor_in_several_roles(row: Row) -> list[Call]:
+    """As few cases as have all pairs of arguments that can be one tensor, such as queries and keys."""
+    calls: list[Call] = []
+    done: set[tuple[str, str]] = set()
+    for case in sorted(row.small_cases, key=numel):
+        roles = roles_of_one_tensor(row, case)
+        if not done.issuperset(roles.items()):
+            calls.append((case, roles))
+            done |= set(roles.items())
+    return calls
+
+
+def roles_of_one_tensor(row: Row, case: Case) -> dict[str, str]:
+    """The arguments that can be the tensor of another one, with that one's name: those that the reference takes."""
+    args, found = case.make(torch.float32, row.device), dict[str, str]()
+    tensors = {k: t for k, t in args.items() if t is not None and k not in row.op.cases.MUTATED.get(row.op.name, ())}
+    for (name, x), (of, y) in permutations(tensors.items(), 2):
+        fits = x.dim() == y.dim() and x.dtype == y.dtype and x.requires_grad <= y.requires_grad
+        if fits and name not in (*found, *found.values()) and of not in found:
+            given = {k: args[v] for k, v in (found | {name: of}).items()}
+            with suppress(ValueError, TypeError, IndexError):
+                call(row.op, args | given, case.options, backend="reference")
+                found[name] = of
+    return found
+
+
+@over_rows("reference", "triton", "native", slow=("reference",), sampled=("triton",), twins=False)
+@pytest.mark.parametrize("compiler", rest_slow(["eager", "aot_eager"]))
+def test_every_operation_compiles_whole(row: Row, compiler: str) -> None:
+    given, others = with_every_option(row)
+    roles = with_one_tensor_in_several_roles(row)
+    assert_calls_compile_whole(row, compiler, given + roles, others + roles)
 
 
 # --- export -----------------------------------------------------------------------------------------------------------

@@ -112,12 +112,12 @@ def telling(row: Any) -> dict[torch.dtype, frozenset[str]]:
         small = [case for case in cases if numel(case) <= FEW_ELEMENTS]
         known = set().union(*(_options(case) if twin else {*_options(case), *_widths(case)} for case in small))
         larger = [case for case in cases if numel(case) > FEW_ELEMENTS]
-        first = _cover(small, with_sizes)
-        first += _cover(larger, lambda c: (_options(c) if twin else {*_options(c), *_widths(c)}) - known)
-        singles = _cover(small, _choices)
+        first = cover(small, with_sizes)
+        first += cover(larger, lambda c: (_options(c) if twin else {*_options(c), *_widths(c)}) - known)
+        singles = cover(small, _choices)
         few, low = singles[:1], singles[::4]
     else:
-        first, singles = _cover(cases, with_pairs), _cover(cases, _choices)
+        first, singles = cover(cases, with_pairs), cover(cases, _choices)
         few, low = singles[::3], singles
     chosen = dict.fromkeys(row.dtypes, few) | {torch.bfloat16: low, first_dtype(row): first}
     assert all(chosen.values()), f"{row.id}: a dtype in which nothing is tried"
@@ -135,7 +135,7 @@ def representative(row: Any, dtype: torch.dtype, case: Case) -> bool:
     return not _is_emulated(row) or same or case.id in telling(row)[dtype]
 
 
-def _cover(cases: Sequence[Case], points_of: Callable[[Case], set[Any]]) -> list[str]:
+def cover(cases: Sequence[Case], points_of: Callable[[Case], set[Any]]) -> list[str]:
     """The names of cases that together cover all points, by a greedy search: cases with the most new points for their
     size come first."""
     from foundry_kernels.tools.check import numel
