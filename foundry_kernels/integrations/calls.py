@@ -375,8 +375,8 @@ def _check_model(model: nn.Module, state: Any, documents: Documents, given: Mapp
     if mixing:
         layers = ", ".join(sorted(mixing))
         raise ValueError(
-            f"{documents.given_by} gives several documents per row, which {layers} may mix; pass one document per row, or "
-            "patch with ops that do not name flash_attention, which leaves documents to the model"
+            f"{documents.given_by} gives several documents per row, which {layers} may mix; pass one document per row, "
+            "or patch with ops that do not name flash_attention, which leaves documents to the model"
         )
 
 
