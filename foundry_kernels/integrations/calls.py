@@ -314,7 +314,10 @@ def _unlike_a_mask(mask: Tensor | None) -> Tensor | None:
 def _past(cache: Any) -> int:
     """Returns how many tokens are in a cache."""
     length = getattr(cache, "get_seq_length", None)
-    past = 0 if length is None else length()
+    try:
+        past = 0 if length is None else length()
+    except ValueError:  # it has states alone, of layers that mix documents, and so of one a row
+        return 0
     if isinstance(past, Tensor) and is_compiling():
         raise ValueError("cu_seq_lens_q must be None with a static cache under torch.compile")
     return int(past)

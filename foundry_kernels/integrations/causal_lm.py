@@ -31,6 +31,8 @@ NO_LOGITS = "logits of a call with labels are None in training mode; return_logi
 
 #: The report's text for a language model that has no row.
 LOSS_STAYS = "its loss stays, with the logits: no adapter for this class"
+#: The operations of a loss.
+LOSSES = ("linear_cross_entropy", "cross_entropy")
 
 #: The arguments of the loss of transformers, and of the function that it calls; of `kwargs` both read nothing.
 LOSS = split_names("logits labels source target vocab_size num_items_in_batch ignore_index shift_labels kwargs")
@@ -71,7 +73,7 @@ class CausalLM(Adapter):
     transparent: ClassVar[bool] = True
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
-        return ("linear_cross_entropy", "cross_entropy")
+        return LOSSES
 
     def known(self) -> frozenset[str]:
         mixture = split_names(

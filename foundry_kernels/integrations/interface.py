@@ -59,11 +59,12 @@ class InterfaceAttention(Attention):
 def _knows_two_names(home: ModuleType) -> bool:
     """Returns whether the code of a family compares the name of its attention with "sdpa" and "eager" at once: what any
     other attention gets is then for kernels of its own. Where "sdpa" alone is named, any other gets what eager does."""
-    lists = re.findall(r"_attn_implementation\s+(?:not\s+)?in\s*[(\[{]([^)\]}]*)", _source(home))
+    lists = re.findall(r"_attn_implementation\s+(?:not\s+)?in\s*[(\[{]([^)\]}]*)", source_of(home))
     return any("sdpa" in names and "eager" in names for names in lists)
 
 
-def _source(home: ModuleType) -> str:
+def source_of(home: ModuleType) -> str:
+    """Returns the source of a module of Python; empty where there is none."""
     try:
         return inspect.getsource(home)
     except (OSError, TypeError):

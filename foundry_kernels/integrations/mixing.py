@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 
 from foundry_kernels.integrations.adapters import names_of
 from foundry_kernels.integrations.calls import arguments_of, goes_on, is_model, makes_masks, reads_rows
+from foundry_kernels.integrations.interface import source_of
 
 #: The arguments of a module that are a mask of tokens or a memory of earlier ones.
 MEMORY = re.compile(
@@ -92,10 +94,15 @@ def _calls(cls: type) -> frozenset[str]:
 
 
 def gets_masks(attention: nn.Module) -> bool:
-    """Returns whether transformers makes the masks of attention that was left. They keep documents apart that
-    `position_ids` alone give, in a call without a cache."""
+    """Returns whether transformers makes the masks of attention that was left, from the positions too. They keep
+    documents apart that `position_ids` alone give, in a call without a cache."""
     cls: Any = type(attention)
-    return "ALL_ATTENTION_FUNCTIONS" in _calls(cls) and makes_masks(cls)
+    if "ALL_ATTENTION_FUNCTIONS" not in _calls(cls) or not makes_masks(cls):
+        return False
+    source = source_of(sys.modules[next(c.__module__ for c in cls.__mro__ if "forward" in vars(c))])
+    calls = re.findall(r"\b(?:create_\w*mask\w*|mask_function)\(([^()]*)", source)
+    named = '"position_ids": position_ids' in source  # in the arguments that several calls share
+    return bool(calls) and all("position_ids=" in call or ("**" in call and named) for call in calls)
 
 
 def names_in(model: nn.Module, found: Collection[nn.Module]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from foundry_kernels.core.registry import short_dtype
 from foundry_kernels.integrations import swap
 from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention, Gated, Norm, State
 from foundry_kernels.integrations.calls import PackedModel, holders_of, is_model, models_around
-from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
+from foundry_kernels.integrations.causal_lm import LOSS_STAYS, LOSSES, NO_LOGITS, CausalLM
 from foundry_kernels.integrations.configs import Configs
 from foundry_kernels.integrations.handle import Arguments, PatchHandle, handle_of, keep
 from foundry_kernels.integrations.interface import InterfaceAttention
@@ -221,7 +221,8 @@ def _find(
     ours: Any = module if isinstance(module, OURS) or _is_our_model(module) else None
     found = None if ours is not None else adapter_for(module)
     if isinstance(found, str):
-        return None, Entry(name, cls, reason=found)
+        stays = found != LOSS_STAYS or any(op in wanted for op in LOSSES)
+        return None, Entry(name, cls, reason=found) if stays else None
     if ours is not None:
         ops: tuple[str, ...] = tuple(op for op in ours.backends if op in PATCHABLE)
     elif found is None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from any_family import any_family
 from packed import BY_POSITIONS, GIVEN, IDS, LENGTHS, ONES, OTHERS, POSITIONS, leaks
 from patching import close
 from tiny_hf import SIZES, randomise
@@ -139,6 +140,21 @@ def test_lengths_by_other_names(name: str) -> None:
             with pytest.raises(ValueError, match=f"^{name} must be None: documents are given by cu_seq_lens_q, "):
                 model(IDS, **given, **{name: torch.tensor([0, 5, 14, 18])})
         model(IDS, **{name: None})
+
+
+def test_generation_of_models_that_refuse_documents() -> None:
+    """Padded prompts are no documents, whatever cache a model has."""
+    ids = IDS[:, :12].view(2, 6)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    for family in ("mamba", "falcon_h1", "gpt_neo"):
+        if (model := any_family(family)) is None:
+            continue
+        options = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 2}
+        expected = model.generate(ids, **options)
+        with fk.patch(model) as handle:
+            assert handle.report().mixing
+            assert torch.equal(model.generate(ids, **options), expected), family
 
 
 class Mixer(nn.Module):
