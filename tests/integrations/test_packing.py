@@ -118,6 +118,18 @@ def test_families_without_a_row(family: str) -> None:
             assert close(model(IDS, **given).logits, alone), name
 
 
+@pytest.mark.parametrize("family", ["llama", *rest_slow(WITHOUT_A_ROW, 0)])
+def test_attention_that_is_left(family: str) -> None:
+    """It runs the documents that transformers' own masks keep apart: positions alone, without a cache."""
+    model = built(family)
+    model.set_attn_implementation("eager")
+    fk.patch(model)
+    alone = {"position_ids": POSITIONS, "use_cache": False}
+    assert (family != "llama" and refused(model, IDS, **alone)) or not leaks(model, **alone)
+    for given in (alone | {"attention_mask": ONES}, alone | {"use_cache": True}):
+        assert refused(model, IDS, **given) or not leaks(model, **given), given.keys()
+
+
 @pytest.mark.parametrize("family", ENCODERS)
 def test_encoders(family: str) -> None:
     """Those of text keep documents apart; encoder-decoders refuse them."""
