@@ -27,14 +27,15 @@ struct AttentionTiles {
   const uint64_t* words;  // [n, 64]: bit j of a query's word is key j
 };
 
-// A row's log-sum-exp between the passes, from its largest logit and the logarithm of the sum relative to that. Beside
-// a maximum beyond 2^31, which a bias may cause, a double would lose the logarithm, and all weights of the row would be
-// larger by the sum. So the logarithm is scaled with the maximum. It is still too small to change the result as a float.
+// A row's log-sum-exp between the passes, from its largest logit and the logarithm of the sum relative to it. Beside a
+// maximum beyond 2^31, which a bias may cause, a double would lose the logarithm, and the backward pass would compute
+// weights that are larger by the sum. So the logarithm is scaled with the maximum. It is still too small to change lse
+// as a float.
 FK_HOST_DEVICE inline double lse_scale(float max) { return std::fmax(1.0, std::fabs(double(max)) * 0x1p-31); }
 FK_HOST_DEVICE inline double join_lse(float max, double log_sum) { return max + log_sum * lse_scale(max); }
 
-// The same in two parts: the float, and the rest. weight = e^((logit - lse) - rest): for large weights the logit and lse
-// nearly cancel.
+// The same in two parts: the float, and the rest. A weight is e^((logit - lse) - rest): for large weights the logit and
+// lse nearly cancel.
 struct SplitLse {
   float lse, rest;
   FK_HOST_DEVICE explicit SplitLse(double joined) : lse(float(joined)), rest(0.0f) {

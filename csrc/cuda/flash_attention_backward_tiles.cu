@@ -103,10 +103,10 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
   const uint32_t own_lane = left_lane<kDim>(warp * 16, lane), right = right_lane<kDim>(lane);
   const uint32_t summed = summed_lane<kDim>(lane);
   const int own_row = first + warp * 16 + lane / 4;  // and own_row + 8
-  constexpr RowNumbers kNoRow{INFINITY, 0.f, 0.f};  // its weights are 0
+  constexpr RowNumbers kNoRow{INFINITY, 0.f, 0.f};   // its weights are 0
   RowNumbers own_numbers[2] = {kNoRow, kNoRow};
-  if (!kKeys) FK_UNROLL for (int half = 0; half < 2; ++half)
-      if (const int i = own_row + 8 * half; i < h.q_len)
+  if (!kKeys)
+    FK_UNROLL for (int half = 0; half < 2; ++half) if (const int i = own_row + 8 * half; i < h.q_len)
         own_numbers[half] = RowNumbers::of<kOptions>(a, h.row_at(a, i));
 
   const auto step = [&](auto masked, int tile) {

@@ -1,10 +1,11 @@
 """The running softmax of a tile of rows.
 
-Scores are in units of log2(e), so that every exponential is one `exp2`. With a bias (HAS_BIAS) they may be so large
-that their product with log2(e) overflows, and its rounding error is not small: they are in natural units, as is the
-maximum, and `powers` multiplies differences. A row's `State` is its maximum m, the sum l of the weights relative to it
-and, for the entropy, the sum e of weight times distance to the maximum in units of log2(e): its terms have the same
-sign, so there is no cancellation.
+Scores are in units of log2(e), so that every exponential is one `exp2`. A row's `State` is its maximum m, the sum l of
+the weights relative to it and, for the entropy, the sum e of weight times distance to the maximum: its terms have the
+same sign, so there is no cancellation.
+
+With a bias (HAS_BIAS) scores may be so large that their product with log2(e) overflows, and its rounding error is not
+small. They and the maximum are then in natural units, and only differences are multiplied.
 """
 
 from __future__ import annotations
