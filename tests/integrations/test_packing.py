@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +25,8 @@ from foundry_kernels.integrations.tiny import tiny_config, tiny_model
 from foundry_kernels.integrations.tiny_encoders import FAMILIES as ENCODERS
 from foundry_kernels.integrations.tiny_encoders import tiny_encoder
 
+#: Those of `NAMED` that have layers which are left, and mix tokens.
+MAY_REFUSE = ("deepseek_v32", "falcon_h1", "gemma4_text", "gpt_neo", "lfm2", "minimax")
 #: Families with linear attention, which keeps documents apart in a patched model alone.
 LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
 #: Releases in which their linear attention is written otherwise, and stays.
@@ -104,6 +105,7 @@ def test_families_without_a_row(family: str) -> None:
     mixing = fk.patch(model).report().mixing
     ways = OTHERS | (BY_POSITIONS if by_positions else {})
     if mixing:
+        assert family not in NAMED or family in MAY_REFUSE or BEFORE_LINEAR  # of which releases leave more
         assert model(IDS, attention_mask=ONES) is not None
         for given in ways.values():
             refusal_names(mixing, model, **given)
@@ -314,15 +316,6 @@ def test_other_arguments_are_ignored_as_without_a_patch() -> None:
                 with fk.patch(model.train(training)):
                     expected = model(IDS, labels=IDS).loss
                     assert torch.equal(model(IDS, labels=IDS, **{name: value}).loss, expected), (family, name)
-
-
-def test_no_warning_without_documents() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "foundry_kernels: .* runs on the reference")  # without the extension
-        model = built("falcon_h1")
-        fk.patch(model)
-        model(IDS, attention_mask=ONES)
 
 
 @pytest.mark.parametrize("family", rest_slow(["llama", "falcon", "gpt_oss", "opt", "qwen3_5"]))
