@@ -9,6 +9,8 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.checks import constants
+
 #: Symbolic numbers of torch.compile are returned as they are.
 _INTS: Any = (int, torch.SymInt)
 _FLOATS: Any = (float, int, torch.SymFloat, torch.SymInt)
@@ -54,7 +56,8 @@ def as_float(name: str, value: Any) -> float:
         TypeError: it is a string, or a tensor or array of more than one element.
     """
     if isinstance(value, _FLOATS):
-        return value
+        (number,) = constants(value)
+        return number  # type: ignore[no-any-return]
     try:
         if hasattr(value, "__float__"):  # a string has none, and float() would parse it
             return float(value)

@@ -26,25 +26,28 @@ def compiled(model: Any, backend: str = "aot_eager", **options: Any) -> Any:
     return torch.compile(model, fullgraph=True, backend=backend, **options)
 
 
-@pytest.mark.parametrize("training", rest_slow([True, False]), ids=["training", ""])
-def test_one_graph_forward_and_backward_for_every_length(training: bool) -> None:
-    model = tiny_model("llama", num_hidden_layers=1).train(training)
+@pytest.mark.parametrize("kind", rest_slow(["training", "evaluation", "recomputed"]))
+def test_one_graph_forward_and_backward_for_every_length(kind: str) -> None:
+    training, recomputed = kind != "evaluation", kind == "recomputed"
+    model = tiny_model("llama", num_hidden_layers=2 if recomputed else 1).train(training)
     fk.patch(model)
-    run = compiled(model)
+    if recomputed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    run = compiled(model, dynamic=recomputed or None)
     for length in (12, 7, 9):
         ids = IDS[:, :length]
-        expected = model(ids, labels=ids)
+        expected = model(ids, labels=ids, use_cache=False)
         expected.loss.backward()
         gradient = model.model.embed_tokens.weight.grad
         model.zero_grad()
-        out = run(ids, labels=ids)
+        out = run(ids, labels=ids, use_cache=False)
         out.loss.backward()
         assert close(out.loss, expected.loss)
         assert out.logits is None if training else close(out.logits, expected.logits)
         assert close(model.model.embed_tokens.weight.grad, gradient)
         model.zero_grad()
     assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == 2  # the first length, and all others
+    assert counters["stats"]["unique_graphs"] == 2  # the first length, or numbers as symbols; and all others
 
 
 def test_padding_without_reading_it() -> None:
@@ -157,11 +160,11 @@ FIRST = ("llama", "gemma2", "gpt_oss")
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in FIRST else pytest.mark.slow) for f in LLAMA_LIKE])
 def test_every_family_in_one_graph(family: str) -> None:
-    """Tracing only: what differs between families is Python."""
-    model = tiny_model(family)
-    with torch.no_grad():
-        expected = model(IDS, attention_mask=LEFT, use_cache=False).logits
-        fk.patch(model)
-        logits = compiled(model, "eager")(IDS, attention_mask=LEFT, use_cache=False).logits
+    """Tracing only, with recomputation and dynamic shapes: what differs between families is Python."""
+    model = tiny_model(family).train()
+    expected = model(IDS, attention_mask=LEFT, use_cache=False).logits
+    fk.patch(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    logits = compiled(model, "eager", dynamic=True)(IDS, attention_mask=LEFT, use_cache=False).logits
     assert close(logits[LEFT.bool()], expected[LEFT.bool()])
     assert not counters["graph_break"]

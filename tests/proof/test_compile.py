@@ -163,7 +163,8 @@ def assert_calls_compile_whole(row: Row, compiler: str, *series: Sequence[Call])
             results.append(found)
         torch.testing.assert_close(*results)
         compilations = compilations or graphs.frame_count
-    assert graphs.frame_count == compilations  # two, if there are numbers
+    if backend != "reference":  # which is written as loops
+        assert graphs.frame_count == compilations  # two, if there are numbers
 
 
 def layouts(case: Case) -> str:

@@ -196,42 +196,9 @@ def test_gradcheck(row: Row) -> None:
         assert torch.autograd.gradcheck(function, [args[k] for k in wanted], fast_mode=False), case.id
 
 
-def _compile_groups(row: Row) -> list[list[Case]]:
-    """Small cases that one graph with dynamic shapes should cover: same options, layouts and ranks."""
-    groups: dict[object, list[Case]] = {}
-    for case in row.cases:
-        if numel(case) > 20_000 or any(s < 2 for a in case.args.values() if a is not None for s in a.shape):
-            continue
-        kind = tuple(
-            (k, None if a is None else (a.layout, a.dtype, a.grad, len(a.shape))) for k, a in case.args.items()
-        )
-        groups.setdefault((str(case.options), kind, case.cotangent), []).append(case)
-    return sorted(groups.values(), key=len, reverse=True)
-
-
 def _written(row: Row, args: dict[str, Tensor | None]) -> list[Tensor | None]:
     """The arguments that a call overwrites, in `call`'s order."""
     return [args[name] for name in row.op.cases.MUTATED.get(row.op.name, ())]
-
-
-@over_rows("reference", "triton", "native", slow=("reference",), sampled=("triton",), twins=False)
-def test_compile_fullgraph_with_dynamic_shapes(row: Row) -> None:
-    """No graph break, forward and backward; one graph covers other sizes; the values are those of eager."""
-    group = _compile_groups(row)[0][:3]
-    compiled = torch.compile(row.op.public, fullgraph=True, dynamic=True, backend="aot_eager")
-    for case in group:
-        args = case.make(torch.float32, row.device)
-        wanted = {k: t for k, t in args.items() if t is not None and t.requires_grad}
-        outputs = compiled(**args, **case.options, backend=row.backend)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        cotangents = make_cotangents(outputs, "contiguous")
-        again = case.make(torch.float32, row.device)
-        expected = run(row.op, again, case.options, cotangents, backend=row.backend)
-        grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True) if wanted else ()
-        for a, e in zip(
-            (*outputs, *_written(row, args), *grads), (*expected.outputs, *expected.grads.values()), strict=True
-        ):
-            torch.testing.assert_close(a, e)
 
 
 @over_rows("reference", "native", slow=("reference",), sampled=("native",), twins=False)
