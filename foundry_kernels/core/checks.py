@@ -98,7 +98,7 @@ def constants(*values: Any) -> tuple[Any, ...]:
 def check_positive(name: str, value: Any) -> None:
     """A float above 0, within the bounds."""
     _check_real(name, value)
-    if not _in_bounds(value):  # also false for NaN
+    if not 2.0**-126 <= value <= 2.0**127:  # also false for NaN
         raise ValueError(_outside(name, value, "finite and > 0", value > 0.0, "in"))
 
 
@@ -106,7 +106,7 @@ def check_not_negative(name: str, value: Any) -> None:
     """A float that is 0 or as for :func:`check_positive`."""
     if type(value) is not float:
         _check_real(name, value)
-    if value != 0.0 and not _in_bounds(value):
+    if value != 0.0 and not 2.0**-126 <= value <= 2.0**127:
         raise ValueError(_outside(name, value, "finite and >= 0", value > 0.0, "0 or in"))
 
 
@@ -114,12 +114,8 @@ def check_number(name: str, value: Any) -> None:
     """A float of any sign that is 0 or of a size within the bounds."""
     if type(value) is not float:
         _check_real(name, value)
-    if value != 0.0 and not _in_bounds(abs(value)):
+    if value != 0.0 and not 2.0**-126 <= abs(value) <= 2.0**127:
         raise ValueError(_outside(name, value, "finite", True, "0 or of a size in"))
-
-
-def _in_bounds(value: Any) -> bool:
-    return bool(2.0**-126 <= value <= 2.0**127)
 
 
 def _check_real(name: str, value: object) -> None:

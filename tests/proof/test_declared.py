@@ -87,8 +87,8 @@ def test_direct_calls_are_given_every_argument(spec: OpSpec) -> None:
     if not asked:
         return
     (call,) = asked
-    guard = next(n for n in ast.walk(tree) if isinstance(n, ast.If) and call in list(ast.walk(n)))
-    named = {n.id for part in (guard.test, call) for n in ast.walk(part) if isinstance(n, ast.Name)}
+    guards = [n.test for n in ast.walk(tree) if isinstance(n, ast.If) and call in list(ast.walk(n))]
+    named = {n.id for part in (*guards, call) for n in ast.walk(part) if isinstance(n, ast.Name)}
     assert named >= set(inspect.signature(spec.public).parameters)
     assert native is not None
     assert native.direct(*[None] * (len(call.args) + 1)) is None

@@ -50,16 +50,14 @@ def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     from table import rows
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from foundry_kernels.distributed.sharding import operators
     from foundry_kernels.testing import call, make_cotangents
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
     found: dict[str, Any] = {"tried": Counter(), "collectives": {}, "wrong": []}
-    sharding = {rule.__module__.rpartition(".")[0]: rule for rule in operators().values()}
     for row in rows():
-        if row.op.package not in sharding:  # its operators do not support DTensors
+        if row.op.sharding is None or not row.op.sharding.OPERATORS:  # its operators do not support DTensors
             continue
-        for case, axes, id in divisions(row, sharding[row.op.package]):
+        for case, axes, id in divisions(row, row.op.sharding.sharding):
             args = case.make(torch.float32, "cpu")
             sharded = {
                 name: t
