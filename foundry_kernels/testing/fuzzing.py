@@ -37,6 +37,8 @@ def leading(draw: st.DrawFn, most: int, dimensions: int = 3) -> tuple[int, ...]:
 
 def layouts(rank: int) -> st.SearchStrategy[str]:
     """Layouts that a tensor of `rank` dimensions can have (see `testing.Arg`)."""
+    if rank == 0:
+        return st.just("contiguous")
     names = ("contiguous", "sliced", "offset", "expanded", "strided", *(("swapped",) if rank > 2 else ()))
     return st.sampled_from(names) | st.integers(0, 9999).map("random-{}".format)
 

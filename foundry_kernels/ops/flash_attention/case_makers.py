@@ -56,7 +56,7 @@ class PartlyBiased:
     value: float
 
     def __call__(self, g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-        wide = (1, *shape)[-max(len(shape), 2) :]
+        wide = (1, 1, *shape)[-max(len(shape), 2) :]
         turn, first = torch.arange(wide[-2])[:, None] % 4, torch.arange(wide[-1]) < 64
         half = torch.rand(wide, generator=g, dtype=torch.float64) < 0.5
         biased = torch.where(turn == 0, first, torch.where(turn == 1, ~first, (turn == 2) | half))

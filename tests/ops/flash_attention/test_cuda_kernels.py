@@ -204,7 +204,7 @@ BROKEN = (
     ("backward", "one place", "place_now ^ S::kTile);", "place_now);", RACE),
     ("backward", "a tile too far", "if (!kMasked || tile > first_tile) {", "if (true) {", OUTSIDE),
     ("backward", "weights of hidden pairs", "const float w = seen ? ", "const float w = true ? ", None),
-    ("backward", "delta is forgotten", "dx = w * (dx - numbers.y);", "dx = w * dx;", None),
+    ("backward", "delta is forgotten", "dx = w * (dx - numbers.delta);", "dx = w * dx;", None),
 )
 SHAPES = ((150, 150, True), (70, 200, False))
 

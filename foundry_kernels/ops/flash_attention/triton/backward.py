@@ -222,7 +222,8 @@ def flash_attention_dkdv_kernel(
     # For a key the window is mirrored: it is seen by the queries from `right` before it to `left` after it.
     mirrored = Mask(mask.right, mask.left)
     queries = block_range(j0, seqlen_k, seqlen_q, -offset, mirrored, BLOCK_N, BLOCK_M)
-    DELTA_FIRST: tl.constexpr = VARLEN and D == 128 and DV == 128 and not HAS_SOFTCAP and not HAS_ALIBI and not LSE_LOW
+    PLAIN_128: tl.constexpr = VARLEN and D == 128 and DV == 128 and not HAS_SOFTCAP and not HAS_ALIBI and not LSE_LOW
+    DELTA_FIRST: tl.constexpr = PLAIN_128 or (HAS_BIAS and HAS_DROPOUT and BLOCK_D > 128)
     n_heads = n_parts * members
     j_places = j0 + tl.arange(0, BLOCK_N)[:, None]
     for head in range(part * members, part * members + members):
