@@ -34,6 +34,11 @@ def default_eps(name: str, x: Tensor) -> float:
     return EPS_FLOAT64 if x.dtype == torch.float64 else EPS_FLOAT32
 
 
+def device_or_default(device: Any) -> torch.device:
+    """`device`, or torch's default device for None, in a way that torch.compile can trace."""
+    return torch.empty(0).device if device is None else torch.device(device)
+
+
 def check_integer(name: str, x: Tensor) -> None:
     check_tensor(name, x)
     if x.dtype not in (torch.int32, torch.int64):

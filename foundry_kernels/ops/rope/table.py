@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from foundry_kernels.core.checks import check_int, check_not_negative, check_positive, constants
+from foundry_kernels.core.checks import check_int, check_not_negative, check_positive, constants, device_or_default
 
 #: By type: the parameters that must be given and those that may be.
 _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -161,7 +161,7 @@ def rope_table(
     check_int("max_positions", max_positions, minimum=0)
     if scaling is not None and is_dynamo_compiling():
         scaling = RopeScaling(*constants(*[getattr(scaling, field) for field in scaling.__dataclass_fields__]))
-    device = torch.empty(0).device if device is None else device  # torch.compile traces no get_default_device
+    device = device_or_default(device)
     cos, sin = rope_rows(rotary_dim, 0, max_positions, max_positions, base, scaling)
     return cos.to(device), sin.to(device)
 
