@@ -57,7 +57,7 @@ def as_float(name: str, value: Any) -> float:
     """
     if isinstance(value, _FLOATS):
         (number,) = constants(value)
-        return number  # type: ignore[no-any-return]
+        return number
     try:
         if hasattr(value, "__float__"):  # a string has none, and float() would parse it
             return float(value)

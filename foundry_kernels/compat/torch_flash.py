@@ -6,7 +6,8 @@ the backward pass needs. It also applies to code that was compiled before, becau
 that no kernel here supports (float64, a scale that is not positive, a build without the extension) runs on the previous
 kernel, if there is one.
 
-The lse of these operators does not require a gradient, because PyTorch's autograd has no formula for it.
+The lse of these operators does not require a gradient, because PyTorch's autograd has no formula for it. That of
+`torch.nn.attention.varlen.varlen_attn` has its gradient while these kernels serve it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def activate() -> Handle:
             if hasattr(torch.ops.aten, name):  # one of them is not in PyTorch 2.11
                 kernel = _Kernel(name, device, _KERNELS[name])
                 library.impl(name, kernel, device, with_keyset=True, allow_override=True)
-    return Handle(library, _lse_without_gradient())
+    return Handle(library, _lse_with_gradient())
 
 
 class Handle:
@@ -65,31 +66,49 @@ class Handle:
             self.restore()
 
 
-def _lse_without_gradient() -> Callable[[], None]:
-    """Lets `torch.nn.attention.varlen.varlen_attn` say what is true of its lse, as it does since PyTorch 2.15: before,
-    the lse requires a gradient, which the backward pass drops. Returns what undoes it."""
+def _lse_with_gradient() -> Callable[[], None]:
+    """Gives the lse of `torch.nn.attention.varlen.varlen_attn` its gradient, which PyTorch's own backward pass drops.
+    Where a call runs on PyTorch's kernel, lse requires no gradient, as with PyTorch itself since 2.15. Returns what
+    undoes it."""
     try:
-        varlen: Any = importlib.import_module("torch.nn.attention.varlen")
-        own = varlen._varlen_attn._setup_context_fn
+        operator: Any = importlib.import_module("torch.nn.attention.varlen")._varlen_attn
+        own = operator._setup_context_fn, operator._backward_fn
     except (ImportError, AttributeError):
         return _nothing
-    if own is None:
+    if None in own:
         return _nothing
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        own(ctx, inputs=inputs, output=output)
-        ctx.mark_non_differentiable(*output[1:])
+        own[0](ctx, inputs=inputs, output=output)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2 if _serves(inputs[0], getattr(ctx, "scale", None)) else 1 :])
+
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
+        if dlse is None:
+            return own[1](ctx, dout, dlse, *others)
+        query, key, value, cu_seq_q, cu_seq_k, out, lse, rng_state = ctx.saved_tensors
+        left, right = getattr(ctx, "window_size", None) or (-1, -1)
+        grads = torch.ops.aten._flash_attention_backward(
+            torch.zeros_like(out) if dout is None else dout, query, key, value, out, lse, cu_seq_q, cu_seq_k, ctx.max_q,
+            ctx.max_k, 0.0, ctx.is_causal, rng_state, dlse, scale=getattr(ctx, "scale", None), window_size_left=left,
+            window_size_right=right,
+        )  # fmt: skip
+        return *grads, *[None] * (len(ctx.needs_input_grad) - 3)
 
     def restore() -> None:
-        if varlen._varlen_attn._setup_context_fn is setup_context:  # otherwise it was replaced again
-            varlen._varlen_attn._setup_context_fn = own
+        if operator._setup_context_fn is setup_context:  # otherwise it was replaced again
+            operator._setup_context_fn, operator._backward_fn = own
 
-    varlen._varlen_attn._setup_context_fn = setup_context
+    operator._setup_context_fn, operator._backward_fn = setup_context, backward
     return restore
 
 
 def _nothing() -> None:
     pass
+
+
+def _serves(q: Tensor, scale: float | None) -> bool:
+    return backend_of(q) is not None and (scale is None or 0.0 < scale < math.inf)
 
 
 class _Kernel:
@@ -103,7 +122,7 @@ class _Kernel:
 
     def __call__(self, keyset: Any, first: Tensor, *args: Any, **options: Any) -> Any:
         scale = options.get("scale")
-        if backend_of(first) is not None and (scale is None or 0.0 < scale < math.inf):
+        if _serves(first, scale):
             return self.ours("auto", first, *args, **options)
         if self.before is not None:
             return self.before.call_boxed(keyset, first, *args, **options)
@@ -234,13 +253,15 @@ def _backward(
     unused: Tensor, *, scale: float | None = None, window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    """`unused` is the gradient of lse where `_lse_with_gradient` has put it; elsewhere it is empty or an integer."""
     options = _tokens_first(
         q, k, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, _seed_in(rng_state), scale, window_size_left,
         window_size_right,
     )  # fmt: skip
     given = (dout, q, k, v, out)
     if options.packed:
-        grads = backward(backend, dout, q, k, v, out, lse, options)
+        dlse = unused if unused.is_floating_point() and unused.shape == lse.shape else None
+        grads = backward(backend, dout, q, k, v, out, lse, options, dlse)
     else:
         dout, q, k, v, out = (x.transpose(1, 2) for x in given)
         dq, dk, dv = backward(backend, dout, q, k, v, out, lse, options)

@@ -34,6 +34,11 @@ def default_eps(name: str, x: Tensor) -> float:
     return EPS_FLOAT64 if x.dtype == torch.float64 else EPS_FLOAT32
 
 
+def device_or_default(device: Any) -> torch.device:
+    """`device`, or torch's default device for None, in a way that torch.compile can trace."""
+    return torch.empty(0).device if device is None else torch.device(device)
+
+
 def check_integer(name: str, x: Tensor, rank: int | None = None, layout: str = "") -> None:
     """`x` is an int32 or int64 tensor and, if a rank is given, of that rank, which `layout` shows."""
     check_tensor(name, x)

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.checks import device_or_default
 from foundry_kernels.core.registry import is_subclass
 from foundry_kernels.nn._scripting import refuse_scripting
 
@@ -32,7 +33,7 @@ class FixedTables(torch.nn.Module):
         raise NotImplementedError
 
     def _register(self, device: Any) -> None:
-        device = torch.get_default_device() if device is None else device
+        device = device_or_default(device)
         for name, table in zip(self.names, self._tables(device), strict=True):
             self.register_buffer(name, table, persistent=False)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.checks import check_int, check_positive
+from foundry_kernels.core.checks import check_int, check_positive, device_or_default
 from foundry_kernels.nn._tables import FixedTables, PositionTables
 
 
@@ -28,7 +28,7 @@ def alibi_slopes(n_heads: int, *, device: Any = None) -> Tensor:
     exponents = [8.0 * i / below for i in range(1, below + 1)]
     exponents += [4.0 * i / below for i in range(1, 2 * (n_heads - below), 2)]
     slopes = torch.tensor(exponents, dtype=torch.float64, device="cpu").neg().exp2().float()
-    return slopes.to(torch.get_default_device() if device is None else device)
+    return slopes.to(device_or_default(device))
 
 
 class AlibiSlopes(FixedTables):

@@ -135,45 +135,61 @@ def test_varlen_attn(ours: list[str], window: tuple[int, int]) -> None:
             torch.testing.assert_close(into, compat.varlen_attn(*given, cu, cu, 7, 7, **options))
 
 
-def test_lse_takes_no_gradient_and_says_so(ours: list[str]) -> None:
-    """PyTorch's autograd drops the gradient of lse; `compat.varlen_attn` has it. One token, so that it is known."""
+def test_lse_has_its_gradient(ours: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the output's and alone, compiled too, where PyTorch's own backward pass drops it. It requires none in a
+    call that no kernel here serves, and of PyTorch's operators. First one token, of which the gradients are known."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
-    cu, sizes = torch.tensor([0, 1], dtype=torch.int32), (1, 1)
     aux = varlen.AuxRequest(lse=True)
-    q, k, v = given = [torch.full((1, 1, 1), x, requires_grad=True) for x in (1.0, 1.0, 2.0)]
-    out, lse = varlen.varlen_attn(*given, cu, cu, *sizes, return_aux=aux, scale=1.0)
+    one = [torch.full((1, 1, 1), x, requires_grad=True) for x in (1.0, 1.0, 2.0)]
+    several = inputs((12, 4, 8), (12, 4, 8), (12, 4, 8))
+
+    def losses(attend: Any, given: list[Tensor], ends: list[int], **options: Any) -> list[Tensor]:
+        cu, length = torch.tensor([0, *ends], dtype=torch.int32), given[0].shape[0]
+        out, lse = attend(*given, cu, cu, length, length, return_aux=aux, **options)
+        return [(out.mean(-1) * torch.sigmoid(lse.t())).sum(), lse.sin().sum(), out.sin().sum()]
+
+    def gradients(loss: Tensor, given: list[Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss, given, retain_graph=True, materialize_grads=True)
+
+    found = torch.cat(gradients(losses(varlen.varlen_attn, one, [1], scale=1.0)[0], one)).flatten()
+    torch.testing.assert_close(found, torch.tensor([0.39322, 0.39322, 0.73106]), rtol=1e-4, atol=0)
+    for ends, options in (([5, 5, 12], {}), ([12], {"scale": 0.3})):
+        expected = losses(compat.varlen_attn, several, ends, **options)
+        for loss, exact in zip(losses(varlen.varlen_attn, several, ends, **options), expected, strict=True):
+            torch.testing.assert_close(gradients(loss, several), gradients(exact, several), rtol=2e-4, atol=2e-5)
+        compiled = torch.compile(losses, backend="aot_eager", fullgraph=True)
+        loss, exact = sum(compiled(varlen.varlen_attn, several, ends, **options)), sum(expected)
+        torch.testing.assert_close(gradients(loss, several), gradients(exact, several), rtol=2e-4, atol=2e-5)
+    q, k, v = one
+    cu, dense = torch.tensor([0, 1], dtype=torch.int32), [x[None] for x in one]
+    answers = iter([True, False])  # to the kernel, which on a CPU must be ours, and to autograd
+    monkeypatch.setattr(torch_flash, "_serves", lambda q, scale: next(answers))
+    out, lse = varlen.varlen_attn(*one, cu, cu, 1, 1, return_aux=aux)
     assert out.requires_grad
     assert not lse.requires_grad
-    grads = torch.autograd.grad((out * torch.sigmoid(lse)[..., None]).sum(), given)
-    torch.testing.assert_close(torch.cat(grads).flatten(), torch.tensor([0.0, 0.0, 0.73106]), rtol=1e-4, atol=1e-6)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        lse.sum().backward()
-    compiled = torch.compile(varlen.varlen_attn, backend="aot_eager", fullgraph=True)
-    assert not compiled(*given, cu, cu, *sizes, return_aux=aux, scale=1.0)[1].requires_grad
-
-    out, lse = compat.varlen_attn(*given, cu, cu, *sizes, return_aux=aux, scale=1.0)
-    grads = torch.autograd.grad((out * torch.sigmoid(lse)[..., None]).sum(), given)
-    torch.testing.assert_close(torch.cat(grads).flatten(), torch.tensor([0.39322, 0.39322, 0.73106]), rtol=1e-4, atol=0)
-
-    dense = [x[None] for x in given]
+    monkeypatch.undo()
     for made in (
         aten._scaled_dot_product_flash_attention(*dense, 0.0, False, False),
         aten._scaled_dot_product_flash_attention_for_cpu(*dense, 0.0, False),
-        aten._flash_attention_forward(*dense, None, None, *sizes, 0.0, False, False),
-        aten._flash_attention_forward(q, k, v, cu, cu, *sizes, 0.0, False, False),
+        aten._flash_attention_forward(*dense, None, None, 1, 1, 0.0, False, False),
+        aten._flash_attention_forward(q, k, v, cu, cu, 1, 1, 0.0, False, False),
     ):
         assert made[0].requires_grad
         assert not made[1].requires_grad
 
 
-def test_nothing_is_left_of_what_lse_says() -> None:
+def test_nothing_is_left_of_the_gradient_of_lse() -> None:
     """Nor is what somebody else has put there since taken away, and a torch without these names is served."""
     operator: Any = pytest.importorskip("torch.nn.attention.varlen")._varlen_attn
-    own = operator._setup_context_fn
+
+    def both() -> tuple[Any, Any]:
+        return operator._setup_context_fn, operator._backward_fn
+
+    own = both()
     attention.activate_flash_attention_impl("foundry")
-    assert operator._setup_context_fn is not own
+    assert not set(own) & set(both())
     attention.restore_flash_attention_impl()
-    assert operator._setup_context_fn is own
+    assert both() == own
     handle = torch_flash.activate()
     try:
         operator._setup_context_fn = print
@@ -183,7 +199,7 @@ def test_nothing_is_left_of_what_lse_says() -> None:
         torch_flash.activate().remove()
         assert not hasattr(operator, "_setup_context_fn")
     finally:
-        operator._setup_context_fn = own
+        operator._setup_context_fn, operator._backward_fn = own
 
 
 def test_the_operator_for_gpus(ours: list[str]) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import foundry_kernels as fk
-from foundry_kernels.ops.rope import RopeScaling, rope_table
+from foundry_kernels.ops.rope import RopeScaling, rope_table, table
 
 
 def test_table_is_exact_at_late_positions() -> None:
@@ -198,6 +201,25 @@ def test_table_follows_the_device() -> None:
         assert rope_table(4, 3)[1].device.type == "meta"
     assert rope_table(4, 0)[0].shape == (0, 2)
     assert fk.rope_table is rope_table
+
+
+def test_compiles_whole() -> None:
+    """With each scaling; with dynamic shapes, where numbers are symbols, in parts that are checkpointed too."""
+    common = {"factor": 2.0, "original_max_position_embeddings": 8}
+    scalings = [None, RopeScaling("linear", 2.0), RopeScaling("dynamic", **common), RopeScaling("yarn", **common)]
+    scalings += [RopeScaling("yarn", **common, beta_fast=4.0, mscale=0.7, mscale_all_dim=1.5, truncate=False)]
+    scalings += [RopeScaling("llama3", **common, low_freq_factor=1.0, high_freq_factor=4.0)]
+    assert {s.rope_type for s in scalings if s is not None} == set(table._PARAMETERS)
+
+    def tables(length: int, base: float, scalings: list[RopeScaling | None], recomputed: bool) -> list[Any]:
+        calls = [partial(rope_table, 8, length, base=base, scaling=scaling) for scaling in scalings]
+        return [checkpoint(call, use_reentrant=False) if recomputed else call() for call in calls]
+
+    for dynamic in (False, True):
+        compiled = torch.compile(tables, fullgraph=True, dynamic=dynamic, backend="eager")
+        for length in (10, 12) if dynamic else (10,):
+            given = length, 500.0, scalings * (1 + dynamic)
+            assert all(map(torch.equal, *map(tree_leaves, (compiled(*given, dynamic), tables(*given, False)))))
 
 
 L = 4096

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foundry_kernels.core.checks import check_int, check_integer, check_tensor
+from foundry_kernels.core.checks import check_int, check_integer, check_tensor, device_or_default
 
 TILE = 64
 EMPTY, FULL = 0, 1
@@ -102,7 +102,7 @@ class AttentionMask:
                 check_int(name, n, 1)
         check_int("T", T, 1)
         check_int("S", S, 1)
-        device = torch.get_default_device() if device is None else torch.device(device)
+        device = device_or_default(device)
         shape = (B or 1, H or 1, T, S)
 
         def rows(begin: int, end: int) -> Tensor:

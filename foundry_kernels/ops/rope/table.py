@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from foundry_kernels.core.checks import check_int, check_not_negative, check_positive
+from foundry_kernels.core.checks import check_int, check_not_negative, check_positive, constants, device_or_default
 
 #: By type: the parameters that must be given and those that may be.
 _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -155,9 +156,12 @@ def rope_table(
 
     Su et al., "RoFormer", 2021, arXiv:2104.09864.
     """
+    (base,) = constants(base)
     check_table(rotary_dim, base, scaling)
     check_int("max_positions", max_positions, minimum=0)
-    device = torch.empty(0).device if device is None else device  # torch.compile traces no get_default_device
+    if scaling is not None and is_dynamo_compiling():
+        scaling = RopeScaling(*constants(*[getattr(scaling, field) for field in scaling.__dataclass_fields__]))
+    device = device_or_default(device)
     cos, sin = rope_rows(rotary_dim, 0, max_positions, max_positions, base, scaling)
     return cos.to(device), sin.to(device)
 
@@ -206,7 +210,8 @@ def _frequencies(rotary_dim: int, length: int, base: float, scaling: RopeScaling
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     assert low is not None
     assert high is not None
-    rotations = trained * plain / (2.0 * math.pi)
+    (tau,) = constants(math.tau)
+    rotations = trained * plain / tau
     keep = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
     return keep * plain + (1.0 - keep) * slow, 1.0
 
@@ -216,8 +221,9 @@ def _yarn_keep(scaling: RopeScaling, trained: int, pairs: Tensor, rotary_dim: in
 
     def pair_of(rotations: float) -> float:
         """The (fractional) pair that makes this many rotations over the trained length."""
-        return rotary_dim * math.log(trained / (rotations * 2.0 * math.pi)) / (2.0 * math.log(base))
+        return rotary_dim * math.log(trained / (rotations * tau)) / (2.0 * math.log(base))
 
+    (tau,) = constants(math.tau)
     first, last = pair_of(scaling._beta_fast), pair_of(scaling._beta_slow)
     if scaling.truncate is not False:
         first, last = math.floor(first), math.ceil(last)
