@@ -110,8 +110,6 @@ EXTRA: dict[str, dict[str, Any]] = {
     "exaone4": {"layer_types": _SLIDING},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0},
-    # Two of its layers have no keys of their own.
-    "gemma4_text": {"num_hidden_layers": 4, "layer_types": _SLIDING * 2, "num_kv_shared_layers": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 16},
     "granitemoehybrid": {"layer_types": _MAMBA},
