@@ -87,8 +87,8 @@ void backward_tiles(const GluBackward& a, const Unit& unit, Drop& drop, int64_t 
         const Activated one = unit.both(g.a), two = unit.both(g.b);
         if (dgate) {
           const Vec2 u = at.load(up + i);
-          at.store(
-              dgate + i, Vec2{unit.into_gate(d.a, g.a, u.a, one.slope), unit.into_gate(d.b, g.b, u.b, two.slope)}, streamed);
+          at.store(dgate + i, Vec2{unit.into_gate(d.a, g.a, u.a, one.slope), unit.into_gate(d.b, g.b, u.b, two.slope)},
+                   streamed);
         }
         if (dup) {
           Vec2 u{};
@@ -119,9 +119,7 @@ struct WholePairs : Whole {
 
 struct PartPairs : Part {
   template <class X> Vec2 load_pairs(const X* p) const { return split(Part2{2 * count}.load(p), Lanes{}); }
-  template <class X> void store_pairs(X* p, Vec2 v, bool) const {
-    Part2{2 * count}.store(p, in_order(v, Lanes{}));
-  }
+  template <class X> void store_pairs(X* p, Vec2 v, bool) const { Part2{2 * count}.store(p, in_order(v, Lanes{})); }
 };
 
 // Calls f(i, access) for pairs i = 0, kLanes, ... < n.

@@ -94,16 +94,3 @@ def test_a_class_that_cannot_be_flattened_is_refused() -> None:
         class Mixed(Options, not_in_schema=("first",)):
             first: bool = False
             second: bool = False
-
-
-def test_they_can_be_traced() -> None:
-    def call(x: Tensor, scale: float) -> Tensor:
-        options = Example(scale, x, 7, "sum", -1)
-        options, _ = Example.from_operator_args((*options.without_tensors().operator_args(), True))
-        options = options.with_tensors((x, None))
-        options.refuse_others(Example._fields, "example", "native")
-        return options.lengths * options.scale + len(options.tensors()) + options.causal
-
-    x = torch.randn(3)
-    compiled = torch.compile(call, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x, 0.5), call(x, 0.5))

@@ -269,23 +269,6 @@ def test_only_the_loss_is_differentiable(backend: str, device: str) -> None:
 
 
 @kernels
-def test_compiled_with_options_and_dynamic_shapes(backend: str, device: str) -> None:
-    def function(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 9.0, "return_lse": True}
-        return cross_entropy(2 * x, target, weight=weight, backend=backend, **options)  # type: ignore[return-value]
-
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
-    for n_rows, n_classes in ((5, 12), (7, 33)):
-        x = torch.randn(n_rows, n_classes, device=device, requires_grad=True)
-        inputs = x, integers(n_classes, n_rows).to(device), torch.rand(n_classes, device=device)
-        results = []
-        for each in (compiled, function):
-            loss, lse = each(*inputs)
-            results.append((loss, lse, *torch.autograd.grad(loss, x)))
-        assert all(map(torch.equal, *results))
-
-
-@kernels
 def test_offsets_beyond_32_bits(backend: str, device: str) -> None:
     """Rows 2^31 elements apart. The memory is reserved and, but for the rows, never touched."""
     stride = 2**31

@@ -293,21 +293,6 @@ def test_opcheck(form: Any, dtype: torch.dtype) -> None:
         torch.library.opcheck(func, given)
 
 
-@pytest.mark.parametrize("form", [None, 64, "tiles"], ids=str)
-def test_compile_fullgraph_with_dynamic_shapes(form: Any) -> None:
-    def function(*args: Any) -> Any:
-        return loss_of(form, *args)
-
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    hidden, weight, target = draw()
-    for n in (40, 23):
-        x = hidden.detach()[:n].requires_grad_()
-        found = compiled(x, weight, target[:n])
-        exact = expected(x, weight, target[:n])
-        torch.testing.assert_close(found, exact)
-        near(torch.autograd.grad(found, (x, weight)), torch.autograd.grad(exact, (x, weight)))
-
-
 @pytest.mark.parametrize("form", [None, 7, "tiles"], ids=str)
 def test_compile_with_as_many_tokens_as_the_data_says(form: Any) -> None:
     """Which no form depends on: what cannot be told is taken for more than fits."""

@@ -107,21 +107,6 @@ def test_a_token_that_the_model_is_certain_of_is_not_scaled(op: str, backend: st
         assert torch.autograd.grad(loss, hidden)[0].isfinite().all()
 
 
-@losses
-def test_compiled(op: str, backend: str, device: str) -> None:
-    hidden, weight, target = draw(device)
-
-    def step(*args: Tensor) -> Any:
-        return call(op, *args, token_scaling=True, chunk_size=7, backend=backend, **ALL)
-
-    expected = step(hidden, weight, target)
-    found = torch.compile(step, fullgraph=True, backend="aot_eager")(hidden, weight, target)
-    for a, e in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, e)
-    for a, e in zip(*(torch.autograd.grad(y[0], (hidden, weight)) for y in (found, expected)), strict=True):
-        torch.testing.assert_close(a, e)
-
-
 def test_results_come_in_the_order_that_is_written() -> None:
     hidden, weight, target = draw("cpu")
     options = {"return_lse": True, "return_z_loss": True, "z_loss": 0.1} | ALL

@@ -202,23 +202,18 @@ def test_activation_checkpointing_makes_the_mask_again(op, backend: str) -> None
 
 
 def test_compiled() -> None:
-    """Results with a seed are those of eager mode; without one, each call draws a seed, which its backward pass
-    uses."""
+    """Without a seed, each call draws one, which its backward pass uses."""
     x, residual = torch.randn(2, 8, 32, requires_grad=True)
 
-    def function(a: Tensor, b: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-        return fk.add_rms_norm(a, b, dropout_p=0.5, dropout_seed=seed)
+    def function(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return fk.add_rms_norm(a, b, dropout_p=0.5)
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for expected, found in zip(
-        function(x, residual, torch.tensor(3)), compiled(x, residual, torch.tensor(3)), strict=True
-    ):
-        torch.testing.assert_close(found, expected)
     masks = []
     for manual in (0, None, 0):
         if manual is not None:
             torch.manual_seed(manual)
-        _, h = compiled(x, residual, None)
+        _, h = compiled(x, residual)
         (dx,) = torch.autograd.grad(h.sum(), x)
         torch.testing.assert_close(h, residual + x * dx)
         masks.append(dx != 0)

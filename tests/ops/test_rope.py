@@ -316,22 +316,3 @@ def test_nothing_is_launched_for_what_takes_no_gradient(monkeypatch: pytest.Monk
     dq_out, dk_out, q_, k_, *_, dq, dk, dq_weight, dk_weight = seen[1]
     assert [x is not None for x in (dq_out, q_, dq_weight)] == [True] * 3
     assert [x is None for x in (dk_out, k_, dq, dk, dk_weight)] == [True] * 5
-
-
-def test_compiles_with_dynamic_shapes() -> None:
-    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        return rope(q, k, cos, sin, positions=positions, backend="reference")
-
-    cos, sin = rope_table(8, 30)
-    for tokens, layout in ((5, "contiguous"), (7, "swapped")):
-        q, k = (x.requires_grad_() for x in inputs(torch.float32, layout, tokens))
-        for positions in (None, torch.arange(tokens) + 3):
-            expected = rope(q, k, cos, sin, positions=positions, backend="reference")
-            actual = rotate(q, k, cos, sin, positions)
-            for a, e in zip(actual, expected, strict=True):
-                assert torch.equal(a, e)
-                assert a.stride() == e.stride()
-            a, e = (torch.autograd.grad(o, (q, k), o) for o in (actual, expected))
-            assert torch.equal(a[0], e[0])
-            assert torch.equal(a[1], e[1])

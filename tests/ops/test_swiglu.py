@@ -111,18 +111,6 @@ def test_output_is_contiguous_and_inputs_are_untouched(function: Activation, lay
 
 
 @functions
-def test_compiles_with_dynamic_shapes(function: Activation) -> None:
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
-    for n in (3, 5, 8):
-        gate, up = normal(n, 6).requires_grad_(), normal(n, 6).flip(0).requires_grad_()
-        for inputs in ((gate, up), (gate,)):
-            actual, expected = compiled(*inputs), function(*inputs)
-            assert torch.equal(actual, expected)
-            for a, e in zip(*(torch.autograd.grad(o.sum(), inputs) for o in (actual, expected)), strict=True):
-                assert torch.equal(a, e)
-
-
-@functions
 def test_autocast_changes_nothing(function: Activation) -> None:
     gate, up = normal(3, 4, dtype=torch.float32), normal(3, 4, dtype=torch.float32).flip(0)
     with torch.autocast("cpu", torch.bfloat16):

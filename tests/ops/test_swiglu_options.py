@@ -136,17 +136,6 @@ def test_outputs_larger_than_the_caches(dtype: torch.dtype) -> None:
         assert torch.equal(whole, torch.cat(parts))
 
 
-def test_compiles_with_dynamic_shapes() -> None:
-    def function(x: Tensor) -> Tensor:
-        return swiglu(x, **OSS, interleaved=True)
-
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
-    for n in (3, 5):
-        x = torch.linspace(-9, 9, 6 * n).view(n, 6)
-        for actual, expected in zip(step(compiled, (x,)), step(function, (x,)), strict=True):
-            assert torch.equal(actual, expected)
-
-
 @kernels
 def test_opcheck(backend: str, device: str) -> None:
     prefix = "triton_" if backend == "triton" else ""

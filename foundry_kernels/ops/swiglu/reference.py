@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from foundry_kernels.core.checks import constants
 from foundry_kernels.core.dropout import dropout
 
 
@@ -19,6 +20,7 @@ def swiglu(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
+    alpha, up_offset = constants(alpha, up_offset)
     gate32, up32 = _halves(gate, up, interleaved)
     if limit is not None:
         gate32, up32 = _clamp(gate32, None, limit), _clamp(up32, -limit, limit)

@@ -166,18 +166,8 @@ def test_checkpointing_makes_the_same_again(backend: str, reentrant: bool) -> No
 
 @over_backends
 def test_under_compile(backend: str) -> None:
-    """With a seed the same is dropped; without one, another at each call."""
+    """Without a seed, another one is drawn at each call."""
     q, k, v = (x.detach().float().to(DEVICE).requires_grad_() for x in inputs(20, 30))
-    seeded = torch.compile(
-        lambda q, k, v, seed: flash_attention(q, k, v, dropout_p=0.3, dropout_seed=seed, backend=backend),
-        fullgraph=True, backend="aot_eager",
-    )  # fmt: skip
-    seed = torch.tensor(5, device=DEVICE)
-    out, expected = (f(q, k, v, seed) for f in (seeded, lambda q, k, v, s: flash_attention(
-        q, k, v, dropout_p=0.3, dropout_seed=s, backend=backend)))  # fmt: skip
-    torch.testing.assert_close(out, expected)
-    for a, e in zip(*(torch.autograd.grad(o.sum(), (q, k, v)) for o in (out, expected)), strict=True):
-        torch.testing.assert_close(a, e)
     drawn = torch.compile(lambda q, k, v: flash_attention(q, k, v, dropout_p=0.3, backend=backend),
                           fullgraph=True, backend="aot_eager")  # fmt: skip
     assert not torch.equal(drawn(q, k, v), drawn(q, k, v))

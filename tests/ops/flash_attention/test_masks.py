@@ -208,24 +208,6 @@ def test_a_causal_mask_in_every_form(backend: str) -> None:
 
 
 @over_backends
-def test_under_compile(backend: str) -> None:
-    t, s = (20, 30) if _interpreted(backend) else (66, 70)
-    q, k, v = drawn(t, s)
-    mask = fk.AttentionMask.prefix(torch.tensor([3, s], device=DEVICE))
-    bias = torch.randn(4, t, s, device=DEVICE, requires_grad=True)
-
-    def both(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        masked = flash_attention(q, k, v, attn_mask=mask, backend=backend)
-        return masked + flash_attention(q, k, v, attn_mask=bias, backend=backend)
-
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
-    expected, found = both(q, k, v, bias), compiled(q, k, v, bias)
-    torch.testing.assert_close(found, expected)
-    for a, e in zip(gradients(found, q, k, v, bias), gradients(expected, q, k, v, bias), strict=True):
-        torch.testing.assert_close(a, e)
-
-
-@over_backends
 def test_what_is_not_wanted_is_not_computed(backend: str) -> None:
     """A bias alone with a gradient, all but the bias, and a bias beside frozen inputs."""
     q, k, v = (x.detach() for x in drawn(20, 30))

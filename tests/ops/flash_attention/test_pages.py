@@ -75,16 +75,6 @@ def test_pages_are_read_where_they_lie(tokens: int) -> None:
     assert made.largest < 3900 * 64
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "triton"])
-def test_compiled(backend: str) -> None:
-    """Without reading a length: one graph, which pads with what the table names. The values are those of eager."""
-    paged, _ = paged_and_packed([5, 1], [20, 33], 4, torch.float32)
-    paged["leftpad_k"] = torch.tensor([3, 0], dtype=torch.int32)
-    compiled = torch.compile(fk.flash_attention_varlen, fullgraph=True, backend="aot_eager")
-    options: dict[str, Any] = {"causal": True, "alibi_slopes": torch.rand(2, 4), "backend": backend}
-    torch.testing.assert_close(compiled(**paged, **options), fk.flash_attention_varlen(**paged, **options))
-
-
 def test_a_gpu_reads_pages_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's native kernels refuse them by name, whatever "auto" is otherwise."""
     from foundry_kernels.ops.flash_attention import _for_pages, native
