@@ -89,7 +89,8 @@ class Arg:
         with torch.device(drawn_on):
             values, dtype = self.values(generator, self.shape), self.dtype_in(dtype)
         made = values.to(dtype)
-        if (beyond := made.isinf() & values.isfinite()).any():
+        if not made.is_meta and made.isinf().any():
+            beyond = made.isinf() & values.isfinite()
             made[beyond] = values[beyond].sign().to(dtype) * torch.finfo(dtype).max
         return lay_out(made.to(device), self.layout)
 

@@ -225,7 +225,7 @@ def test_a_class_that_compares_the_name_of_its_attention(
     names: str, left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may give one that is neither what says which keys are seen; one that is not "sdpa" gets what eager does."""
-    monkeypatch.setattr(interface, "_source", lambda home: f"\n    if self.config._attn_implementation {names}:\n")
+    monkeypatch.setattr(interface, "source_of", lambda home: f"\n    if self.config._attn_implementation {names}:\n")
     interface._knows_two_names.cache_clear()
     found = reasons(tiny_encoder("bert"))
     interface._knows_two_names.cache_clear()

@@ -86,6 +86,15 @@ def _keys_of_sequences(k: Tensor, v: Tensor, tensors: dict[str, Tensor | None]) 
     return [(rows_of_sequence(k, *place), rows_of_sequence(v, *place)) for place in places]
 
 
+def _distances(every: Tensor, lse: Tensor, unmasked: Tensor) -> Tensor:
+    """The sizes of the numbers whose difference the exponent of a weight is. Where a bias or a sink absorbs the whole
+    score in float64, it does so in any arithmetic, and the difference to an equal maximum is exact."""
+    exact = every + torch.cat([unmasked, torch.ones_like(lse)], -1) == every
+    top, at = every.max(-1, keepdim=True)
+    size = torch.where(exact, every - top, every).abs()
+    return size + torch.where(exact.gather(-1, at), (every - top).logsumexp(-1, keepdim=True), lse).abs()
+
+
 def _scales(
     q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], cotangents: tuple[Tensor, ...], n: int = 0
 ) -> dict[str, float]:
@@ -115,13 +124,10 @@ def _scales(
     lse = every.logsumexp(-1, keepdim=True)
     every_p = every.softmax(-1).nan_to_num(0.0)  # a row without keys is 0 / 0
     error2 = torch.cat([error2, torch.zeros_like(sink)], -1)
-    # Where a bias absorbs the whole score in float64, it does so in any arithmetic, and the difference to an equal
-    # maximum is exact.
-    exact = every + torch.cat([unmasked, torch.ones_like(sink)], -1) == every
-    top, at = every.max(-1, keepdim=True)
-    size = torch.where(exact, every - top, every).abs()
-    size = size + torch.where(exact.gather(-1, at), (every - top).logsumexp(-1, keepdim=True), lse).abs()
-    error2 = error2 + (_ROUNDING * size).square().nan_to_num(0.0, posinf=0.0)
+    absorbs = sinks is not None or (bias is not None and bias.dtype != torch.bool)
+    sizes = _distances(every, lse, unmasked) if absorbs else every.abs().add_(lse.abs())
+    error2 = error2 + sizes.mul_(_ROUNDING).square_().nan_to_num_(0.0, posinf=0.0)
+    del sizes
     p, p_sink = every_p[..., :-1], every_p[..., -1:]
     factor = p.new_ones(())  # of dropout
     if asked.dropout_p is not None and asked.dropout_seed is not None:
