@@ -85,7 +85,7 @@ def test_the_same_bits_as_the_general_path(spec: OpSpec, dtype: torch.dtype, dev
                 assert mine.requires_grad == tensor.requires_grad, f"{case.id}: {name}"
     # Masks and dropout go the general path.
     plain = [c for c in cases if "attn_mask" not in {*c.args, *c.options} and "dropout_p" not in c.options]
-    assert sum(taken) > len(plain) / 2
+    assert sum(taken) >= len(plain) / 2
 
 
 def elements(arg: Any) -> int:
