@@ -19,6 +19,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core.checks import check_device, check_int, constants
 from foundry_kernels.core.options import Options
@@ -52,7 +53,8 @@ def arguments(
     """The checked dropout arguments of a kernel: empty if nothing is dropped, otherwise the probability and a seed in a
     tensor on x's device. A CUDA graph can redraw a seed on the device, and the host does not wait for it. `name` is the
     name of x in errors."""
-    (dropout_p,) = constants(dropout_p)
+    if is_dynamo_compiling():
+        (dropout_p,) = constants(dropout_p)
     if not isinstance(dropout_p, (float, int)) or isinstance(dropout_p, bool):
         raise TypeError(f"dropout_p must be a float; got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p < 1.0:  # also false for NaN

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, dataclass_transform, get_type_hints
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core.checks import constants
 from foundry_kernels.core.registry import BackendUnavailable
@@ -90,7 +91,8 @@ class Options(tuple[Any, ...], metaclass=_OptionsMeta):
 
     def operator_args(self) -> tuple[Any, ...]:
         """The values for `SCHEMA`, in its order."""
-        return constants(*self[: self._n_in_schema])
+        values = self[: self._n_in_schema]
+        return constants(*values) if is_dynamo_compiling() else values
 
     @classmethod
     def from_operator_args(cls, args: Sequence[Any]) -> tuple[Self, tuple[Any, ...]]:

@@ -25,17 +25,17 @@ OURS = str(Path(fk.__file__).parent)
 #: 0.1 us. Who adds a layer to the path of every call sees it here; who takes one away writes the lower number.
 MOST = {
     "rms_norm": (27, 47),
-    "add_rms_norm": (34, 54),
+    "add_rms_norm": (33, 53),
     "layer_norm": (29, 54),
-    "add_layer_norm": (36, 61),
-    "swiglu": (27, 44),
-    "geglu": (25, 42),
-    "glu": (26, 43),
-    "reglu": (26, 43),
+    "add_layer_norm": (35, 60),
+    "swiglu": (26, 43),
+    "geglu": (24, 41),
+    "glu": (25, 42),
+    "reglu": (25, 42),
     "rope": (42, 72),
     "qk_norm_rope": (53, 103),
-    "flash_attention": (49, 108),
-    "flash_attention_varlen": (62, 124),
+    "flash_attention": (46, 105),
+    "flash_attention_varlen": (61, 121),
 }
 
 

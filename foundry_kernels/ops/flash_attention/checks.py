@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core import dropout, invariance
 from foundry_kernels.core.checks import (
@@ -199,7 +200,8 @@ def make_options(
         if flag is not True and flag is not False:
             check_bool(name, flag)
     left, right = window_sides(window, causal)
-    scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
+    if is_dynamo_compiling():
+        scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     else:

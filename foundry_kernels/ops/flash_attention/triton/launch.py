@@ -26,14 +26,12 @@ from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_f
 from foundry_kernels.ops.flash_attention.triton.kernel_options import (
     page_tensors,
     pair_tensors,
-    tensor_options,
 )
 from foundry_kernels.ops.flash_attention.triton.problem import (
     _FAR_APART,
     _has_aligned_rows,
     _Problem,
     _problem,
-    lse_dtype,
 )
 from foundry_kernels.ops.flash_attention.triton.tiles_launch import launch_lists, list_strides
 
@@ -103,7 +101,12 @@ def empty_fwd(
     else:
         out, shape = rows(q, head_dim_v), list(q.shape[:3])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = q.new_empty(shape, dtype=lse_dtype(q.dtype, tensor_options(options).biased)) if save_lse else None
+    lse = None
+    if save_lse:
+        # `lse_dtype` without the calls, which cost time on the host.
+        biased = options.attn_mask is not None and options.attn_mask.dtype != torch.bool
+        wide = torch.float64 if biased or q.dtype.itemsize >= 4 else torch.float32
+        lse = q.new_empty(shape, dtype=wide)
     if not save_stats:
         return out, lse, None, None
     entropy = q.new_empty(shape, dtype=dtype)
