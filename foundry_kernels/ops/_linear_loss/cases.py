@@ -38,15 +38,21 @@ def linear_case(
     return Case(name, args, options, cotangent)
 
 
-def common_cases(case: Callable[..., Case], results: Mapping[str, Any], each: Mapping[str, Any]) -> tuple[Case, ...]:
+#: Numbers of rows, widths and numbers of classes.
+SIZES = ((1, 1, 1), (4, 8, 9), (7, 16, 33), (130, 8, 67), (9, 24, 129))
+
+
+def common_cases(
+    case: Callable[..., Case],
+    results: Mapping[str, Any],
+    each: Mapping[str, Any],
+    sizes: tuple[tuple[int, int, int], ...] = SIZES,
+) -> tuple[Case, ...]:
     """Cases of every loss, made by its `case`. Options: those that request all `results`, and those for which `each`
-    token's loss has a gradient of its own."""
+    token's loss has a gradient of its own. sizes: as SIZES; a loss with sizes of its own leaves them out."""
     layouts = ("swapped", "sliced", "offset", "expanded", "strided")
     return (
-        *(
-            case((rows,), width, n)
-            for rows, width, n in [(1, 1, 1), (4, 8, 9), (7, 16, 33), (130, 8, 67), (9, 24, 129)]
-        ),
+        *(case((rows,), width, n) for rows, width, n in sizes),
         case((12,), 8, 50, "chunks", chunk_size=5),
         case((2, 3, 5), 8, 40, "4d", **results),
         *(case((2, 3, 5), 8, 40, layout, hidden=layout, cotangent="strided", **each) for layout in layouts),
