@@ -21,8 +21,10 @@ LIBRARY = "foundry_kernels_cuda_on_cpu"
 
 #: Misaligned vector accesses, shifts and indices of plain arrays that are undefined become traps, which are reported.
 CHECKS = ["-fsanitize=alignment,bounds,shift", "-fsanitize-undefined-trap-on-error"]
+#: Most kernels run for less time than it takes to optimise them, and of the host's code nothing is slow.
+LITTLE, NONE = ["-Og", "-g1"], ["-O0", "-g0"]
 #: Fibers jump from stack to stack, which a fortified longjmp takes for a mistake.
-FLAGS = ["-O1", "-g1", "-fPIC", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas", "-DFK_CUDA_ON_CPU"]
+FLAGS = ["-fPIC", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas", "-DFK_CUDA_ON_CPU"]
 FLAGS.append(f"-I{HERE / 'include'}")
 
 
@@ -65,6 +67,8 @@ def load_operators() -> ctypes.CDLL:
     bindings = [p for p in sorted((ROOT / "csrc" / "torch").glob("*.cpp")) if not p.stem.endswith(("_cpu", "_cuda"))]
     torch_flags = [
         "-std=c++20",
+        *NONE,
+        f"-I{HERE}",
         f"-DFK_LIBRARY={LIBRARY}",
         '-DFK_CUDA_ARCHITECTURES=""',
         "-DFK_HAVE_HOPPER",
@@ -73,9 +77,10 @@ def load_operators() -> ctypes.CDLL:
     ]
     torch_flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
     launches = sorted((ROOT / "csrc" / "torch").glob("*_cuda.cpp"))
+    launches += [HERE / "device.cpp", HERE / "guarded_memory.cpp"]
     jobs = [(unit[0], torch_flags, as_one(unit)) for unit in (bindings, launches)]
-    jobs += [(HERE / name, torch_flags, None) for name in ("device.cpp", "guarded_memory.cpp")]
-    jobs += [(p, ["-std=c++17", *CHECKS], None) for p in kernels]
+    largest_first = sorted(kernels, key=lambda p: p.stem not in ("rms_norm", "swiglu", "attention_forward"))
+    jobs += [(p, ["-std=c++17", *LITTLE, *CHECKS], None) for p in largest_first]
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process of the test run does not compile the same
@@ -93,7 +98,7 @@ def as_one(sources: list[Path]) -> str:
 
 def load_plain(source: Path, text: str) -> ctypes.CDLL:
     """`text` compiled in the place of `source`, without torch and, as little of it runs, without optimisation."""
-    return ctypes.CDLL(str(link(source.stem, [compile_object(source, ["-std=c++17", "-O0", *CHECKS], text)])))
+    return ctypes.CDLL(str(link(source.stem, [compile_object(source, ["-std=c++17", "-O0", "-g1", *CHECKS], text)])))
 
 
 def shared_memory_traffic(library: ctypes.CDLL) -> dict[tuple[str, int], tuple[int, int]]:
