@@ -239,7 +239,7 @@ def roles_of_one_tensor(row: Row, case: Case) -> dict[str, str]:
     return found
 
 
-@over_rows("reference", "triton", "native", slow=("reference",), sampled=("triton",), twins=False)
+@over_rows("reference", "triton", "native", slow=("reference", "triton"), twins=False)
 @pytest.mark.parametrize("compiler", rest_slow(["eager", "aot_eager"]))
 def test_every_operation_compiles_whole(row: Row, compiler: str) -> None:
     given, others = with_every_option(row)

@@ -85,6 +85,7 @@ def test_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search("^all right: ", said, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_wheel_without_the_extension(tmp_path: Path) -> None:
     """It says what it lacks, once, and trains; nothing of it is compiled."""
     source = wheels.copy_source(tmp_path / "source")
@@ -103,6 +104,7 @@ def test_the_wheel_without_the_extension(tmp_path: Path) -> None:
     assert re.search(r"native: the C\+\+ extension is not built", said)
 
 
+@pytest.mark.slow
 def test_a_label_says_what_torch_the_wheel_is_for(tmp_path: Path) -> None:
     made = wheels.build(tmp_path / "made", wheels.copy_source(tmp_path / "source"), FOUNDRY_KERNELS_SKIP_EXTENSION="1")
     labelled = wheels.label(made, "torch2.13.cpu", "torch==2.13.*")

@@ -59,6 +59,7 @@ def instruction_sets() -> list[str]:
     return list(dict.fromkeys((usable[0], usable[-1])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", instruction_sets())
 def test_faulty_kernels_are_reported(name: str, tmp_path: Path) -> None:
     build = sanitize.build_script()
@@ -75,6 +76,7 @@ def test_faulty_kernels_are_reported(name: str, tmp_path: Path) -> None:
         assert (code == "0") == (kernel == "right"), f"{kernel} ended with {code}"
 
 
+@pytest.mark.slow
 def test_each_instruction_set_is_tried() -> None:
     """On the extension as it is, for the sake of time: that the kernels are those of the set is asserted there."""
     command = [sys.executable, sanitize.__file__, "--inside", extension._C.__file__, "-q", "-p", "no:cacheprovider"]

@@ -167,7 +167,7 @@ def tune() -> dict[str, Any]:
 _PARITY = "tests/proof/test_parity.py"
 _PROOFS = ("tools/test_aot.py", *(f"proof/test_{name}.py" for name in ("parity", "checker", "fuzz", "sanitize")))
 _TESTS = {
-    "units": ["tests/proof/test_hopper_units.py"],
+    "units": ["tests/proof/cuda/test_hopper_units.py"],
     "parity": [_PARITY, "-k", f"flash_attention and (native-cuda or ({NEW}))"],
     "all": [_PARITY, "-k", "not cuda_on_cpu and not native-cpu"],
     "suite": ["tests", *(f"--ignore=tests/{name}" for name in _PROOFS), "-k", "not cuda_on_cpu"],

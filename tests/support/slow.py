@@ -24,8 +24,9 @@ from foundry_kernels.testing import Case
 
 #: `make test` compiles kernels ahead of time only for these; each architecture takes minutes.
 ARCHITECTURES = (90, "90a")
-#: `make test` compiles only this CUDA source with nvcc; others take up to minutes each.
-NVCC_SOURCES = ("rope",)
+#: Its tests compile copies of the CUDA sources: with mistakes, by themselves, or with nvcc. `make test` compiles the
+#: kernels once and runs them in the parity suite.
+COMPILING = Path(__file__).parents[1] / "proof" / "cuda"
 #: Larger cases (elements of all arguments) only repeat with more tiles or chunks what smaller ones test.
 MOST_ELEMENTS = 100_000
 #: The same limit in emulation.
@@ -44,9 +45,6 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str], every_case: 
 
     if (arch := parameters.get("arch")) is not None and arch not in ARCHITECTURES:
         return f"architecture {arch}"
-    source = parameters.get("source")
-    if isinstance(source, Path) and "csrc" in source.parts and source.stem not in NVCC_SOURCES:
-        return f"{source.name} by nvcc"
     row, case, dtype = (parameters.get(name) for name in ("row", "case", "dtype"))
     interpreted = isinstance(row, Row) and _is_interpreted(row)
     emulated = isinstance(row, Row) and _is_emulated(row)
@@ -225,6 +223,8 @@ def mark(items: list[pytest.Item], every_case: bool = False) -> None:
     by_name = {item.nodeid: item for item in items}
     for item in items:
         call = getattr(item, "callspec", None)
+        if COMPILING in item.path.parents:
+            item.add_marker(pytest.mark.slow)
         if call is None or is_slow(item):
             continue
         if reason(call.params, usable, every_case) is not None:

@@ -240,9 +240,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=pytest.mark.slow if i % 3 else ()) for i, how in enumerate(BROKEN)]
-)
+@pytest.mark.parametrize("how", BROKEN)
 def test_broken_copies_are_reported(how: str) -> None:
     before, after, shape, expected = BROKEN[how]
     text = source_text()

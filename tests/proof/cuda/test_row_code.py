@@ -60,7 +60,6 @@ def activation(direction: str, dtype: str, kind: int) -> Code:
 
 
 @needs_nvcc
-@pytest.mark.slow
 @pytest.mark.parametrize("centered", [False, True], ids=["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_norms_have_a_row_under_way_before_they_use_any(dtype: str, centered: bool) -> None:
@@ -75,7 +74,6 @@ def test_norms_have_a_row_under_way_before_they_use_any(dtype: str, centered: bo
 
 
 @needs_nvcc
-@pytest.mark.slow
 @pytest.mark.parametrize(("direction", "centered", "barriers"), [
     ("forward", False, 1), ("forward", True, 2), ("backward", False, 1), ("backward", True, 1),
 ])  # fmt: skip

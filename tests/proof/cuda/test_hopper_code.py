@@ -45,7 +45,6 @@ def plain_loop(code: str) -> Loop:
 
 
 @needs_nvcc
-@pytest.mark.slow
 def test_registers_are_those_that_are_planned() -> None:
     kernels = {k.name: k.registers for k in nvcc.compile_kernels(FOLDER / "attention_forward.cu", "90a")}
     expected = {
@@ -58,7 +57,6 @@ def test_registers_are_those_that_are_planned() -> None:
 
 
 @needs_nvcc
-@pytest.mark.slow
 @pytest.mark.parametrize("width", BACKWARD)
 def test_registers_of_the_backward_pass_are_those_that_are_planned(width: int) -> None:
     kernels = {k.name: k.registers for k in nvcc.compile_kernels(FOLDER / f"attention_backward_{width}.cu", "90a")}
@@ -71,7 +69,6 @@ def test_registers_of_the_backward_pass_are_those_that_are_planned(width: int) -
 
 
 @needs_nvcc
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", FORWARD)
 def test_a_step_forward_is_as_short_as_the_sketch_and_hides_its_exponentials(width: int, dtype: str) -> None:
@@ -86,7 +83,6 @@ def test_a_step_forward_is_as_short_as_the_sketch_and_hides_its_exponentials(wid
 
 
 @needs_nvcc
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("width", "in_order"), [(width, order) for width in BACKWARD for order in orders(width)])
 def test_a_step_backward_is_short_and_hides_its_exponentials(width: int, dtype: str, in_order: bool) -> None:

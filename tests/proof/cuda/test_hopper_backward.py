@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import hopper_backward
 import pytest
 import torch
 from hopper_backward import Case, Pass, error, is_right, make
-from slow import rest_slow
 
 CASES = {
     "pairs": Case(queries=320, keys=320, heads=2, group=2, right=0, batch=2),
@@ -39,22 +36,10 @@ CASES = {
     "packed, 64 wide": Case(lengths_q=(100, 0, 170), lengths_k=(120, 50, 200), heads=1, dim=64, left=40, right=0),
     "packed, 256 wide": Case(lengths_q=(130, 0, 70), lengths_k=(120, 50, 90), heads=1, dim=256),
 }
-#: What each test run tries, the first two in any order too; the others are slow tests.
-QUICK = ("pairs", "packed", "rows without keys", "both, float16, 64 wide")
 
 
-def quick_or_slow(name: str, quick: Sequence[str]) -> Any:
-    return pytest.param(name, marks=() if name in quick else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    ("name", "deterministic"),
-    [
-        pytest.param(name, d, marks=() if name in QUICK[: None if d else 2] else pytest.mark.slow)
-        for name in CASES
-        for d in (True, False)
-    ],
-)
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("name", CASES)
 def test_gradients_are_right(name: str, deterministic: bool) -> None:
     case = CASES[name]
     sequences = make(case)
@@ -84,9 +69,7 @@ def expected_writers(case: Case, deterministic: bool) -> list[list[int]]:
     return [blocks] * (case.heads // case.group)
 
 
-@pytest.mark.parametrize(
-    "name", [quick_or_slow(n, QUICK[:1]) for n in ("pairs", "pairs, 64 wide", "pairs, 256 wide", "window", "packed")]
-)
+@pytest.mark.parametrize("name", ["pairs", "pairs, 64 wide", "pairs, 256 wide", "window", "packed"])
 def test_the_same_bits_in_any_order(name: str) -> None:
     case = replace(CASES[name], multiprocessors=8)
     sequences = make(case)
@@ -97,9 +80,7 @@ def test_the_same_bits_in_any_order(name: str) -> None:
             assert all(torch.equal(*x) for x in zip(r.bits(n), results[0].bits(n), strict=True))
 
 
-@pytest.mark.parametrize(
-    "dim", [pytest.param(64, marks=pytest.mark.slow), 128, pytest.param(256, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_neighbours_reach_nothing(dim: int) -> None:
     """A packed sequence has the same bits beside others as beside NaN and infinity, and as by itself."""
     case = Case(lengths_q=(70, 150, 90), lengths_k=(200, 100, 90), heads=2, group=2, dim=dim, right=0)
@@ -121,7 +102,7 @@ def test_neighbours_reach_nothing(dim: int) -> None:
         assert all(torch.equal(*x) for x in zip(r.bits(1), alone, strict=True))
 
 
-@pytest.mark.parametrize("name", rest_slow(["window", "pairs"]))
+@pytest.mark.parametrize("name", ["window", "pairs"])
 def test_a_batch_changes_no_bits(name: str) -> None:
     case = replace(CASES[name], batch=3)
     sequences = make(case)
@@ -195,11 +176,10 @@ def is_found(old: str, new: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", [quick_or_slow(name, tuple(MISTAKES)[::4]) for name in MISTAKES])
+@pytest.mark.parametrize("name", list(MISTAKES))
 def test_mistakes_are_found(name: str) -> None:
     assert is_found(*MISTAKES[name])
 
 
-@pytest.mark.slow
 def test_no_mistake_is_found_where_there_is_none() -> None:
     assert not is_found("wgmma_wait<0>();\n      settle(dq);", "wgmma_wait<0>();\n      settle(dq);")

@@ -233,9 +233,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=pytest.mark.slow if i % 5 else ()) for i, how in enumerate(PLANTED)]
-)
+@pytest.mark.parametrize("how", PLANTED)
 def test_a_planted_error_is_found(how: str) -> None:
     before, after, dim, packed, expected = PLANTED[how]
     text = source_text()
