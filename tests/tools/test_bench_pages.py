@@ -36,11 +36,17 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_run_is_kept_and_becomes_a_page(tmp_path: Path) -> None:
     source, target = tmp_path / "run.json", tmp_path / "kept.json"
-    chosen = "rms_norm-forward-float32-512x2048-cached-warm or rms_norm-overhead"
+    chosen = "flash_attention and forward and float32 and H8 and Hk2 and T512 and causal or rms_norm-overhead"
     if torch.cuda.is_available():
         chosen = "rms_norm-forward-bfloat16-1x4096-decode-warm or rms_norm-overhead"
     files = [f"benchmarks/test_{name}.py" for name in ("ops", "overhead")]
-    options = ("--benchmark-only", "-v", "-k", f"({chosen}) and not add and not stubbed", f"--benchmark-json={source}")
+    options = (
+        "--benchmark-only",
+        "-v",
+        "-k",
+        f"({chosen}) and not (add or stubbed or varlen or compile)",
+        f"--benchmark-json={source}",
+    )
     done = command("pytest", *files, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " us, " in done.stdout  # progress: the figures, row by row
@@ -50,7 +56,7 @@ def test_a_run_is_kept_and_becomes_a_page(tmp_path: Path) -> None:
     native = next(b for b in run["benchmarks"] if b["extra_info"]["row"] in ("native", "triton"))
     info = native["extra_info"]
     assert native["stats"]["median"] * 1e6 == pytest.approx(info["median_us"], abs=0.1)  # the same rounds
-    assert info["speedup_over"].keys() >= {"eager", "F.rms_norm"}
+    assert "eager" in info["speedup_over"]
     if not torch.cuda.is_available():
         assert any(row["row"] == "Liger" and "GPU" in row["why_not"] for row in run["absent"])
     report.keep(source, target)
@@ -58,7 +64,7 @@ def test_a_run_is_kept_and_becomes_a_page(tmp_path: Path) -> None:
     page = report.page(target).read_text()
     assert kept["commit"].keys() == {"id", "dirty"}
     assert f"of commit {kept['commit']['id'][:10]}" in page.replace("\n", " ")
-    assert f"| `rms_norm` | forward | {info['dtype']} |" in page
+    assert f"| `{info['op']}` | forward | {info['dtype']} |" in page
     assert "## Host time a call" in page
     for content, message in (("{", "cannot be read as results"), ("{}", "it is no result of")):
         source.write_text(content)
