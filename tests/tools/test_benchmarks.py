@@ -116,7 +116,7 @@ def test_growth_is_over_tokens_width_vocabulary_batch_and_threads() -> None:
     assert {(s.op.name, s.axis) for s in quick} < {(s.op.name, s.axis) for s in full}
     assert {s.axis for s in full} >= {"T", "N", "V", "B", "D", "S"}
     for s in (*full, *quick):
-        for _, case in s.points:
+        for _, case in s.points if s in quick or s.dtype == torch.float32 else ():
             group = suite.Group(s.op, case, s.dtype, s.direction)
             assert group.bytes_made > 0
             assert s not in quick or (group.flops or 0) <= 3 * test_scaling._QUICK_FLOPS
@@ -295,7 +295,7 @@ def test_a_loss_that_is_wrong_in_late_tokens_alone_is_found(name: str, monkeypat
         target = Arg((600,), values=targets(40), dtype=torch.int64, grad=False)
         args = {first: Arg((600, 40)), **({"weight": Arg((40, 40))} if first == "hidden" else {}), "target": target}
         group = suite.Group(spec, Case("600x40", args), torch.float32, "both", "warm")
-        chosen = group.ours[0] if name == "ours" else name
+        chosen = group.ours[-1] if name == "ours" else name  # Triton's kernels are interpreted here
         right = group.function(chosen)
         assert wrong_of(group, chosen) is None
 
