@@ -23,7 +23,8 @@ def draw(kept: dict[str, Any], target: Path) -> Path | None:
                 by_dtype.setdefault(dtype, []).append((op, over["eager"], over.get(rival(row), 0.0)))
     if not by_dtype:
         return None
-    names, eager, rivals = zip(*sorted(max(by_dtype.values(), key=len), key=lambda one: one[1]), strict=True)
+    most = max(by_dtype.values(), key=lambda bars: len(bars))
+    names, eager, rivals = zip(*sorted(most, key=lambda one: one[1]), strict=True)
     # Text as text instead of outlines takes a fifth of the size.
     with matplotlib.rc_context({"svg.hashsalt": target.stem, "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(6.5, 3.6), layout="constrained")

@@ -23,7 +23,7 @@ def keep(source: Path, target: Path | None = None) -> Path:
     rows = [b["extra_info"] for b in run["benchmarks"]]
     # A run begins with its most important rows; here the rows of a kind and an operation are together.
     kinds, ops = (list(dict.fromkeys(row.get(key) for row in rows)) for key in ("kind", "op"))
-    kept = {
+    kept: dict[str, Any] = {
         "date": run["datetime"][:10],
         "device": device(run),
         "environment": run["environment"],

@@ -37,7 +37,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield calls
     assert F.scaled_dot_product_attention is TORCHS
     assert imported_before is TORCHS
-    assert not sdpa_switch._attention.replaced
+    assert not sdpa_switch.SdpaSwitch.replacement.replaced
 
 
 q, k = draw(2, 3, 4, 8).float(), draw(2, 3, 6, 8, seed=1).float()

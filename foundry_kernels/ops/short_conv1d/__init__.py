@@ -45,28 +45,16 @@ ACTIVATIONS = {None: "none", "silu": "silu", "swish": "silu"}
 
 @overload
 def short_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-    backend: str = "auto",
-) -> Tensor: ...
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *,
+    cu_seqlens: Tensor | None = None, initial_state: Tensor | None = None,
+    return_final_state: Literal[False] = False, backend: str = "auto",
+) -> Tensor: ...  # fmt: skip
 @overload
 def short_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *,
+    cu_seqlens: Tensor | None = None, initial_state: Tensor | None = None, return_final_state: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]: ...
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def short_conv1d(
     x: Tensor,
     weight: Tensor,
