@@ -227,7 +227,7 @@ def override(spec: OpSpec, backend: str, **changes: Any) -> Iterator[Impl]:
     own = spec.impl(backend)
     if own is None:
         raise KeyError(f"{spec.name} has no {backend} kernel")
-    changed = replace(own, **{"direct": no_direct_call, "serve": no_direct_call, **changes})
+    changed = replace(own, **{"direct": no_direct_call, "set_served": no_direct_call, **changes})
     spec.impls = tuple(changed if impl is own else impl for impl in before)
     spec.choose()
     try:
