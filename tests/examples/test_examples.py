@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import fresh
 import limits
 import pytest
 
@@ -25,9 +26,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
     ],
 )
 def test_example(script: str, options: list[str]) -> None:
-    done = limits.run(
-        [sys.executable, str(EXAMPLES / script), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)},
+    done = fresh.python(
+        str(EXAMPLES / script), *options, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     )
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]

@@ -235,6 +235,7 @@ def test_that_takes_too_long(benchmark):
 """
 
 
+@pytest.mark.slow
 def test_rows_are_kept_of_benchmarks_that_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_rows.py").write_text(BENCH)
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):  # in which pytest-benchmark measures nothing
