@@ -141,7 +141,7 @@ sanitize: setup-test
 
 # The quick benchmarks, within five minutes. BUDGET=0: all of them; ARGS=-v: print every row; ISA=avx2: the kernels, torch, oneDNN
 # and MKL are restricted to that instruction set. Then `python -m benchmarks report build/bench.json NAME` saves the run with its
-# page and pictures, and `python -m benchmarks readme` updates README.md.
+# page and picture.
 bench: setup-all
 	mkdir -p build
 	$(PY) -m pytest benchmarks --benchmark-only --benchmark-json=build/bench.json \

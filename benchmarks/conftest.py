@@ -21,7 +21,6 @@ _ROWS = pytest.StashKey[list[dict[str, Any]]]()
 _BUDGET = pytest.StashKey[Budget]()
 _SAID = pytest.StashKey[int]()
 _UNIT = pytest.StashKey[str]()
-_SOURCES = pytest.StashKey[dict[str, str]]()
 _FIGURES = "figures"
 _HERE = Path(__file__).parent
 _SIZE = re.compile(r"\b([A-Z][a-z]?)=(\d+)")
@@ -85,10 +84,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     items = [item for item in session.items if hasattr(getattr(item, "module", None), "unit")]
     if config.option.collectonly or not items or getattr(config.option, "benchmark_disable", False):
         return
-    from benchmarks import sources
-    from benchmarks.suite import DEVICE
-
-    config.stash[_SOURCES] = sources.digests(DEVICE)  # before any edits during the run
     found = []
     for item in items:
         unit = item.module.unit(item.callspec.params)  # type: ignore[attr-defined]
@@ -103,7 +98,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         place = {unit.id: index for index, unit in enumerate(units)}
         session.items.sort(key=lambda item: place.get(item.stash.get(_UNIT, ""), -1))
     config.stash[_BUDGET] = Budget(units, limit, _STARTED)
-    _write(config, ["", *config.stash[_BUDGET].announced()])
+    _write(config, ["", config.stash[_BUDGET].announced()])
 
 
 def _write(config: pytest.Config, lines: list[str]) -> None:
@@ -218,7 +213,6 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_
     output_json["isa"] = (isa.current if isa.current.ours else isa.found()).kept()
     if _BUDGET in config.stash:
         output_json["budget"] = config.stash[_BUDGET].kept()
-        output_json["sources"] = config.stash[_SOURCES]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

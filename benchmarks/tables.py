@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import noise
-from benchmarks.budget import listed
 
 OURS = ("triton", "native", "reference")
 LIMITS = ("memcpy", "fresh memcpy", "GEMM")
@@ -72,7 +71,8 @@ def cuts(budget: dict[str, Any], most: int | None = None) -> list[str]:
     if not budget.get("minutes"):
         return []
     shapes = [f"{shape} ({rows} of {of} rows)" for shape, (rows, of) in budget["cut"].items()]
-    left_out = listed(shapes, len(shapes) if most is None else most)
+    more = f"; and {len(shapes) - most} more" if most is not None and len(shapes) > most else ""
+    left_out = "; ".join(shapes[:most]) + more
     found = [f"Left out to keep {budget['minutes']:g} min: {left_out}."] if left_out else []
     if budget["fewer_rounds"]:
         found.append(f"Fewer rounds in {budget['fewer_rounds']} of {budget['comparisons']} comparisons.")

@@ -206,11 +206,3 @@ def counted(found: Sequence[Slower], held: int, noisy: Sequence[Slower] = ()) ->
 
 def _name(s: Slower) -> tuple[str, str, str]:
     return s.what, s.where, str(s.row["row"])
-
-
-def worst(found: Sequence[Slower]) -> str:
-    """Returns of each operation and model the row that is furthest behind."""
-    first: dict[str, Slower] = {}
-    for s in found:  # the worst first
-        first.setdefault(s.what, s)
-    return "; ".join(f"{s.what} {s.ratio:.2f}x {s.peer}" for s in first.values())

@@ -127,4 +127,43 @@ inline void set_centered(RmsNormBackwardCall& args, const Tensor& mean) {
   args.mean = mean.const_data_ptr<float>();
 }
 
+// The backward operators of a device, without and with dropout, from its functions for both: `run` returns (dx,
+// dresidual, dw), and that of layer_norm db too.
+template <auto run>
+std::tuple<Tensor, Tensor> norm_bwd(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
+                                    const OptionalTensor& weight, const Tensor& rstd, const WeightOptions& options,
+                                    bool need_dx, bool need_dw) {
+  auto [dx, _, dw] = run(dy, dh, x, weight, rstd, options, need_dx, need_dw, {});
+  return {dx, dw};
+}
+
+template <auto run>
+std::tuple<Tensor, Tensor, Tensor> norm_dropout_bwd(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
+                                                    const OptionalTensor& weight, const Tensor& rstd,
+                                                    const WeightOptions& options, bool need_dx, bool need_dw,
+                                                    double dropout_p, const Tensor& dropout_seed) {
+  check_dropout(x, x, {dropout_p, dropout_seed});
+  return run(dy, dh, x, weight, rstd, options, need_dx, need_dw, make_dropout({dropout_p, dropout_seed}));
+}
+
+template <auto run>
+std::tuple<Tensor, Tensor, Tensor> layer_bwd(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
+                                             const OptionalTensor& weight, const OptionalTensor& bias,
+                                             const Tensor& mean, const Tensor& rstd, bool need_dx, bool need_dw,
+                                             bool need_db) {
+  auto [dx, _, dw, db] = run(dy, dh, x, weight, bias, mean, rstd, need_dx, need_dw, need_db, {});
+  return {dx, dw, db};
+}
+
+template <auto run>
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_dropout_bwd(const Tensor& dy, const OptionalTensor& dh,
+                                                             const Tensor& x, const OptionalTensor& weight,
+                                                             const OptionalTensor& bias, const Tensor& mean,
+                                                             const Tensor& rstd, bool need_dx, bool need_dw,
+                                                             bool need_db, double dropout_p,
+                                                             const Tensor& dropout_seed) {
+  check_dropout(x, x, {dropout_p, dropout_seed});
+  return run(dy, dh, x, weight, bias, mean, rstd, need_dx, need_dw, need_db, make_dropout({dropout_p, dropout_seed}));
+}
+
 }  // namespace foundry

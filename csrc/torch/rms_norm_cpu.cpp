@@ -88,21 +88,6 @@ std::tuple<Tensor, Tensor, Tensor> run_bwd(const Tensor& dy_, const OptionalTens
   return {dx, dresidual, dw};
 }
 
-std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
-                                   const OptionalTensor& weight, const Tensor& rstd, const WeightOptions& options,
-                                   bool need_dx, bool need_dw) {
-  auto [dx, _, dw] = run_bwd(dy, dh, x, weight, rstd, options, need_dx, need_dw, {});
-  return {dx, dw};
-}
-
-std::tuple<Tensor, Tensor, Tensor> dropout_bwd_cpu(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
-                                                   const OptionalTensor& weight, const Tensor& rstd,
-                                                   const WeightOptions& options, bool need_dx, bool need_dw,
-                                                   double dropout_p, const Tensor& dropout_seed) {
-  check_dropout(x, x, {dropout_p, dropout_seed});
-  return run_bwd(dy, dh, x, weight, rstd, options, need_dx, need_dw, make_dropout({dropout_p, dropout_seed}));
-}
-
 // A weight or bias, or a constant one if absent: these kernels always read one.
 Tensor float_vector(const Tensor& vector, const Tensor& x, float otherwise, bool split) {
   if (vector.defined()) return float_weight(vector, 0.0, split);
@@ -162,34 +147,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_bwd(const Tensor& dy_, cons
   return {dx, dresidual, dw, db};
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_bwd_cpu(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
-                                                 const OptionalTensor& weight, const OptionalTensor& bias,
-                                                 const Tensor& mean, const Tensor& rstd, bool need_dx, bool need_dw,
-                                                 bool need_db) {
-  auto [dx, _, dw, db] = run_layer_bwd(dy, dh, x, weight, bias, mean, rstd, need_dx, need_dw, need_db, {});
-  return {dx, dw, db};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> layer_dropout_bwd_cpu(const Tensor& dy, const OptionalTensor& dh,
-                                                                 const Tensor& x, const OptionalTensor& weight,
-                                                                 const OptionalTensor& bias, const Tensor& mean,
-                                                                 const Tensor& rstd, bool need_dx, bool need_dw,
-                                                                 bool need_db, double dropout_p,
-                                                                 const Tensor& dropout_seed) {
-  check_dropout(x, x, {dropout_p, dropout_seed});
-  return run_layer_bwd(dy, dh, x, weight, bias, mean, rstd, need_dx, need_dw, need_db,
-                       make_dropout({dropout_p, dropout_seed}));
-}
-
 }  // namespace rms_norm_cpu
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
   m.impl("rms_norm_fwd", flat_kernel<&rms_norm_cpu::fwd_cpu>);
-  m.impl("rms_norm_bwd", flat_kernel<&rms_norm_cpu::bwd_cpu>);
-  m.impl("rms_norm_dropout_bwd", flat_kernel<&rms_norm_cpu::dropout_bwd_cpu>);
+  m.impl("rms_norm_bwd", flat_kernel<&norm_bwd<&rms_norm_cpu::run_bwd>>);
+  m.impl("rms_norm_dropout_bwd", flat_kernel<&norm_dropout_bwd<&rms_norm_cpu::run_bwd>>);
   m.impl("layer_norm_fwd", flat_kernel<&rms_norm_cpu::layer_fwd_cpu>);
-  m.impl("layer_norm_bwd", &rms_norm_cpu::layer_bwd_cpu);
-  m.impl("layer_norm_dropout_bwd", &rms_norm_cpu::layer_dropout_bwd_cpu);
+  m.impl("layer_norm_bwd", &layer_bwd<&rms_norm_cpu::run_layer_bwd>);
+  m.impl("layer_norm_dropout_bwd", &layer_dropout_bwd<&rms_norm_cpu::run_layer_bwd>);
 }
 
 }  // namespace foundry

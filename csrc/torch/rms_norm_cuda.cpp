@@ -81,21 +81,6 @@ std::tuple<Tensor, Tensor, Tensor> run_bwd(const Tensor& dy_, const OptionalTens
   return {dx, dresidual, dw};
 }
 
-std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
-                                    const OptionalTensor& weight, const Tensor& rstd, const WeightOptions& options,
-                                    bool need_dx, bool need_dw) {
-  auto [dx, _, dw] = run_bwd(dy, dh, x, weight, rstd, options, need_dx, need_dw, {});
-  return {dx, dw};
-}
-
-std::tuple<Tensor, Tensor, Tensor> dropout_bwd_cuda(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
-                                                    const OptionalTensor& weight, const Tensor& rstd,
-                                                    const WeightOptions& options, bool need_dx, bool need_dw,
-                                                    double dropout_p, const Tensor& dropout_seed) {
-  check_dropout(x, x, {dropout_p, dropout_seed});
-  return run_bwd(dy, dh, x, weight, rstd, options, need_dx, need_dw, make_dropout({dropout_p, dropout_seed}));
-}
-
 // Weight and bias in one dtype that the kernels are compiled for: their own if they share it, else float.
 std::array<Tensor, 2> affine_of_compiled_dtype(const Tensor& weight, const Tensor& bias, const Tensor& x) {
   const bool one_dtype = !weight.defined() || !bias.defined() || weight.scalar_type() == bias.scalar_type();
@@ -168,34 +153,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_bwd(const Tensor& dy_, cons
   return {dx, dresidual, dw, db};
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_bwd_cuda(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
-                                                  const OptionalTensor& weight, const OptionalTensor& bias,
-                                                  const Tensor& mean, const Tensor& rstd, bool need_dx, bool need_dw,
-                                                  bool need_db) {
-  auto [dx, _, dw, db] = run_layer_bwd(dy, dh, x, weight, bias, mean, rstd, need_dx, need_dw, need_db, {});
-  return {dx, dw, db};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> layer_dropout_bwd_cuda(const Tensor& dy, const OptionalTensor& dh,
-                                                                  const Tensor& x, const OptionalTensor& weight,
-                                                                  const OptionalTensor& bias, const Tensor& mean,
-                                                                  const Tensor& rstd, bool need_dx, bool need_dw,
-                                                                  bool need_db, double dropout_p,
-                                                                  const Tensor& dropout_seed) {
-  check_dropout(x, x, {dropout_p, dropout_seed});
-  return run_layer_bwd(dy, dh, x, weight, bias, mean, rstd, need_dx, need_dw, need_db,
-                       make_dropout({dropout_p, dropout_seed}));
-}
-
 }  // namespace rms_norm_cuda
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, FK_CUDA_KEY, m) {
   m.impl("rms_norm_fwd", flat_kernel<&rms_norm_cuda::fwd_cuda>);
-  m.impl("rms_norm_bwd", flat_kernel<&rms_norm_cuda::bwd_cuda>);
-  m.impl("rms_norm_dropout_bwd", flat_kernel<&rms_norm_cuda::dropout_bwd_cuda>);
+  m.impl("rms_norm_bwd", flat_kernel<&norm_bwd<&rms_norm_cuda::run_bwd>>);
+  m.impl("rms_norm_dropout_bwd", flat_kernel<&norm_dropout_bwd<&rms_norm_cuda::run_bwd>>);
   m.impl("layer_norm_fwd", flat_kernel<&rms_norm_cuda::layer_fwd_cuda>);
-  m.impl("layer_norm_bwd", &rms_norm_cuda::layer_bwd_cuda);
-  m.impl("layer_norm_dropout_bwd", &rms_norm_cuda::layer_dropout_bwd_cuda);
+  m.impl("layer_norm_bwd", &layer_bwd<&rms_norm_cuda::run_layer_bwd>);
+  m.impl("layer_norm_dropout_bwd", &layer_dropout_bwd<&rms_norm_cuda::run_layer_bwd>);
 }
 
 }  // namespace foundry

@@ -1,7 +1,7 @@
 """Facts about GPUs, one entry for each compute capability, and the compute capability of a device.
 
-Launchers choose tiles by a device's `name` and not by its number: tuned tiles are next to the kernels, device facts are
-here.
+Launchers choose tiles by a device's `name`, and by its number only where the compiler's code differs within a name.
+Tuned tiles are next to the kernels, device facts are here.
 """
 
 from __future__ import annotations

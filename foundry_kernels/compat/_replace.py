@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch.nn.functional as F
 
@@ -37,6 +38,43 @@ class Replacement:
             if getattr(module, name, None) is self.routed:  # otherwise it was replaced again
                 setattr(module, name, self.own)
         self.replaced.clear()
+
+
+class Switch:
+    """A handle that is active from its creation to `undo`, and a context manager. While any handle of a class is
+    active, the function of its `replacement` is replaced."""
+
+    replacement: ClassVar[Replacement]
+    active: ClassVar[list[Any]]  # the last one comes last
+    _lock = threading.Lock()
+
+    @classmethod
+    def changed(cls) -> None:
+        """Is called when `active` has changed."""
+
+    def __init__(self) -> None:
+        with self._lock:
+            if not self.active:
+                self.replacement.put()
+            self.active.append(self)
+            self.changed()
+
+    def undo(self) -> None:
+        """Turns this switch off. If no other switch is on, the previous state is restored. Further calls have no
+        effect."""
+        with self._lock:
+            if self not in self.active:
+                return
+            self.active.remove(self)
+            self.changed()
+            if not self.active:
+                self.replacement.restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
 
 
 def _name_for_torchscript(own: Any, routed: Any) -> None:

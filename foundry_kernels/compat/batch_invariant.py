@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from foundry_kernels.compat._replace import Replacement
+from foundry_kernels.compat._replace import Replacement, Switch
 from foundry_kernels.core import invariance
 from foundry_kernels.ops._linear import TORCHS, chosen
-
-_switches: list[BatchInvariantSwitch] = []
-_lock = threading.Lock()
 
 
 def batch_invariant() -> BatchInvariantSwitch:
@@ -52,34 +48,6 @@ def batch_invariant() -> BatchInvariantSwitch:
     return BatchInvariantSwitch()
 
 
-class BatchInvariantSwitch:
-    """The handle that :func:`batch_invariant` returns; it is active when it is created."""
-
-    def __init__(self) -> None:
-        with _lock:
-            if not _switches:
-                _linear.put()
-            _switches.append(self)
-            invariance.on = True
-
-    def undo(self) -> None:
-        """Turns this switch off. If no other switch is on, the previous state is restored. Further calls have no
-        effect."""
-        with _lock:
-            if self not in _switches:
-                return
-            _switches.remove(self)
-            invariance.on = bool(_switches)
-            if not _switches:
-                _linear.restore()
-
-    def __enter__(self) -> BatchInvariantSwitch:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.undo()
-
-
 def routed(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """The batch-invariant linear layer while a switch is on. A module that imports it then keeps it afterwards, so it
     checks the switch."""
@@ -88,4 +56,12 @@ def routed(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return chosen()(input, weight, bias)
 
 
-_linear = Replacement(TORCHS, routed)
+class BatchInvariantSwitch(Switch):
+    """The handle that :func:`batch_invariant` returns; it is active when it is created."""
+
+    replacement = Replacement(TORCHS, routed)
+    active: ClassVar[list[Any]] = []
+
+    @classmethod
+    def changed(cls) -> None:
+        invariance.on = bool(cls.active)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from typing import Any, SupportsFloat
+from typing import Any, ClassVar, SupportsFloat
 
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from foundry_kernels.compat._replace import Replacement
+from foundry_kernels.compat._replace import Replacement, Switch
 from foundry_kernels.compat.sdpa import TORCHS, no_kernel, scaled_dot_product_attention
 from foundry_kernels.core.registry import FLOATS, check_backend
 
@@ -16,8 +15,6 @@ _DEVICES = ("cpu", "cuda", "meta")
 
 #: The backend of the last active switch, or None while no switch is on. torch.compile guards on it.
 _backend: str | None = None
-_switches: list[SdpaSwitch] = []
-_lock = threading.Lock()
 
 
 def use_sdpa(backend: str = "auto") -> SdpaSwitch:
@@ -48,41 +45,6 @@ def use_sdpa(backend: str = "auto") -> SdpaSwitch:
         ValueError: `backend` is unknown.
     """
     return SdpaSwitch(backend)
-
-
-class SdpaSwitch:
-    """The handle that :func:`use_sdpa` returns; it is active when it is created."""
-
-    def __init__(self, backend: str) -> None:
-        check_backend(backend)
-        self.backend = backend
-        with _lock:
-            if not _switches:
-                _attention.put()
-            _switches.append(self)
-            _choose()
-
-    def undo(self) -> None:
-        """Turns this switch off. If no other switch is on, PyTorch's function is restored. Further calls have no
-        effect."""
-        with _lock:
-            if self not in _switches:
-                return
-            _switches.remove(self)
-            _choose()
-            if not _switches:
-                _attention.restore()
-
-    def __enter__(self) -> SdpaSwitch:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.undo()
-
-
-def _choose() -> None:
-    global _backend
-    _backend = _switches[-1].backend if _switches else None
 
 
 def routed(
@@ -118,4 +80,18 @@ def _stays(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.dtype not in FLOATS or query.device.type not in _DEVICES
 
 
-_attention = Replacement(TORCHS, routed)
+class SdpaSwitch(Switch):
+    """The handle that :func:`use_sdpa` returns; it is active when it is created."""
+
+    replacement = Replacement(TORCHS, routed)
+    active: ClassVar[list[Any]] = []
+
+    def __init__(self, backend: str) -> None:
+        check_backend(backend)
+        self.backend = backend
+        super().__init__()
+
+    @classmethod
+    def changed(cls) -> None:
+        global _backend
+        _backend = cls.active[-1].backend if cls.active else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -66,6 +67,20 @@ def check_dtype(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 def check_shape(name: str, x: Tensor, shape: tuple[int, ...], why: str) -> None:
     if x.shape != shape:
         raise ValueError(f"{name} must have shape {tuple(shape)} ({why}); got {tuple(x.shape)}")
+
+
+def check_documents(cu_seqlens: Tensor, other_name: str, other: Tensor, tokens: int) -> int:
+    """Checks the bounds of documents that are packed in one row; returns their number. The values are only read on a
+    CPU: a GPU would have to be waited for, and a compiler has none."""
+    check_integer("cu_seqlens", cu_seqlens, 1, "[N + 1]")
+    check_device("cu_seqlens", cu_seqlens, other_name, other)
+    if cu_seqlens.shape[0] == 0:
+        raise ValueError("cu_seqlens must be [N + 1], starting with 0; got shape (0,)")
+    if cu_seqlens.is_cpu and type(cu_seqlens) is Tensor and not torch.compiler.is_compiling():
+        ends = cu_seqlens.tolist()
+        if ends[0] != 0 or ends[-1] != tokens or any(after < before for before, after in pairwise(ends)):
+            raise ValueError(f"cu_seqlens must start at 0, never decrease and end at T = {tokens}; got {ends}")
+    return cu_seqlens.shape[0] - 1
 
 
 def check_int(name: str, value: object, minimum: int | None = None) -> None:

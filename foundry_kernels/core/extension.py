@@ -108,7 +108,7 @@ def impl(package: str, function: str, devices: tuple[str, ...] = ("cpu", "cuda")
     if (direct := getattr(_C.direct, function, None)) is None:
         return native
     serve = getattr(_C, "serve_on_accelerator", None)  # an older extension calls directly on the CPU alone
-    return replace(native, direct=direct, serve=no_direct_call if serve is None else partial(serve, function))
+    return replace(native, direct=direct, set_served=no_direct_call if serve is None else partial(serve, function))
 
 
 def _absent(*_: Any) -> Any:

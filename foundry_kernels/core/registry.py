@@ -65,7 +65,7 @@ class Impl:
     hint: str = ""  # what to do about a device that is not among `devices`
     sources: tuple[str, ...] = ()  # native: the devices that csrc has kernels for, compiled into this build or not
     direct: Callable[..., Any] = no_direct_call  # native: see OpSpec.direct
-    serve: Callable[..., Any] = no_direct_call  # native: receives which calls on a GPU `direct` takes
+    set_served: Callable[..., Any] = no_direct_call  # native: takes which calls on a GPU `direct` serves
 
     def why_not(self, device: str, dtype: torch.dtype | None = None) -> str | None:
         """The reason why a tensor of `dtype` on `device` is not supported, or None if it is."""
@@ -126,7 +126,7 @@ class OpSpec:
         )
         self.direct = native.direct if native is not None and supported else no_direct_call
         if native is not None:
-            native.serve(*self._served_on_cuda(native.fn))
+            native.set_served(*self._served_on_cuda(native.fn))
         #: Whether "auto" and "native" are the native kernels on a CPU and no `override` has replaced these.
         self.native_on_cpu = self.direct is not no_direct_call
 
@@ -227,7 +227,7 @@ def override(spec: OpSpec, backend: str, **changes: Any) -> Iterator[Impl]:
     own = spec.impl(backend)
     if own is None:
         raise KeyError(f"{spec.name} has no {backend} kernel")
-    changed = replace(own, **{"direct": no_direct_call, "serve": no_direct_call, **changes})
+    changed = replace(own, **{"direct": no_direct_call, "set_served": no_direct_call, **changes})
     spec.impls = tuple(changed if impl is own else impl for impl in before)
     spec.choose()
     try:

@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         write_png(options.out / "health.png", health, maps, title)
     except ImportError as error:
-        print(f"no picture: matplotlib does not import ({error})", file=sys.stderr)
+        print(f"no health.png: {error}", file=sys.stderr)
     print(title)
     print("\n".join(health.concerns()) or "nothing to worry about")
     print(f"written to {options.out / 'health.json'} and health.png")

@@ -81,11 +81,14 @@ def write_history_png(
         curves: the panels above: values by step, by title.
 
     Raises:
-        ImportError: matplotlib is missing.
+        ImportError: matplotlib does not import; the message says how to install it.
         ValueError: the history is empty.
     """
     if not len(history):
         raise ValueError("history must have the health of at least one step; it is empty")
+    from foundry_kernels.diagnostics.pictures._figure import require_matplotlib
+
+    require_matplotlib()
     import matplotlib
 
     matplotlib.use("Agg")

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from foundry_kernels.diagnostics.health import Health, plain
+from foundry_kernels.diagnostics.pictures._figure import require_matplotlib
 
 #: The heat maps: a field of `LayerHealth`, its title, and the range of its colours (None: the data's range).
 _GRIDS = (
@@ -27,7 +28,11 @@ def write_json(path: Path, health: Health, about: dict[str, Any]) -> None:
 
 
 def write_png(path: Path, health: Health, maps: dict[tuple[int, int], Tensor], title: str) -> None:
-    """Needs matplotlib."""
+    """
+    Raises:
+        MissingMatplotlib: matplotlib does not import.
+    """
+    require_matplotlib()
     import matplotlib
 
     matplotlib.use("Agg")

@@ -47,44 +47,24 @@ class Options(TypedDict, total=False):
 
 @overload
 def generate(
-    model: Model,
-    prompts: Prompts,
-    max_new_tokens: int,
-    *,
-    return_log_probs: Literal[False] = False,
-    return_stats: Literal[False] = False,
-    **options: Unpack[Options],
-) -> list[Tensor]: ...
+    model: Model, prompts: Prompts, max_new_tokens: int, *, return_log_probs: Literal[False] = False,
+    return_stats: Literal[False] = False, **options: Unpack[Options],
+) -> list[Tensor]: ...  # fmt: skip
 @overload
 def generate(
-    model: Model,
-    prompts: Prompts,
-    max_new_tokens: int,
-    *,
-    return_log_probs: Literal[False] = False,
-    return_stats: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[list[Tensor], GenerationStats]: ...
+    model: Model, prompts: Prompts, max_new_tokens: int, *, return_log_probs: Literal[False] = False,
+    return_stats: Literal[True], **options: Unpack[Options],
+) -> tuple[list[Tensor], GenerationStats]: ...  # fmt: skip
 @overload
 def generate(
-    model: Model,
-    prompts: Prompts,
-    max_new_tokens: int,
-    *,
-    return_log_probs: Literal[True],
-    return_stats: Literal[False] = False,
-    **options: Unpack[Options],
-) -> tuple[list[Tensor], list[Tensor]]: ...
+    model: Model, prompts: Prompts, max_new_tokens: int, *, return_log_probs: Literal[True],
+    return_stats: Literal[False] = False, **options: Unpack[Options],
+) -> tuple[list[Tensor], list[Tensor]]: ...  # fmt: skip
 @overload
 def generate(
-    model: Model,
-    prompts: Prompts,
-    max_new_tokens: int,
-    *,
-    return_log_probs: Literal[True],
-    return_stats: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[list[Tensor], list[Tensor], GenerationStats]: ...
+    model: Model, prompts: Prompts, max_new_tokens: int, *, return_log_probs: Literal[True],
+    return_stats: Literal[True], **options: Unpack[Options],
+) -> tuple[list[Tensor], list[Tensor], GenerationStats]: ...  # fmt: skip
 @torch.no_grad()
 def generate(
     model: Model,

@@ -56,26 +56,14 @@ def _whole(x: Any) -> Any:
 
 @overload
 def log_probs(
-    model: Model,
-    tokens: Tensor,
-    targets: Tensor,
-    *,
-    return_entropy: Literal[False] = False,
-    return_lse: Literal[False] = False,
-    temperature: float = 1.0,
-    **inputs: Any,
-) -> Tensor: ...
+    model: Model, tokens: Tensor, targets: Tensor, *, return_entropy: Literal[False] = False,
+    return_lse: Literal[False] = False, temperature: float = 1.0, **inputs: Any,
+) -> Tensor: ...  # fmt: skip
 @overload
 def log_probs(
-    model: Model,
-    tokens: Tensor,
-    targets: Tensor,
-    *,
-    return_entropy: bool = False,
-    return_lse: bool = False,
-    temperature: float = 1.0,
-    **inputs: Any,
-) -> Tensor | tuple[Tensor, ...]: ...
+    model: Model, tokens: Tensor, targets: Tensor, *, return_entropy: bool = False, return_lse: bool = False,
+    temperature: float = 1.0, **inputs: Any,
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def log_probs(
     model: Model,
     tokens: Tensor,

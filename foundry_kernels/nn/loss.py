@@ -21,8 +21,9 @@ class LinearCrossEntropy(torch.nn.Linear):
     Args:
         in_features: width D of hidden.
         out_features: classes V.
-        bias: whether the layer has a bias. ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
-        chunk_size, token_scaling: as in the function.
+        bias: whether the layer has a bias.
+        ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, chunk_size, token_scaling: as in the
+            function.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:

@@ -43,7 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, batch_invar
         ValueError: shapes, dtypes or devices do not match.
         BackendUnavailable: there is no such matmul for this dtype or device.
     """
-    if any(x is not None and _is_torchs(x) for x in (x, weight, bias)) or _transformed():
+    if any(t is not None and _is_torchs(t) for t in (x, weight, bias)) or _transformed():
         return TORCHS(x, weight, bias)
     if (low := autocast_dtype(x)) is not None:
         x, weight, bias = x.to(low), weight.to(low), None if bias is None else bias.to(low)

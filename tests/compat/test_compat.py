@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_loops import BACKENDS, EXACT, attend, close, draw, for_loop, over_backends, over_options
+from slow import rest_slow
 from table import Allocations
 from torch import Tensor
 
@@ -344,7 +345,7 @@ def test_layouts_are_views() -> None:
     assert heads_first.transpose(1, 2).is_contiguous()
 
 
-@over_backends
+@pytest.mark.parametrize("backend", rest_slow([*reversed(BACKENDS)]))
 def test_flash_attn_func_compiles(backend: str) -> None:
     q, k = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8)
     compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
@@ -362,7 +363,7 @@ def test_flash_attn_func_compiles(backend: str) -> None:
     torch.testing.assert_close(sdpa(*args, **other), scaled_dot_product_attention(*args, **other))
 
 
-@over_backends
+@pytest.mark.parametrize("backend", rest_slow([*reversed(BACKENDS)]))
 def test_lengths_stay_symbolic_under_compile(backend: str) -> None:
     """One more graph covers every number of tokens, and of the longest sequence."""
     graphs: list[torch.fx.GraphModule] = []

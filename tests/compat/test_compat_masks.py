@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_loops import EXACT, close, draw, over_backends, over_options
+from attention_loops import BACKENDS, EXACT, close, draw, over_backends, over_options
+from slow import rest_slow
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -267,7 +268,7 @@ def test_probabilities_give_the_output(backend: str, options: dict[str, Any], pa
         close(sums, (sums > 0.5).to(dtype), tolerance)
 
 
-@over_backends
+@pytest.mark.parametrize("backend", rest_slow([*reversed(BACKENDS)]))
 def test_masks_and_dropout_compile(backend: str) -> None:
     compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
     q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 6, 8)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_loops import EXACT, close, draw, over_backends
+from attention_loops import BACKENDS, EXACT, close, draw, over_backends
+from slow import rest_slow
 from torch import Tensor
 
 from foundry_kernels.compat import flash_attn_3, varlen_attn
@@ -257,7 +258,7 @@ def test_varlen_attn_has_torchs_signature() -> None:
 # --- compiled, signatures, refusals -----------------------------------------------------------------------------------
 
 
-@over_backends
+@pytest.mark.parametrize("backend", rest_slow([*reversed(BACKENDS)]))
 def test_compiles(backend: str) -> None:
     q, k, v = (x.detach() for x in inputs_of(backend, (16, 4, 8), (17, 2, 8), (17, 2, 5)))
     options: dict[str, Any] = {"causal": True, "attention_chunk": 4, "backend": backend}

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_loops import BACKENDS, close, draw, over_backends
+from slow import rest_slow
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as imported_before
@@ -36,7 +37,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield calls
     assert F.scaled_dot_product_attention is TORCHS
     assert imported_before is TORCHS
-    assert not sdpa_switch._attention.replaced
+    assert not sdpa_switch.SdpaSwitch.replacement.replaced
 
 
 q, k = draw(2, 3, 4, 8).float(), draw(2, 3, 6, 8, seed=1).float()
@@ -95,7 +96,7 @@ def test_all_threads(served: list[str]) -> None:
     assert served == ["auto"]
 
 
-@over_backends
+@pytest.mark.parametrize("backend", rest_slow([*reversed(BACKENDS)]))
 def test_torchs_samples(backend: str, served: list[str]) -> None:
     """All of them, in several dtypes, against PyTorch in float64; with dropout, whose choice differs, the shape."""
     from torch.testing._internal.common_methods_invocations import op_db
@@ -124,7 +125,7 @@ def test_torchs_samples(backend: str, served: list[str]) -> None:
     assert len(served) == count >= 50
 
 
-@over_backends
+@pytest.mark.parametrize("backend", rest_slow([*reversed(BACKENDS)]))
 def test_compiled_code_follows_the_switch(backend: str) -> None:
     """What was compiled before is compiled again; every kernel is in the graph, in training too."""
     graphs: list[torch.fx.GraphModule] = []

@@ -194,7 +194,7 @@ def call_of(spec: OpSpec, q: Tensor, k: Tensor, v: Tensor, batch_invariant: bool
 
 def test_the_registry_tells_what_it_chooses() -> None:
     spec, told = OPS["swiglu"], []
-    with override(spec, "native", devices=("cpu", "cuda"), serve=lambda *bits: told.append(bits)):
+    with override(spec, "native", devices=("cpu", "cuda"), set_served=lambda *bits: told.append(bits)):
         registry.prefer("cuda", {("swiglu", "bfloat16"): ("triton", "native")})
         registry.prefer("cuda", {})
     has_triton = spec.why_not("triton", "cuda") is None

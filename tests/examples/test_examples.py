@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import fresh
 import limits
 import pytest
 
@@ -19,15 +20,14 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
         pytest.param("nanogpt_style.py", [], marks=pytest.mark.slow),
         pytest.param("plain_loop.py", [], marks=pytest.mark.slow),
         pytest.param("hybrid.py", ["--steps", "80"], marks=pytest.mark.slow),
-        ("reverse.py", ["--steps", "90"]),
+        pytest.param("reverse.py", ["--steps", "90"], marks=pytest.mark.slow),
         pytest.param("reverse.py", [], marks=pytest.mark.slow),
         pytest.param("reverse.py", ["--positions", "relative", "--norm-placement", "pre"], marks=pytest.mark.slow),
     ],
 )
 def test_example(script: str, options: list[str]) -> None:
-    done = limits.run(
-        [sys.executable, str(EXAMPLES / script), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)},
+    done = fresh.python(
+        str(EXAMPLES / script), *options, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     )
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
@@ -47,7 +47,7 @@ SHORT = ["--steps", "3", "--prompts", "4", "--examples", "2"]
 @pytest.mark.parametrize(
     "options",
     [
-        SHORT,
+        pytest.param(SHORT, marks=pytest.mark.slow),
         pytest.param(["--steps", "40", "--prompts", "12", "--examples", "15", "--lr", "1e-3"], marks=pytest.mark.slow),
         pytest.param(
             ["--steps", "20", "--beta", "0.05", "--updates", "2", "--loss-type", "grpo"], marks=pytest.mark.slow

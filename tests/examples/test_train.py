@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,13 +34,35 @@ from foundry_kernels.nn import Router  # noqa: E402
 
 SHAPE = ["--dim", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--batch", "2", "--seq-len", "16"]
 TINY = [*SHAPE, "--device", "cpu", "--steps", "6", "--sample-tokens", "5"]
+FINISHED = ("--backend", "reference", "--sample-tokens", "0")
+
+
+TEXT = b"the quick brown fox jumps over the lazy dog\n\xff\xfe" * 30  # not UTF-8, on purpose
 
 
 @pytest.fixture
 def text_file(tmp_path):
     path = tmp_path / "text.txt"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n\xff\xfe" * 30)  # not UTF-8, on purpose
+    path.write_bytes(TEXT)
     return path
+
+
+@pytest.fixture(scope="module")
+def run_once(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "text.txt").write_bytes(TEXT)
+    with contextlib.chdir(folder):
+        assert run(*FINISHED, "--text", "text.txt", "--out", "out") == 0
+    return folder
+
+
+@pytest.fixture
+def finished(run_once, tmp_path, monkeypatch, capsys):
+    """The current folder has a text and the results of a run with it; the run's arguments."""
+    shutil.copytree(run_once, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    return (*FINISHED, "--text", "text.txt", "--out", "out")
 
 
 def run(*arguments) -> int:
@@ -157,6 +181,7 @@ def test_killed_run_loses_at_most_one_interval(text_file, tmp_path):
     assert len(state["losses"]) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_ctrl_c_saves_and_says_how_to_go_on(text_file, tmp_path):
     out = tmp_path / "out"
@@ -182,15 +207,11 @@ def test_ctrl_c_saves_and_says_how_to_go_on(text_file, tmp_path):
     assert sorted(path.name for path in out.iterdir()) == ["checkpoint-reference.pt", "log-reference.jsonl"]
 
 
-def test_resume_of_a_finished_run_only_reports(text_file, tmp_path, capsys):
-    out = tmp_path / "out"
-    arguments = ("--text", text_file, "--out", out, "--backend", "reference", "--sample-tokens", "0")
-    assert run(*arguments) == 0
-    table = capsys.readouterr().out.split("-----")[-1].splitlines()[1]
-    before = (out / "checkpoint-reference.pt").read_bytes()
-    assert run(*arguments, "--resume") == 0
-    assert capsys.readouterr().out.split("-----")[-1].splitlines()[1].split()[:5] == table.split()[:5]
-    assert (out / "checkpoint-reference.pt").read_bytes() == before
+def test_resume_of_a_finished_run_only_reports(finished, capsys):
+    before = Path("out/checkpoint-reference.pt").read_bytes()
+    assert run(*finished, "--resume") == 0
+    assert "held-out" in capsys.readouterr().out
+    assert Path("out/checkpoint-reference.pt").read_bytes() == before
 
 
 def test_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
@@ -258,42 +279,33 @@ def other_weights(path: Path, state: dict) -> None:
     torch.save(state | {"state": state["state"] | {"model": model}}, path)
 
 
+CORRUPT = "is corrupt or not a checkpoint"
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (corrupt, "is corrupt or not a checkpoint"),
+        (corrupt, CORRUPT),
+        (truncate, CORRUPT),
+        (empty, CORRUPT),
+        (pickled, CORRUPT),
         (foreign, "is not a checkpoint of this program"),
         (newer, "has checkpoint version 99; this program reads 2"),
+        (older, "has checkpoint version 1; this program reads 2: finish that run with the program that started it"),
         (without_model, "is damaged: KeyError"),
-        *(
-            pytest.param(damage, message, marks=pytest.mark.slow)
-            for damage, message in (
-                (truncate, "is corrupt or not a checkpoint"),
-                (empty, "is corrupt or not a checkpoint"),
-                (pickled, "is corrupt or not a checkpoint"),
-                (
-                    older,
-                    "has checkpoint version 1; this program reads 2: finish that run with the program that started it",
-                ),
-                (other_weights, "is damaged: RuntimeError"),
-            )
-        ),
+        (other_weights, "is damaged: RuntimeError"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_bad_checkpoint_is_refused_and_kept(damage, message, text_file, tmp_path, capsys):
-    out = tmp_path / "out"
-    arguments = ("--text", text_file, "--out", out, "--backend", "reference", "--sample-tokens", "0")
-    assert run(*arguments) == 0
-    path = out / "checkpoint-reference.pt"
+def test_bad_checkpoint_is_refused_and_kept(damage, message, finished, capsys):
+    path, picture = Path("out/checkpoint-reference.pt"), Path("out/loss.png").stat().st_mtime_ns
     damage(path, torch.load(path, weights_only=True))
-    before, picture = path.read_bytes(), (out / "loss.png").stat().st_mtime_ns
-    capsys.readouterr()
-    line = refused(capsys, *arguments, "--resume")
+    before = path.read_bytes()
+    line = refused(capsys, *finished, "--resume")
     assert message in line
     assert str(path) in line
     assert path.read_bytes() == before
-    assert (out / "loss.png").stat().st_mtime_ns == picture
+    assert Path("out/loss.png").stat().st_mtime_ns == picture
 
 
 @pytest.mark.parametrize(
@@ -301,35 +313,21 @@ def test_bad_checkpoint_is_refused_and_kept(damage, message, text_file, tmp_path
     [
         (("--lr", "0.5"), "--lr 0.001, not 0.5"),
         (("--dim", "32"), "model dim 16, not 32"),
-        pytest.param(("--dtype", "bfloat16"), "--dtype float32, not bfloat16", marks=pytest.mark.slow),
-        pytest.param(("--steps", "9"), "--steps 6, not 9", marks=pytest.mark.slow),
+        (("--dtype", "bfloat16"), "--dtype float32, not bfloat16"),
+        (("--steps", "9"), "--steps 6, not 9"),
+        (("--text", "other.txt"), "belongs to a run with --text"),
+        (("--backend", "auto"), "belongs to a run with --backend reference, not auto"),
     ],
-    ids=["lr", "dim", "dtype", "steps"],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_checkpoint_of_another_run_is_refused(changed, message, text_file, tmp_path, capsys):
-    arguments = ("--text", text_file, "--out", tmp_path / "out", "--backend", "reference", "--sample-tokens", "0")
-    assert run(*arguments) == 0
-    capsys.readouterr()
-    assert message in refused(capsys, *arguments, *changed, "--resume")
+def test_checkpoint_of_another_run_is_refused(changed, message, finished, capsys):
+    Path("other.txt").write_bytes(TEXT[::-1])
+    shutil.copy("out/checkpoint-reference.pt", "out/checkpoint-auto.pt")
+    assert message in refused(capsys, *finished, *changed, "--resume")
 
 
-def test_checkpoint_of_another_text_or_backend_is_refused(text_file, tmp_path, capsys):
-    out = tmp_path / "out"
-    arguments = ("--out", out, "--backend", "reference", "--sample-tokens", "0", "--text")
-    assert run(*arguments, text_file) == 0
-    capsys.readouterr()
-    text_file.write_bytes(text_file.read_bytes()[::-1])
-    assert "belongs to a run with --text" in refused(capsys, *arguments, text_file, "--resume")
-    (out / "checkpoint-reference.pt").rename(out / "checkpoint-auto.pt")
-    line = refused(capsys, *arguments, text_file, "--resume", "--backend", "auto")
-    assert "belongs to a run with --backend reference, not auto" in line
-
-
-def test_present_run_is_not_overwritten(text_file, tmp_path, capsys):
-    arguments = ("--text", text_file, "--out", tmp_path / "out", "--backend", "reference", "--sample-tokens", "0")
-    assert run(*arguments) == 0
-    capsys.readouterr()
-    assert "exists; continue it with --resume" in refused(capsys, *arguments)
+def test_present_run_is_not_overwritten(finished, capsys):
+    assert "exists; continue it with --resume" in refused(capsys, *finished)
 
 
 @pytest.mark.parametrize(

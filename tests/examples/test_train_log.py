@@ -103,7 +103,7 @@ def test_the_picture_of_the_schedule_is_what_a_run_does(
     assert "--plot-schedule: no plot: cannot write" in said
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", rest_slow([0.3, 0.0]))
 def test_killed_run_goes_on_as_if_it_had_not_been(dropout: float, text_file: Path, tmp_path: Path) -> None:
     """Losses, rates and norms of each step once and bit for bit, although the log was ahead of the checkpoint."""
     text = train_text.read_text(text_file, 16)

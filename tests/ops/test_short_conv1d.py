@@ -212,7 +212,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"x": X[:1], "cu_seqlens": bounds(2, 2)},
         ValueError,
-        r"cu_seqlens must start at 0, .* end at T, 5; got \[0, 2, 4",
+        r"cu_seqlens must start at 0, .* end at T = 5; got \[0, 2, 4",
     ),
     ({"x": X[:1], "cu_seqlens": bounds(7, -2)}, ValueError, r"never decrease .* got \[0, 7, 5\]"),
     ({"x": X[:1], "cu_seqlens": bounds(5).float()}, TypeError, "cu_seqlens must be int32 or int64; got torch.float32"),

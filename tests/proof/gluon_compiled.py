@@ -14,16 +14,14 @@ from stub_gpu import StubDriver, stub_gpu, uncompiled
 
 import foundry_kernels as fk
 from foundry_kernels.tools.inspect import aot
-from foundry_kernels.tools.inspect.estimate import estimate
 from foundry_kernels.tools.inspect.sass import Loop, _parse
 
 OP, KERNEL = fk.OPS["flash_attention"], "flash_attention_fwd_gluon_kernel"
 #: By head dimension and whether there is a right bound.
 CASES = [(64, True), (128, True), (128, False)]
 over_cases = pytest.mark.parametrize(("width", "causal"), CASES)
-#: Of tiles without a mask: what the estimate may not fall below, 5 % below what it was when this was written, and the
-#: most instructions a tile, of one consumer.
-LEAST_TFLOPS, MOST_INSTRUCTIONS = {64: 360, 128: 467}, {64: 290, 128: 326}
+#: The most instructions of a tile without a mask, of one consumer.
+MOST_INSTRUCTIONS = {64: 290, 128: 326}
 
 
 @cache
@@ -62,7 +60,7 @@ def test_it_fits(width: int, causal: bool) -> None:
     each other for ever."""
     cost = compiled(width, causal)
     assert cost.problems(aot.GPUS[90]) == []
-    assert (cost.registers, cost.stack, cost.warps, cost.idle) == (168, 0, 12, 4)
+    assert (cost.registers, cost.stack, cost.warps) == (168, 0, 12)
     assert cost.shared <= 227 << 10
     asked = [int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", cost.ptx)]
     assert set(asked) == {24, 120, 240, 256}
@@ -87,9 +85,6 @@ def test_products_are_under_way_during_the_softmax(width: int, causal: bool) -> 
         assert not loop.counts.get("local")
     for loop in plain:
         assert loop.instructions <= 2 * MOST_INSTRUCTIONS[width]
-        found = estimate(loop, 8)
-        assert found is not None
-        assert found.tflops >= LEAST_TFLOPS[width]
 
 
 def bodies(width: int, causal: bool) -> list[list[str]]:
@@ -184,4 +179,4 @@ def test_inspect_lists_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "flash_attention", "--arch", "90", "--timed", "--kernel", "gluon"]) == 0
     shown = capsys.readouterr().out
     assert len(re.findall(rf"^{KERNEL} .*168 registers  0 spilled .* 12 warps .*wgmma", shown, re.M)) >= 3
-    assert shown.count("estimate for an H100") >= 10
+    assert shown.count("exponentials are hidden") >= 10

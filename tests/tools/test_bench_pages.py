@@ -1,25 +1,28 @@
-"""The benchmarks' command: that they run, kept results and their pages, two commits side by side, the steps of the GPU
-check. No time decides a test."""
+"""Results of the benchmarks: what is kept of a run, two trees side by side, the stored results and their pages."""
 
 from __future__ import annotations
 
-import copy
+import inspect
 import json
 import os
+import re
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import fresh
-import gpu_check
 import pytest
 import torch
+from bench_rows import kept, row
 
-from benchmarks import compare, report, sources, tables
+import foundry_kernels as fk
+from benchmarks import compare, isa, report, tables, verdict
 from benchmarks import kept as kept_format
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+INDEX = (report.RESULTS / "README.md").read_text(encoding="utf-8")
+KEPT = report.all_kept()
+over_results = pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -28,298 +31,62 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return fresh.python("-m", *arguments, env=env, cwd=ROOT)
 
 
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of a short run of rms_norm."""
-    path = tmp_path_factory.mktemp("run") / "run.json"
-    chosen = "rms_norm-forward-float32-512x2048-cached-warm or rms_norm-overhead"
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_kept_and_becomes_a_page(tmp_path: Path) -> None:
+    source, target = tmp_path / "run.json", tmp_path / "kept.json"
+    chosen = "flash_attention and forward and float32 and H8 and Hk2 and T512 and causal or rms_norm-overhead"
     if torch.cuda.is_available():
         chosen = "rms_norm-forward-bfloat16-1x4096-decode-warm or rms_norm-overhead"
     files = [f"benchmarks/test_{name}.py" for name in ("ops", "overhead")]
-    done = command(
-        "pytest", *files, "--benchmark-only", "-v", "-k", f"({chosen}) and not add", f"--benchmark-json={path}"
+    options = (
+        "--benchmark-only",
+        "-v",
+        "-k",
+        f"({chosen}) and not (add or stubbed or varlen or compile)",
+        f"--benchmark-json={source}",
     )
+    done = command("pytest", *files, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " us, " in done.stdout  # progress: the figures, row by row
-    return path
-
-
-def test_runs_of_the_same_kernels_are_kept_together(run_file: Path, tmp_path: Path) -> None:
-    """Rows of the second take the places of those that it has anew, also of those that had no figures; others stay."""
-    first = json.loads(run_file.read_text())
-    first["budget"] = {"minutes": 5.0, "spent": 4.2, "comparisons": 9, "cut": {"a": [1, 2]}, "fewer_rounds": 0}
-    ours = next(b for b in first["benchmarks"] if b["extra_info"]["row"] in ("native", "triton"))
-    again = copy.deepcopy(ours)
-    again["extra_info"]["median_us"] = 7.0
-    found = copy.deepcopy(ours)
-    missing = {key: ours["extra_info"][key] for key in ("kind", "op", "direction", "dtype", "case", "memory")}
-    first["absent"].append(missing | {"row": "a peer", "why_not": "was not installed"})
-    found["extra_info"]["row"] = "a peer"
-    second = first | {"benchmarks": [again, found], "full": True}
-    second["budget"] = first["budget"] | {"cut": {"b": [3, 3]}, "spent": 1.1}
-    paths = [tmp_path / name for name in ("first.json", "second.json")]
-    for path, run in zip(paths, (first, second), strict=True):
-        path.write_text(json.dumps(run))
-    report.keep(paths[0], tmp_path / "kept.json", paths[1])
-    kept = report.load(tmp_path / "kept.json")
-    assert len(kept["rows"]) == len(first["benchmarks"]) + 1
-    assert len(kept["absent"]) == len(first["absent"]) - 1
-    key = report._key(ours["extra_info"])
-    assert [row["median_us"] for row in kept["rows"] if report._key(row) == key] == [7.0]
-    assert kept["full"]
-    assert kept["budget"] == {
-        "minutes": 10.0,
-        "spent": 5.3,
-        "comparisons": 18,
-        "fewer_rounds": 0,
-        "cut": {"a": [1, 2], "b": [3, 3]},
-    }
-    second["commit_info"] = first["commit_info"] | {"id": "0" * 40}
-    paths[1].write_text(json.dumps(second))
-    report.keep(paths[0], tmp_path / "kept.json", paths[1])
-    commits = f"of commits {first['commit_info']['id'][:10]} and 0000000000"
-    assert tables.of_commit(report.load(tmp_path / "kept.json")).startswith(commits)
-    for key, message in (("sources", "which kernels"), ("environment", "are of different environments")):
-        paths[1].write_text(json.dumps(second | {key: {"torch": "1"} if key == "environment" else None}))
-        with pytest.raises(SystemExit, match=message):
-            report.keep(paths[0], tmp_path / "kept.json", paths[1])
-
-
-def test_kept_results_take_a_later_run(run_file: Path, tmp_path: Path) -> None:
-    """As the run that they were made of would; and what a budget cut is left out no longer where it is there now."""
-    run = json.loads(run_file.read_text())
-    cut = {"rms_norm 512x2048": [1, 2], "growth of rope over T": [1, 1]}
-    run["budget"] = {"minutes": 5.0, "spent": 4.2, "comparisons": 9, "cut": cut, "fewer_rounds": 0}
-    paths = [tmp_path / name for name in ("run.json", "kept.json", "both.json")]
-    paths[0].write_text(json.dumps(run))
-    report.keep(paths[0], paths[1])
-    report.keep(paths[1], paths[2], paths[0])
-    kept, both = (report.load(path) for path in paths[1:])
-    assert kept["budget"]["cut"] == cut
-    assert list(both["budget"]["cut"]) == ["growth of rope over T"]
-    assert both["budget"]["minutes"] == 10.0
-    run["budget"] |= {"minutes": 0.0, "cut": {}}
-    paths[0].write_text(json.dumps(run))
-    report.keep(paths[1], paths[2], paths[0])
-    assert report.load(paths[2])["budget"]["minutes"] == 9.2, "one without a budget had the minutes that it took"
-    for key in ("rows", "absent", "device", "commit", "environment", "sources"):
-        assert both[key] == kept[key], key
-
-
-def test_no_row_of_kernels_that_have_changed_is_kept(run_file: Path, tmp_path: Path) -> None:
-    """Nor of a model, which any kernel may be in; but those of other operations."""
-    later = json.loads(run_file.read_text())
-    ours = next(b for b in later["benchmarks"] if b["extra_info"]["row"] in ("native", "triton"))
-    first = copy.deepcopy(later)
-    for op, kind in (("swiglu", "op"), ("layer_norm", "op"), ("transformer", "model")):
-        row = copy.deepcopy(ours)
-        row["extra_info"] |= {"op": op, "kind": kind, "tokens/s": 1.0, "peak_bytes": 1}
-        first["benchmarks"].append(row)
-        first["absent"].append({**row["extra_info"], "row": "a peer", "why_not": "was not installed"})
-    paths = [tmp_path / "first.json", tmp_path / "later.json"]
-
-    def kept_with(changed: tuple[str, ...]) -> set[str]:
-        sources = {op: "another" if op in changed else digest for op, digest in later["sources"].items()}
-        for path, run in zip(paths, (first | {"sources": sources}, later), strict=True):
-            path.write_text(json.dumps(run))
-        report.keep(paths[0], tmp_path / "kept.json", paths[1])
-        found = report.load(tmp_path / "kept.json")
-        assert found["sources"] == later["sources"]
-        ops = {row["op"] for row in found["rows"]}
-        assert ops - {"rms_norm"} == {row["op"] for row in found["absent"] if row["row"] == "a peer"}
-        return ops
-
-    assert kept_with(()) == {"rms_norm", "swiglu", "layer_norm", "transformer"}
-    assert kept_with(("swiglu",)) == {"rms_norm", "layer_norm"}
-    assert kept_with(("rms_norm",)) == {"rms_norm", "swiglu", "layer_norm"}  # measured anew
-
-
-def test_a_run_is_kept_and_becomes_pages(run_file: Path, tmp_path: Path) -> None:
-    run = json.loads(run_file.read_text())
+    assert re.search(r"rows in \d+ comparisons, about \d\.\d min for all; budget 5 min", done.stdout)
+    assert "verdict: " in done.stdout
+    run = json.loads(source.read_text())
     native = next(b for b in run["benchmarks"] if b["extra_info"]["row"] in ("native", "triton"))
     info = native["extra_info"]
     assert native["stats"]["median"] * 1e6 == pytest.approx(info["median_us"], abs=0.1)  # the same rounds
-    assert info["speedup_over"].keys() >= {"eager", "F.rms_norm"}
-    assert info["quick"]
+    assert "eager" in info["speedup_over"]
     if not torch.cuda.is_available():
         assert any(row["row"] == "Liger" and "GPU" in row["why_not"] for row in run["absent"])
-    target = tmp_path / "kept.json"
-    report.keep(run_file, target)
-    kept = report.load(target)
-    assert kept["commit"].keys() == {"id", "dirty"}
-    assert kept["sources"] == sources.digests("cuda" if torch.cuda.is_available() else "cpu")
+    report.keep(source, target)
+    kept = kept_format.read(target)
     page = report.page(target).read_text()
+    assert kept["commit"].keys() == {"id", "dirty"}
     assert f"of commit {kept['commit']['id'][:10]}" in page.replace("\n", " ")
-    assert f"| `rms_norm` | forward | {info['dtype']} |" in page
+    assert f"| `{info['op']}` | forward | {info['dtype']} |" in page
     assert "## Host time a call" in page
+    for content, message in (("{", "cannot be read as results"), ("{}", "it is no result of")):
+        source.write_text(content)
+        with pytest.raises(SystemExit, match=f"run.json.*{message}"):
+            report.keep(source, target)
 
 
-ROW = {
-    "op": "rms_norm",
-    "row": "native",
-    "direction": "forward",
-    "dtype": "float32",
-    "case": "2x4-cached",
-    "memory": "warm",
-    "median_us": 3.0,
-    "limit": "memcpy",
-    "of_limit": 0.5,
-    "speedup_over": {"eager": 4.0},
-    "GB/s": 7.0,
-    "peak_bytes": 2_000_000,
-    "quick": True,
-}
-KEPT = {"date": "2026-01-02", "device": "A processor, 2 cores", "environment": {"torch": "2.13.0"}, "rows": [ROW]}
-
-
-def test_tables() -> None:
-    low = ROW | {"dtype": "bfloat16", "median_us": 2.0, "speedup_over": {"eager": 5.0}, "of_limit": 0.25}
-    product = ROW | {"op": "flash_attention", "TFLOP/s": 0.25, "speedup_over": {"SDPA flash": 2.0}, "memory": "cold"}
-    product |= {"case": "B=1 H=8 Hk=2 T=8 D=64-causal", "limit": "GEMM"}
-    wrong = {k: v for k, v in product.items() if k not in ("speedup_over", "of_limit")} | {
-        "wrong": "max error 1",
-        "direction": "backward",
-        "limit": "memcpy",
-        "time_over_memcpy": 6.0,
-    }
-    line = {"median_us": [1.0, 2.0], "time_exponent": 1.0, "memory_exponent": 2.0, "last_memory_exponent": 2.0}
-    growth = {**ROW, "kind": "scaling", "axis": "N", "sizes": [1, 2], "lines": {"native": line}}
-    growth["theory"] = {"time": 1.0, "memory": 1.0}
-    model = {**ROW, "kind": "model", "op": "transformer", "row": "ours", "base": "reference", "tokens/s": 1234.5}
-    model["speedup_over"] = {"reference": 1.5}
-    absent = [ROW | {"row": "Liger", "why_not": "not here"}] * 2
-    kept = {**KEPT, "rows": [ROW, low, product, wrong, growth, model], "absent": absent}
-    report.check(kept, Path("kept.json"))
-    text = tables.operations(kept)
-    assert "| × eager | % of memcpy | rate |" in text
-    assert "| `rms_norm` | forward | float32 | 2x4 | warm | native | 3.0 | 4.00 | 50% | 7.0 GB/s | 2.0 | – |" in text
-    assert "| × SDPA flash | % of memcpy | % of GEMM | rate |" in text
-    shape = "B=1 H=8 Hk=2 T=8 D=64, causal"
-    assert f"| `flash_attention` | forward | float32 | {shape} | cold | native | 3.0 | 2.00 | – | 50% | 0.25" in text
-    assert f"| `flash_attention` | backward | float32 | {shape} | cold | native | 3.0 | wrong | 17% | – |" in text
-    assert "| **2.00** | **2.00** |" in tables.scaling(kept)
-    assert "| ours | 1,234 | 1.50 |" in tables.models(kept)
-    reasons = tables.absent(kept)
-    assert "- `rms_norm`, Liger (2x4): not here" in reasons
-    assert "max error 1" in reasons
-
-
-def test_the_table_of_the_readme_has_a_row_an_operation_and_a_number_a_cell() -> None:
-    def row(case: str, dtype: str, us: float, **changes: Any) -> dict[str, Any]:
-        return ROW | {"case": case, "dtype": dtype, "median_us": us, "memory": "cold"} | changes
-
-    compiled = {"speedup_over": {"eager": 3.0, "torch.compile": 1.25, "F.rms_norm": 9.0}}
-    product = {"op": "flash_attention", "TFLOP/s": 0.25, "limit": "GEMM", "speedup_over": {"SDPA flash": 2.0}}
-    kept = [
-        row("B=1 H=8 Hk=2 T=8 D=64-causal", "float32", 8.0, **product),
-        row("2x4-cached", "float32", 2.0),
-        row("2x4-cached", "float32", 99.0, memory="warm"),
-        row("4x8-large", "float32", 5.0, **compiled),
-        {k: v for k, v in row("4x8-large", "bfloat16", 4.0, wrong="max error 1").items() if k != "of_limit"},
-        row("4x8-large", "float32", 50.0, direction="backward"),
-        row("4x8-large", "float32", 60.0, row="eager"),
-    ]
-    caption, _, table = tables.summary({**KEPT, "rows": kept}).partition("\n\n")
-    assert (
-        "A processor, 2 cores (torch 2.13.0, 2026-01-02), native kernels of a commit that was not recorded, inputs not"
-        in caption.replace("\n", " ")
-    )
-    assert table.splitlines() == [
-        "| operation | shape | × eager, fp32 | × eager, bf16 | × compiled, fp32 | × compiled, bf16 | "
-        "% of memcpy, fp32 | % of memcpy, bf16 |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| `rms_norm` | 4x8 | 3.00 | wrong | 1.25 | wrong | 50% | – |",
-        "| `flash_attention` | B=1 H=8 Hk=2 T=8 D=64, causal | – | – | 2.00 | – | 50% | – |",
-    ]
-    assert tables.summary({**KEPT, "rows": []}) == ""
-
-
-def test_pictures(tmp_path: Path) -> None:
-    plots = pytest.importorskip("benchmarks.plots", reason="the pictures need matplotlib")
-    line = {"median_us": [1.0, None, 4.0], "GB/s": [3.0, None, 4.0], "peak_bytes": [10, None, 80]}
-    product = {n: {**line, "TFLOP/s": [0.1, None, 0.3]} for n in ("native", "SDPA flash", "GEMM")}
-    width = {**ROW, "kind": "scaling", "axis": "N", "sizes": [1, 2, 4], "lines": {"native": line, "memcpy": line}}
-    tokens = {**width, "op": "flash_attention", "axis": "T", "lines": product}
-    point = ROW | {"TFLOP/s": 0.2, "memory": "cold"}
-    roofs = [point | {"row": "GEMM"}, point | {"row": "memcpy", "GB/s": 40.0}]
-    kept = {**KEPT, "rows": [width, tokens, point, *roofs]}
-    drawn = plots.draw(kept, tmp_path / "kept.json")
-    assert [path.name for _, path in drawn] == [
-        f"kept-{n}.svg" for n in ("speedups", "tflops", "bandwidth", "memory", "roofline")
-    ]
-    assert drawn == plots.names(kept, tmp_path / "kept.json")
-    for _, path in drawn:
-        assert "A processor, 2 cores, torch 2.13.0, 2026-01-02" in path.read_text()
-    first = drawn[0][1].read_bytes()
-    plots.draw(kept, tmp_path / "kept.json")
-    assert drawn[0][1].read_bytes() == first  # the same results are the same file
-    assert plots.draw({**KEPT, "rows": []}, tmp_path / "none.json") == []
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "cannot be read as results"),
-        ("[]", "it holds list, not an object"),
-        ("{}", "no 'date'"),
-        (json.dumps({**KEPT, "rows": {}}), "'rows' is dict"),
-        (json.dumps({**KEPT, "environment": {}}), "no version of torch"),
-        (json.dumps({**KEPT, "rows": [ROW, 3]}), r"rows\[1\] is int"),
-        (json.dumps({**KEPT, "rows": [{"kind": "odd"}]}), r"rows\[0\] is of the unknown kind 'odd'"),
-        (json.dumps({**KEPT, "rows": [{k: v for k, v in ROW.items() if k != "median_us"}]}), "no 'median_us'"),
-        (json.dumps({**KEPT, "absent": [ROW]}), r"absent\[0\] has no 'why_not'"),
-    ],
-)
-def test_malformed_results_are_refused_by_name(tmp_path: Path, content: str, message: str) -> None:
-    source = tmp_path / "broken.json"
-    source.write_text(content)
-    with pytest.raises(SystemExit, match=f"broken.json.*{message}"):
-        report.page(source)
-    assert not source.with_suffix(".md").exists()
-
-
-@pytest.mark.parametrize(("content", "message"), [("{", "cannot be read as results"), ("{}", "it is not a result of")])
-def test_a_malformed_run_is_refused_by_name(tmp_path: Path, content: str, message: str) -> None:
-    source = tmp_path / "broken.json"
-    source.write_text(content)
-    with pytest.raises(SystemExit, match=f"broken.json.*{message}"):
-        report.keep(source, tmp_path / "kept.json")
-    assert not (tmp_path / "kept.json").exists()
-
-
-@pytest.mark.parametrize("path", report.all_kept(), ids=lambda path: path.stem)
-def test_kept_results_are_a_row_a_line_with_what_pages_read(path: Path) -> None:
-    """And come back from their format as they were: what is kept again is the same file."""
-    text = path.read_text(encoding="utf-8")
-    found = report.load(path)
-    assert kept_format.dumps(found) == text
-    assert len(text.splitlines()) > len(found["rows"]) + len(found["absent"])
-    assert tables.operations(found)
-
-
-def test_kept_results_are_small() -> None:
-    assert sum(path.stat().st_size for path in report.RESULTS.glob("*.json")) <= 1_000_000
-
-
-def test_what_is_kept_of_rows_comes_back() -> None:
-    line = {"median_us": [1.0, None], "GB/s": [3.0, None], "time_exponent": 1.0, "last_memory_exponent": 2.0}
-    noise = {"low": 3.5, "high": 4.5, "itself": 0.01}
-    rows = [
-        ROW | {"kind": "op", "noise": {"eager": noise}, "quick": True, "time_over_memcpy": 2.0},
-        ROW | {"kind": "op", "noise": {"eager": {"low": 3.5, "high": 4.5}}, "device_us": 2.5},
-        ROW | {"kind": "op", "row": "eager", "noise": {}, "speedup_over": {"native": 0.25}},
-        ROW | {"kind": "scaling", "axis": "N", "sizes": [1, 2], "lines": {"native": line | {"of_limit": [0.5, None]}}},
-    ]
-    absent = [{**ROW, "row": "Liger", "kind": "op", "why_not": "not here: ≥ 1"}]
-    before = {**KEPT, "rows": rows, "absent": absent, "full": True}
-    after = kept_format.loads(kept_format.dumps(before))
-    assert after == kept_format.slim(before)
-    assert after["rows"][0]["noise"] == {"eager": noise}
-    assert after["rows"][1]["device_us"] == 2.5
-    assert not {"quick", "time_over_memcpy"} & after["rows"][0].keys()
-    assert not {"speedup_over", "limit", "peak_bytes", "GB/s"} & after["rows"][2].keys()
-    assert after["rows"][3]["lines"] == {"native": line}
-    assert after["absent"][0]["why_not"] == "not here: ≥ 1"
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="--isa is the CPU's")
+def test_a_forced_run_and_one_without_time(tmp_path: Path) -> None:
+    if "avx2" not in fk.core.extension.build_info().get("usable_instruction_sets", []):
+        pytest.skip("our kernels have no AVX2 here")
+    choice = "rms_norm and overhead and not add and not stubbed and not compile"
+    done = command("pytest", "benchmarks", "--benchmark-only", "--isa=avx2", "-k", choice, f"--benchmark-json={tmp_path / 'run'}")  # fmt: skip # noqa: E501
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = json.loads((tmp_path / "run").read_text())
+    assert run["isa"] == isa.Isa("avx2", "AVX2", "avx2").kept()
+    report.keep(tmp_path / "run", tmp_path / "kept.json")
+    assert "**Held to avx2**" in report.page(tmp_path / "kept.json").read_text()
+    nothing = command("pytest", "benchmarks", "--benchmark-only", "--budget=0.01", "-k", choice, "-rs")
+    assert "budget: no time for it within 0.01 min" in nothing.stdout
+    assert " passed" not in nothing.stdout
 
 
 @pytest.mark.slow
@@ -331,13 +98,18 @@ def test_the_quick_set_functions() -> None:
     assert " passed" in done.stdout
 
 
-def test_a_ratio_and_what_it_says() -> None:
+def test_a_ratio_of_two_trees() -> None:
     slower = compare.Ratio([2.2, 2.0, 1.8], [1.0, 1.0, 1.0])
     assert (slower.middle, slower.low, slower.high, slower.verdict) == (2.0, 1.8, 2.2, "slower")
     assert compare.Ratio([1.0, 1.0], [2.0, 2.2]).verdict == "faster"
     assert compare.Ratio([1.2, 0.9], [1.0, 1.0]).verdict == ""  # the turns do not agree
+    with pytest.raises(SystemExit, match="'no-such-commit' is no commit"):
+        compare.prepare("no-such-commit")
+    with pytest.raises(SystemExit):
+        compare.main(["HEAD", "--turns", "1"])
 
 
+@pytest.mark.slow
 def test_two_trees_take_turns(capfd: pytest.CaptureFixture) -> None:
     sides = [compare.Side("this tree", ROOT), compare.Side("itself", ROOT)]
     try:
@@ -354,41 +126,199 @@ def test_two_trees_take_turns(capfd: pytest.CaptureFixture) -> None:
     assert worst > 0
 
 
-def test_compare_refuses_what_is_no_commit() -> None:
-    with pytest.raises(SystemExit, match="'no-such-commit' is no commit"):
-        compare.prepare("no-such-commit")
-    with pytest.raises(SystemExit):
-        compare.main(["HEAD", "--turns", "1"])
+# --- stored results ---------------------------------------------------------------------------------------------------
 
 
-def test_a_step_shows_logs_and_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(gpu_check, "OUT", tmp_path)
-    good = gpu_check.run("good", [sys.executable, "-c", "print('one'); print('two')"], 3600)
-    assert good["ok"]
-    assert good["summary"] == "two"
-    assert (tmp_path / "good.log").read_text() == "one\ntwo\n"
-    assert "one\ntwo" in capfd.readouterr().out
-    assert not gpu_check.run("bad", [sys.executable, "-c", "raise SystemExit(4)"], 3600)["ok"]
-    # A shell begins at once, on a busy machine too.
-    slow = gpu_check.run("slow", ["sh", "-c", "echo began; exec sleep 3600"], 2)
-    assert not slow["ok"]
-    assert slow["summary"] == "stopped after 2 s; last line: began"
+@over_results
+def test_pages_are_what_is_made_of_the_stored_results(path: Path, tmp_path: Path) -> None:
+    """And results come back from their format as they were, a row a line."""
+    text, found = path.read_text(encoding="utf-8"), KEPT[path]
+    assert kept_format.dumps(found) == text
+    assert len(text.splitlines()) > len(found["rows"]) + len(found["absent"])
+    for file in path.parent.glob(f"{path.stem}*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    again = report.page(tmp_path / path.name, draw=False)
+    assert again.read_text() == path.with_suffix(".md").read_text(), "run `python -m benchmarks report`"
+    assert f"({path.stem}.md#slower-than-a-peer)" in INDEX
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_check_without_a_gpu_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUT", str(tmp_path))
-    done = fresh.python("tests/support/gpu_check.py", cwd=ROOT)
-    assert done.returncode == 3
-    assert "gpu-check stops here" in done.stderr
-    assert list(tmp_path.iterdir()) == []
+def test_results_take_at_most_a_megabyte() -> None:
+    assert sum(path.stat().st_size for path in report.RESULTS.iterdir()) <= 1_000_000
 
 
-def test_gpu_check_refuses_an_unknown_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPU_CHECK", "everything")
-    done = fresh.python("tests/support/gpu_check.py", cwd=ROOT)
-    assert done.returncode == 2
-    parts = "build, units, parity, sanitize, bench, model, tune, all, suite"
-    assert f"GPU_CHECK must be rest or any of {parts}; got 'everything'" in done.stderr
+def test_the_headline_and_its_chart_are_of_the_newest_results() -> None:
+    part = README.partition("**On a CPU**")[2].partition("\n\nMeasure your own")[0]
+    (name,) = re.findall(r"!\[[^]]*\]\(benchmarks/results/(\S+)-speedups\.svg\)", part)
+    unforced = {path.stem: kept for path, kept in KEPT.items() if not kept["isa"]["forced"]}
+    assert unforced[name]["date"] == max(kept["date"] for kept in unforced.values())
+    assert f"({unforced[name]['device']}, {unforced[name]['date']})" in part
+    steps = [row for row in tables.of_kind(unforced[name], "model") if row["direction"] == "step"]
+    speeds = {f"{ratio:.2f}x" for row in steps for ratio in row.get("speedup_over", {}).values()}
+    memory = {f"{one['peak_bytes'] / other['peak_bytes']:.2f}x" for one in steps for other in steps}
+    figures = re.findall(r"\*\*([\d.]+x)\*\*", part)
+    assert len(figures) == 4
+    assert set(figures[::2]) <= speeds
+    assert set(figures[1::2]) <= memory
+
+
+def test_what_is_called_measured_has_rows() -> None:
+    """Looked up in the files themselves, and each operation that is exported has a row in the table."""
+    rows = [r for kept in KEPT.values() for r in kept["rows"] if r.get("kind", "op") == "op" and r["row"] == "native"]
+    table = INDEX.split("## What is measured")[1].split("##")[0]
+    cells = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    assert {name for c in cells for name in re.findall(r"`(\w+)`", c[0])} >= fk.OPS.keys() & set(fk.__all__)
+    for first, _, cell, *_ in cells:
+        for name in (n for n in re.findall(r"`(\w+)`", first) if n in fk.OPS):
+            impl, bench = fk.OPS[name].impl("native"), fk.OPS[name].bench
+            if impl is None or "cpu" not in impl.sources:
+                assert "measured" not in cell
+                continue
+            assert bench is not None
+            found = {r["direction"] for r in rows if r["op"] == name}
+            dropped = any("dropout" in r["case"] for r in rows if r["op"] == name)
+            assert cell == ("measured" if found else "not measured")
+            if found:
+                assert found >= set(bench.DIRECTIONS[:2])
+                assert dropped >= ("dropout_p" in inspect.signature(fk.OPS[name].public).parameters)
+                for kept in KEPT.values():
+                    assert any(r["op"] == name and r["direction"] == "forward" for r in kept["rows"])
+
+
+@over_results
+def test_every_row_that_is_slower_than_a_peer_is_listed(path: Path) -> None:
+    """Looked up in the file itself."""
+    page = path.with_suffix(".md").read_text()
+    listed = page.split(f"## {verdict.TITLE}\n")[1].split("\n## ")[0]
+    slower, _, noisy = listed.partition("Too noisy to call, as the peer differs")
+    tables_of = [[line for line in part.splitlines() if re.match(r"\| \d", line)] for part in (slower, noisy)]
+    ours, expected = (*tables.OURS, *tables.OUR_MODELS), 0
+    for made in KEPT[path]["rows"]:
+        if made["row"] not in ("native", "triton", *tables.OUR_MODELS):
+            continue
+        for peer, ratio in made.get("speedup_over", {}).items():
+            of_a_peer = peer not in ours or (made["kind"] == "model" and peer == "reference")
+            if ratio >= 1 or not of_a_peer or peer == tables.WITHOUT:
+                continue
+            shown = f"| {ratio:.2f} | {peer} | "
+            among = [[line for line in of if line.startswith(shown) and made["op"] in line] for of in tables_of]
+            there = [any(made["direction"] in line and made["dtype"] in line for line in same) for same in among]
+            known = made["noise"][peer]
+            if known["high"] >= 1 or 1 / ratio <= 1 + known["itself"]:
+                far = max(known["high"], 1 / known["low"], 1 + known["itself"])
+                assert there[1] or far <= 1.05, made
+                continue
+            expected += 1
+            assert there[0], made
+    assert sum("host time" not in line for line in tables_of[0]) == expected
+    count = verdict.counted(*verdict.slower(KEPT[path]), verdict.too_noisy(KEPT[path]))
+    assert count in listed
+    assert count[:-1] in INDEX.replace("\n  ", " ")
+
+
+# --- made-up rows -----------------------------------------------------------------------------------------------------
+
+
+def test_tables() -> None:
+    plain = row(over={"eager": 4.0}, memory="warm")
+    low = plain | {"dtype": "bfloat16", "median_us": 2.0, "speedup_over": {"eager": 5.0}, "of_limit": 0.25}
+    product = plain | {"op": "flash_attention", "TFLOP/s": 0.25, "speedup_over": {"SDPA flash": 2.0}, "memory": "cold"}
+    product |= {"case": "B=1 H=8 Hk=2 T=8 D=64-causal", "limit": "GEMM"}
+    wrong = {k: v for k, v in product.items() if k not in ("speedup_over", "of_limit")} | {
+        "wrong": "max error 1",
+        "direction": "backward",
+        "limit": "memcpy",
+        "time_over_memcpy": 6.0,
+    }
+    line = {"time_exponent": 1.0, "last_time_exponent": 1.2, "memory_exponent": 2.0, "last_memory_exponent": 1.3}
+    growth = {**plain, "kind": "scaling", "axis": "N", "sizes": [1, 2], "lines": {"native": line}}
+    growth["theory"] = {"time": 1.0, "memory": 1.0}
+    model = {**plain, "kind": "model", "op": "transformer", "row": "ours", "base": "reference", "tokens/s": 1234.5}
+    model["speedup_over"] = {"reference": 1.5}
+    absent = [plain | {"row": "Liger", "why_not": "not here"}] * 2
+    of = kept(plain, low, product, wrong, growth, model, absent=absent)
+    text = tables.operations(of)
+    assert "| × eager | % of memcpy | rate |" in text
+    assert "| `rms_norm` | forward | float32 | 2x4 | warm | native | 3.0 | 4.00 | 50% | 7.0 GB/s | 2.0 | – |" in text
+    assert "| × SDPA flash | % of memcpy | % of GEMM | rate |" in text
+    shape = "B=1 H=8 Hk=2 T=8 D=64, causal"
+    assert f"| `flash_attention` | forward | float32 | {shape} | cold | native | 3.0 | 2.00 | – | 50% | 0.25" in text
+    assert f"| `flash_attention` | backward | float32 | {shape} | cold | native | 3.0 | wrong | 17% | – |" in text
+    assert "| native | 1.00 | 1.20 | 1.00 | **2.00** | **1.30** | 1.00 |" in tables.scaling(of)
+    assert "| ours | 1,234 | 1.50 |" in tables.models(of)
+    reasons = tables.absent(of)
+    assert "- `rms_norm`, Liger (2x4): not here" in reasons
+    assert "max error 1" in reasons
+    assert "a commit that was not recorded" in tables.header(of, "a.json").replace("\n", " ")
+    assert report.commit({"commit_info": {"id": "unversioned", "dirty": False}}) is None
+
+
+def test_the_table_in_short_has_a_row_an_operation_and_a_number_a_cell() -> None:
+    compiled = {"eager": 3.0, "torch.compile": 1.25, "F.rms_norm": 9.0}
+    product = {"op": "flash_attention", "TFLOP/s": 0.25, "limit": "GEMM", "median_us": 8.0}
+    rows = [
+        row(over={"SDPA flash": 2.0}, case="B=1 H=8 Hk=2 T=8 D=64-causal", **product),
+        row(over={"eager": 4.0}, median_us=2.0),
+        row(over={"eager": 4.0}, median_us=99.0, memory="warm"),
+        row(over=compiled, case="4x8-large", median_us=5.0),
+        row(case="4x8-large", dtype="bfloat16", wrong="max error 1", of_limit=None),
+        row(over={"eager": 4.0}, case="4x8-large", median_us=50.0, direction="backward"),
+        row(case="4x8-large", median_us=60.0, row="eager"),
+    ]
+    rows[4].pop("of_limit")
+    caption, _, table = tables.summary(kept(*rows)).partition("\n\n")
+    assert caption.startswith("Forward passes on A (torch 2.13.0, 2026-01-02), native kernels of a commit that was")
+    assert table.splitlines() == [
+        "| operation | shape | × eager, fp32 | × eager, bf16 | × compiled, fp32 | × compiled, bf16 | "
+        "% of memcpy, fp32 | % of memcpy, bf16 |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| `rms_norm` | 4x8 | 3.00 | wrong | 1.25 | wrong | 50% | – |",
+        "| `flash_attention` | B=1 H=8 Hk=2 T=8 D=64, causal | – | – | 2.00 | – | 50% | – |",
+    ]
+    assert tables.summary(kept()) == ""
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    plots = pytest.importorskip("benchmarks.plots", reason="the picture needs matplotlib")
+    of, target = kept(row(over={"eager": 4.0, "torch.compile": 2.0})), tmp_path / "a-speedups.svg"
+    assert plots.draw(of, target) == target
+    first = target.read_text()
+    assert "A, torch 2.13.0, 2026-01-02" in first
+    plots.draw(of, target)
+    assert target.read_text() == first  # the same results are the same file
+    assert plots.draw(kept(), target) is None
+
+
+def test_what_is_kept_of_rows_comes_back() -> None:
+    line = {"median_us": [1.0, None], "time_exponent": 1.0, "last_memory_exponent": 2.0}
+    known = {"low": 3.5, "high": 4.5, "itself": 0.01}
+    rows = [
+        row(over={"eager": 4.0, "reference": 9.0}, noise={"eager": known}, quick=True, time_over_memcpy=2.0),
+        row(over={"eager": 4.0}, noise={"eager": {"low": 3.5, "high": 4.5}}, device_us=2.5),
+        row(over={"native": 0.25}, row="eager", noise={}),
+        row(row="F.rms_norm", wrong="max error 1"),
+        row(kind="scaling", axis="N", sizes=[1, 2], lines={"native": line | {"of_limit": [0.5, None]}}),
+    ]
+    before = kept(*rows, absent=[row(row="Liger", why_not="not here: ≥ 1")], full=True)
+    after = kept_format.loads(kept_format.dumps(before))
+    assert after == kept_format.slim(before)
+    first, second, wrong, growth = after["rows"]  # of peers only what is wrong
+    assert (first["speedup_over"], first["noise"]) == ({"eager": 4.0}, {"eager": known})
+    assert second["device_us"] == 2.5
+    assert not {"quick", "time_over_memcpy"} & first.keys()
+    assert wrong["wrong"] == "max error 1"
+    assert growth["lines"] == {"native": {"time_exponent": 1.0, "last_memory_exponent": 2.0}}
+    assert after["absent"][0]["why_not"] == "not here: ≥ 1"
+
+
+def test_a_page_says_once_what_was_held() -> None:
+    of = isa.Isa("avx2", "AVX2", "avx2", products16=False).kept()
+    text = tables.held({"isa": of}).replace("\n", " ")
+    assert text.startswith("**Held to avx2** (`--isa avx2`)")
+    assert "`ONEDNN_MAX_CPU_ISA=AVX2`" in text
+    assert "torch (it reports AVX2)" in text
+    lied = isa.Isa("avx2", "AVX512", "avx2", obeyed=False).kept()
+    assert "**it did not obey and reports AVX512**" in tables.held({"isa": lied}).replace("\n", " ")
+    assert tables.held({"isa": isa.Isa("avx2", "AVX2").kept()}) == tables.held({}) == ""
+    run = {"machine_info": {"cpu": {"brand_raw": "A processor", "count": 2}}, "device": "cpu"}
+    assert report.device(run) == "A processor, 2 cores"
+    assert report.device({**run, "isa": of}) == "A processor, 2 cores, restricted to avx2"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import foundry_kernels as fk
-from benchmarks import calls, checks, liger, measure, models, rows, suite
+from benchmarks import calls, checks, liger, measure, models, rows, suite, test_scaling
 from benchmarks.test_scaling import fit
 from foundry_kernels.core.registry import OpSpec
 from foundry_kernels.ops.cross_entropy.cases import targets
@@ -28,10 +28,7 @@ def test_contenders_take_turns() -> None:
     times = measure.interleaved({n: (lambda n=n: lambda: order.append(n)) for n in "ab"}, seconds=60, rounds=7)
     assert [len(t) for t in times.values()] == [7, 7]
     assert "".join(order) == "aabb" + "aabb" * 7  # warm-up, then in each round an untimed run and a timed one of each
-
-
-def test_ratio_is_of_rounds_not_of_medians() -> None:
-    assert measure.median_ratio([2.0, 20.0, 3.0], [1.0, 10.0, 1.0]) == 2.0
+    assert measure.median_ratio([2.0, 20.0, 3.0], [1.0, 10.0, 1.0]) == 2.0  # of rounds, not of medians
 
 
 def test_peak_memory_counts_what_is_held_at_once() -> None:
@@ -55,7 +52,7 @@ def test_saved_memory_counts_storages_once() -> None:
     assert measure.saved_bytes(lambda: x + 1) == 0
 
 
-@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("power", [0.0, 2.0])
 def test_exponent_of_a_power_law_with_noise(power: float) -> None:
     sizes = [2**i for i in range(5, 13)]
     noise = [1.05, 0.96, 1.02, 0.99, 0.95, 1.04, 1.0, 0.98]
@@ -65,33 +62,16 @@ def test_exponent_of_a_power_law_with_noise(power: float) -> None:
     assert abs(found - power) < 0.03
 
 
-def test_the_last_sizes_show_a_square_that_a_constant_hides() -> None:
+def test_exponents_of_lines() -> None:
+    """The upper half of the sizes shows a square that a constant hides."""
     sizes = [2**i for i in range(6)]
-    times = [100.0 + size**2 for size in sizes]  # 101 .. 1124
-    over_all, over_last = measure.exponent(sizes, times), measure.last_exponent(sizes, times)
-    assert over_all is not None
-    assert over_last is not None
-    assert over_all < 0.8 < 1.2 < over_last
-    shuffled = [sizes[i] for i in (3, 0, 5, 1, 4, 2)]
-    assert measure.last_exponent(shuffled, [100.0 + size**2 for size in shuffled]) == pytest.approx(over_last)
-
-
-def test_no_exponent_where_none_can_be_fitted() -> None:
-    assert measure.exponent([4], [1.0]) is None
-    assert measure.exponent([4, 4], [1.0, 2.0]) is None
-    assert measure.exponent([4, 8], [0.0, 2.0]) is None
-
-
-def test_lines_are_fitted_over_the_sizes_that_were_measured() -> None:
-    line = {"median_us": [1.0, 2.0, 4.0, None], "peak_bytes": [10, 40, 160, None]}
-    found = fit([1, 2, 4, 8], line)
-    assert found == {
-        "time_exponent": 1.0,
-        "last_time_exponent": 1.0,
-        "memory_exponent": 2.0,
-        "last_memory_exponent": 2.0,
-    }
+    line = {"median_us": [100.0 + size**2 for size in sizes] + [None], "peak_bytes": [size**2 for size in sizes]}
+    found = fit([*sizes, 64], line)
+    assert found["time_exponent"] < 0.8 < 1.2 < found["last_time_exponent"]
+    assert found["memory_exponent"] == found["last_memory_exponent"] == 2.0
     assert fit([1, 2], {"why_not": ["no", "no"]}) == {}
+    for x, y in (([4], [1.0]), ([4, 4], [1.0, 2.0]), ([4, 8], [0.0, 2.0])):
+        assert measure.exponent(x, y) is None
 
 
 def test_size_of_the_last_level_cache(tmp_path: Path) -> None:
@@ -100,6 +80,53 @@ def test_size_of_the_last_level_cache(tmp_path: Path) -> None:
         (tmp_path / f"index{index}" / "size").write_text(size + "\n")
     assert measure.cache_bytes("cpu", tmp_path) == 8 * 2**20
     assert measure.cache_bytes("cpu", tmp_path / "nowhere") == 32 * 2**20
+
+
+def scaling(op: str, axis: str, direction: str = "forward") -> test_scaling.Scaling:
+    spec = fk.OPS[op]
+    assert spec.bench is not None
+    return test_scaling.Scaling(spec, axis, direction, torch.float32, spec.bench.scaling_cases(op, "cpu")[axis])
+
+
+@pytest.mark.parametrize(
+    ("op", "axis", "direction", "time", "memory"),
+    [
+        ("flash_attention", "T", "forward", 2.0, 1.0),
+        ("flash_attention", "D", "forward", 1.0, 1.0),
+        ("flash_attention", "S", "forward", 1.0, 0.0),
+        ("rms_norm", "N", "backward", 1.0, 1.0),
+        ("cross_entropy", "V", "forward", 1.0, 0.0),
+        ("linear_cross_entropy", "V", "both", 1.0, 1.0),  # the weight's gradient, no logits
+        ("linear_cross_entropy", "T", "both", 1.0, 0.2),
+        ("grouped_mm", "T", "backward", 1.0, 0.1),
+    ],
+)
+def test_theory_is_what_a_call_computes_or_moves_and_what_it_makes(
+    op: str, axis: str, direction: str, time: float, memory: float
+) -> None:
+    found = test_scaling.theory(scaling(op, axis, direction))["theory"]
+    assert found == pytest.approx({"time": time, "memory": memory}, abs=0.06)
+
+
+@pytest.mark.skipif(suite.DEVICE != "cpu", reason="the axes of a CPU")
+def test_growth_is_over_tokens_width_vocabulary_batch_and_threads() -> None:
+    """Every size is a valid call; the quick ones are short, but enough of them for an exponent. Beyond 4096 tokens no
+    peer makes all scores: eager attention over 16,384 took 24 GB."""
+    full, quick = ([*test_scaling.scalings(full)] for full in (True, False))
+    assert {(s.op.name, s.axis) for s in quick} < {(s.op.name, s.axis) for s in full}
+    assert {s.axis for s in full} >= {"T", "N", "V", "B", "D", "S"}
+    for s in (*full, *quick):
+        for _, case in s.points if s in quick or s.dtype == torch.float32 else ():
+            group = suite.Group(s.op, case, s.dtype, s.direction)
+            assert group.bytes_made > 0
+            assert s not in quick or (group.flops or 0) <= 3 * test_scaling._QUICK_FLOPS
+        assert s not in quick or len(s.points) >= 3 or s.axis == "threads"
+    tokens, longest = scaling("flash_attention", "T").points[-1]
+    group = suite.Group(fk.OPS["flash_attention"], longest, torch.float32, "forward")
+    named = "materializes the matrix of scores, left out beyond 4096 tokens"
+    assert {name for name, why in group.peers.items() if why == named} >= {"eager", "torch.compile", "SDPA math"}
+    assert tokens == 16384
+    assert suite.group_bytes(group) < 4e9
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------
@@ -268,7 +295,7 @@ def test_a_loss_that_is_wrong_in_late_tokens_alone_is_found(name: str, monkeypat
         target = Arg((600,), values=targets(40), dtype=torch.int64, grad=False)
         args = {first: Arg((600, 40)), **({"weight": Arg((40, 40))} if first == "hidden" else {}), "target": target}
         group = suite.Group(spec, Case("600x40", args), torch.float32, "both", "warm")
-        chosen = group.ours[0] if name == "ours" else name
+        chosen = group.ours[-1] if name == "ours" else name  # Triton's kernels are interpreted here
         right = group.function(chosen)
         assert wrong_of(group, chosen) is None
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Any
 import fresh
 import gpu_check
 import pytest
+import torch
 
 from foundry_kernels import _triton
 
@@ -233,6 +235,7 @@ def test_that_takes_too_long(benchmark):
 """
 
 
+@pytest.mark.slow
 def test_rows_are_kept_of_benchmarks_that_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_rows.py").write_text(BENCH)
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):  # in which pytest-benchmark measures nothing
@@ -316,3 +319,36 @@ def test_a_cache_that_cannot_be_written_is_said_before_anything_is_compiled(
         gpu_cache.main(["--archive", str(tmp_path / archive)])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_step_shows_logs_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(gpu_check, "OUT", tmp_path)
+    good = gpu_check.run("good", [sys.executable, "-c", "print('one'); print('two')"], 3600)
+    assert good["ok"]
+    assert good["summary"] == "two"
+    assert (tmp_path / "good.log").read_text() == "one\ntwo\n"
+    assert "one\ntwo" in capfd.readouterr().out
+    assert not gpu_check.run("bad", [sys.executable, "-c", "raise SystemExit(4)"], 3600)["ok"]
+    # A shell begins at once, on a busy machine too.
+    slow = gpu_check.run("slow", ["sh", "-c", "echo began; exec sleep 3600"], 2)
+    assert not slow["ok"]
+    assert slow["summary"] == "stopped after 2 s; last line: began"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_check_without_a_gpu_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    done = fresh.python("tests/support/gpu_check.py", cwd=ROOT)
+    assert done.returncode == 3
+    assert "gpu-check stops here" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gpu_check_refuses_an_unknown_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_CHECK", "everything")
+    done = fresh.python("tests/support/gpu_check.py", cwd=ROOT)
+    assert done.returncode == 2
+    parts = "build, units, parity, sanitize, bench, model, tune, all, suite"
+    assert f"GPU_CHECK must be rest or any of {parts}; got 'everything'" in done.stderr

@@ -308,6 +308,7 @@ def diagnosed_scale() -> nn.Module:
     return SpectralScale(torch.randn(5, 7, dtype=torch.float64), 0.7)
 
 
+@pytest.mark.slow
 def test_sigma_reparam_compiles() -> None:
     model = make_model()
     SigmaReparam(model)

@@ -79,6 +79,6 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["attention", "absent.pt", "--prompt", "a b"]) == 2
     assert "pictures need matplotlib, which does not import" in capsys.readouterr().err
-    with pytest.raises(ImportError, match=r"pip install 'foundry-kernels\[train\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'foundry-kernels\[diagnostics\]'"):
         pictures.sinusoidal()
     assert diagnostics.attention_maps(Transformer(CONFIG), torch.tensor([[1, 2]]), [(0, 0)])

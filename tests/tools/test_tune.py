@@ -113,6 +113,7 @@ def test_every_operation_is_measured(op: registry.OpSpec, timed: Any) -> None:
     assert kinds
 
 
+@pytest.mark.slow
 def test_the_kernels_of_few_queries_are_measured() -> None:
     """Keys that are split, in tiles of fewer; results of all configs are right."""
     from foundry_kernels.ops.flash_attention.case_makers import dense_case

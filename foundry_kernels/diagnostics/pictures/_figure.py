@@ -40,7 +40,7 @@ def require_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise MissingMatplotlib(
-            f"pictures need matplotlib, which does not import ({error}); pip install 'foundry-kernels[train]'"
+            f"pictures need matplotlib, which does not import ({error}); pip install 'foundry-kernels[diagnostics]'"
         ) from None
 
 

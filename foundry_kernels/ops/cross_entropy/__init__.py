@@ -60,26 +60,15 @@ class Options(TypedDict, total=False):
 
 @overload
 def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    return_lse: Literal[False] = False,
-    return_z_loss: Literal[False] = False,
-    return_token_accuracy: Literal[False] = False,
-    return_predicted_tokens: Literal[False] = False,
+    logits: Tensor, target: Tensor, *, return_lse: Literal[False] = False, return_z_loss: Literal[False] = False,
+    return_token_accuracy: Literal[False] = False, return_predicted_tokens: Literal[False] = False,
     **options: Unpack[Options],
-) -> Tensor: ...
+) -> Tensor: ...  # fmt: skip
 @overload
 def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    return_lse: bool = False,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-    **options: Unpack[Options],
-) -> Tensor | tuple[Tensor, ...]: ...
+    logits: Tensor, target: Tensor, *, return_lse: bool = False, return_z_loss: bool = False,
+    return_token_accuracy: bool = False, return_predicted_tokens: bool = False, **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

@@ -51,36 +51,16 @@ __all__ = [
 
 @overload
 def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-    cu_seqlens: Tensor | None = None,
-    qk_l2norm: bool = False,
-    chunk_size: int | None = None,
-    backend: str = "auto",
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, *,
+    scale: float | None = None, initial_state: Tensor | None = None, return_final_state: Literal[False] = False,
+    cu_seqlens: Tensor | None = None, qk_l2norm: bool = False, chunk_size: int | None = None, backend: str = "auto",
+) -> Tensor: ...  # fmt: skip
 @overload
 def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    qk_l2norm: bool = False,
-    chunk_size: int | None = None,
-    backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, *,
+    scale: float | None = None, initial_state: Tensor | None = None, return_final_state: bool = False,
+    cu_seqlens: Tensor | None = None, qk_l2norm: bool = False, chunk_size: int | None = None, backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -11,10 +9,10 @@ from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.checks import (
     check_bool,
     check_device,
+    check_documents,
     check_dtype,
     check_float,
     check_int,
-    check_integer,
     check_positive,
     check_rank,
     check_shape,
@@ -54,8 +52,9 @@ def check_sequence(
             raise ValueError(f"chunk_size must be None or one of {', '.join(map(str, CHUNK_SIZES))}; got {chunk_size}")
     n_states = v.shape[0]
     if cu_seqlens is not None:
-        _check_cu_seqlens(cu_seqlens, v)
-        n_states = cu_seqlens.shape[0] - 1
+        if n_states != 1:
+            raise ValueError(f"q, k and v must have a batch of 1 with cu_seqlens; got {n_states}")
+        n_states = check_documents(cu_seqlens, "q", v, v.shape[2])
     if initial_state is not None:
         _check_state("initial_state", initial_state, k, v, n_states, "B" if cu_seqlens is None else "N")
     options = DeltaRuleOptions(cu_seqlens, _scale(scale, q), qk_l2norm, delta, chunk_size, return_final_state)
@@ -137,17 +136,3 @@ def _check_state(name: str, state: Tensor, k: Tensor, v: Tensor, n_states: int, 
     shape = (n_states, v.shape[1], k.shape[-1], v.shape[-1])
     check_shape(name, state, shape, f"[{letter}, H_v, D_k, D_v]")
     check_device(name, state, "q", v)
-
-
-def _check_cu_seqlens(cu_seqlens: Tensor, v: Tensor) -> None:
-    check_integer("cu_seqlens", cu_seqlens, 1, "[N + 1]")
-    check_device("cu_seqlens", cu_seqlens, "q", v)
-    if cu_seqlens.shape[0] == 0:
-        raise ValueError("cu_seqlens must be [N + 1], starting with 0; got shape (0,)")
-    if v.shape[0] != 1:
-        raise ValueError(f"q, k and v must have a batch of 1 with cu_seqlens; got {v.shape[0]}")
-    if not cu_seqlens.is_cpu or type(cu_seqlens) is not Tensor or torch.compiler.is_compiling():
-        return  # there are no values, or reading them would wait for a GPU
-    ends = cu_seqlens.tolist()
-    if ends[0] != 0 or ends[-1] != v.shape[2] or any(b < a for a, b in pairwise(ends)):
-        raise ValueError(f"cu_seqlens must start at 0, never decrease and end at T = {v.shape[2]}; got {ends}")

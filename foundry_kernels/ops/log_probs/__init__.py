@@ -41,28 +41,15 @@ from foundry_kernels.ops.log_probs.options import LogProbsOptions
 
 @overload
 def log_probs(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    return_entropy: Literal[False] = False,
-    return_lse: Literal[False] = False,
+    logits: Tensor, target: Tensor, *, logit_scale: float = 1.0, softcap: float | None = None,
+    ignore_index: int = -100, return_entropy: Literal[False] = False, return_lse: Literal[False] = False,
     backend: str = "auto",
-) -> Tensor: ...
+) -> Tensor: ...  # fmt: skip
 @overload
 def log_probs(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    return_entropy: bool = False,
-    return_lse: bool = False,
-    backend: str = "auto",
-) -> Tensor | tuple[Tensor, ...]: ...
+    logits: Tensor, target: Tensor, *, logit_scale: float = 1.0, softcap: float | None = None,
+    ignore_index: int = -100, return_entropy: bool = False, return_lse: bool = False, backend: str = "auto",
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def log_probs(
     logits: Tensor,
     target: Tensor,

@@ -17,7 +17,6 @@ Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024, arX
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Literal, overload
 
 import torch
@@ -27,9 +26,9 @@ from torch.compiler import is_dynamo_compiling
 from foundry_kernels.core.checks import (
     check_bool,
     check_device,
+    check_documents,
     check_dtype,
     check_float,
-    check_integer,
     check_rank,
     check_shape,
 )
@@ -45,28 +44,16 @@ ACTIVATIONS = {None: "none", "silu": "silu", "swish": "silu"}
 
 @overload
 def short_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-    backend: str = "auto",
-) -> Tensor: ...
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *,
+    cu_seqlens: Tensor | None = None, initial_state: Tensor | None = None,
+    return_final_state: Literal[False] = False, backend: str = "auto",
+) -> Tensor: ...  # fmt: skip
 @overload
 def short_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *,
+    cu_seqlens: Tensor | None = None, initial_state: Tensor | None = None, return_final_state: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]: ...
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def short_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -118,7 +105,11 @@ def short_conv1d(
     act = _check_filter(x, channels, weight, bias, activation)
     documents = batch
     if cu_seqlens is not None:
-        documents = _check_documents(cu_seqlens, x, batch, length)
+        if batch != 1:
+            raise ValueError(
+                f"x must be [1, T, C] with cu_seqlens, which packs documents in one row; got {tuple(x.shape)}"
+            )
+        documents = check_documents(cu_seqlens, "x", x, length)
     if initial_state is not None:
         which = "x's batch" if cu_seqlens is None else "documents"
         check_float("initial_state", initial_state)
@@ -200,21 +191,6 @@ def _check_filter(x: Tensor, channels: int, weight: Tensor, bias: Tensor | None,
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be None, 'silu' or 'swish'; got {activation!r}")
     return ACTIVATIONS[activation]
-
-
-def _check_documents(cu_seqlens: Tensor, x: Tensor, batch: int, length: int) -> int:
-    """Checks `cu_seqlens`; returns the number of documents."""
-    check_integer("cu_seqlens", cu_seqlens, 1, "[N + 1]")
-    check_device("cu_seqlens", cu_seqlens, "x", x)
-    if cu_seqlens.shape[0] == 0:
-        raise ValueError("cu_seqlens must be [N + 1], starting with 0; got shape (0,)")
-    if batch != 1:
-        raise ValueError(f"x must be [1, T, C] with cu_seqlens, which packs documents in one row; got {tuple(x.shape)}")
-    if x.is_cpu and not torch.compiler.is_compiling() and type(cu_seqlens) is Tensor:
-        values = cu_seqlens.tolist()
-        if values[0] != 0 or values[-1] != length or any(after < before for before, after in pairwise(values)):
-            raise ValueError(f"cu_seqlens must start at 0, never decrease and end at T, {length}; got {values}")
-    return cu_seqlens.shape[0] - 1
 
 
 SHORT_CONV1D = register_op(short_conv1d, reference.short_conv1d, native_devices=("cpu",))

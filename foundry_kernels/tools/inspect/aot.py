@@ -83,7 +83,6 @@ class Cost:
     matrix: str  # the instruction of dots, "missing", or "" without dots
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
-    idle: int = 0  # warps that only copy for the others
     loaded_ahead: int = 0  # bytes that a thread loads before it uses any; 0 with matmuls
 
     def resident(self, gpu: Device) -> int:
@@ -306,7 +305,6 @@ def compile_for(launch: Launch, arch: int, brief: bool = False) -> Cost:
         stack=stack,
         shared=compiled.metadata.shared,
         warps=compiled.metadata.num_warps,
-        idle=compiled.metadata.num_warps - 8 if launch.gluon else 0,  # two groups of 4 warps do the matmuls
         access_bytes=_access_bytes(ptx),
         matrix=matrix,
         ptx=ptx,

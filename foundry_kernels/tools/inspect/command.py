@@ -10,8 +10,7 @@ import torch
 from foundry_kernels import OPS, _triton
 from foundry_kernels._triton import tuning
 from foundry_kernels._triton.tuning_file import TuningFileError
-from foundry_kernels.tools.inspect import amd, aot, peers
-from foundry_kernels.tools.inspect.estimate import estimate
+from foundry_kernels.tools.inspect import amd, aot
 
 
 def main(argv: list[str]) -> int:
@@ -36,7 +35,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--gpu", help="use the configs that were measured on this GPU (torch's name for it)")
     parser.add_argument("--tuning", metavar="FILE", help="measured configs, instead of the cache folder's")
     parser.add_argument("--brief", action="store_true", help="faster: omit loops, and bytes in flight to registers")
-    parser.add_argument("--peers", action="store_true", help="attention: compare with PyTorch's FlexAttention")
     parser.add_argument("--ptx", action="store_true", help="print the PTX (for AMD, the LLVM IR)")
     parser.add_argument("--sass", action="store_true", help="print the machine code (for AMD, the assembly)")
     options = parser.parse_args(argv)
@@ -45,8 +43,6 @@ def main(argv: list[str]) -> int:
         for arch in archs:
             if arch not in aot.GPUS and arch not in amd.GPUS:
                 parser.error(f"--{name} must be one of {known.format(arch)}")
-    if options.peers and (options.op != "flash_attention" or any(isinstance(arch, str) for arch in options.arch)):
-        parser.error("--peers: only flash_attention on NVIDIA's GPUs is supported")
     if (reason := aot.why_not()) is not None:
         parser.error(reason)
     try:
@@ -82,13 +78,7 @@ def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
     launches = [launch for launch in recorded if options.kernel in launch.name and options.case in launch.case]
     version = ".".join(map(str, _triton.VERSION))  # some configs depend on it
     print(f"{options.op}, {target}, Triton {version}: {len(launches)} launches")
-    table = peers.Table()
-    bad = _show(launches, arch, compiler, gpu, options, table)
-    if options.peers:
-        theirs, missing = peers.launches(capability, options.kernel, options.case)
-        print(f"peers, of torch {torch.__version__}: {len(theirs)} launches")
-        _show(theirs, arch, compiler, gpu, options, table)
-        print("\n".join([*(f"  missing: {why}" for why in missing), *(table.lines() if arch == 90 else ())]))
+    bad = _show(launches, arch, compiler, gpu, options)
     print("configs that can be tuned, and their origin:")
     for choice in chosen.values():
         if options.kernel in choice.kernel and len(choice.configs) > 1:
@@ -96,11 +86,8 @@ def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
     return bad
 
 
-def _show(
-    launches: list[Any], arch: int | str, compiler: Any, gpu: Any, options: argparse.Namespace, table: Any
-) -> int:
-    """Prints the cost of each launch, and adds its estimates to `table`. Returns the number of launches with a
-    problem."""
+def _show(launches: list[Any], arch: int | str, compiler: Any, gpu: Any, options: argparse.Namespace) -> int:
+    """Prints the cost of each launch. Returns the number of launches with a problem."""
     bad = 0
     for launch in launches:
         try:
@@ -115,13 +102,8 @@ def _show(
         print(f"{launch.name:<26} {launch.case:<34} {cost.describe(gpu)}  [{launch.settings}]")
         for problem in problems:
             print(f"  PROBLEM: {problem}")
-        loops = [] if options.brief else cost.loops()
-        if arch == 90:
-            table.add(launch, cost, loops)
-        for loop in loops:
+        for loop in [] if options.brief else cost.loops():
             print(f"  {loop}")
-            if arch == 90 and (estimated := estimate(loop, cost.warps - cost.idle)):
-                print(f"    {estimated}")
         if options.ptx:
             print(cost.assembly())
         if options.sass:

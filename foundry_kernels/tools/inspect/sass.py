@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 #: Classes of instructions by the beginning of their names. The first match counts.
@@ -22,8 +21,6 @@ CLASSES = {
     "barrier": r"BAR|SYNCS|WARPGROUP|DEPBAR",
 }
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\S* \w+, 0x0")
-_WGMMA = re.compile(r"HGMMA\.(\d+)x(\d+)x(\d+)\.\S+ R\d+, (gdesc|R)")
-_BRANCH = re.compile(r"(@\S+ )?BRA\S*(.*)`\((\.L_\w+)\)")
 
 
 @dataclass(frozen=True)
@@ -33,19 +30,12 @@ class Loop:
     counts: instructions by class, "other" for the rest.
     overlapped: the asynchronous matmuls (HGMMA) with exponentials between them and the wait for them.
     hidden: the exponentials that are issued while a matmul runs.
-    skipped: the instructions that a branch skips, for example in tiles without a mask.
-    multiply_adds, matmul_cycles: of the 16-bit matmuls of one warpgroup, on an H100.
-    overlapped_cycles: of the overlapped ones among them.
     """
 
     instructions: int
     counts: dict[str, int]
     overlapped: int
     hidden: int
-    skipped: int = 0
-    multiply_adds: int = 0
-    matmul_cycles: float = 0.0
-    overlapped_cycles: float = 0.0
 
     def __str__(self) -> str:
         several = ", ".join(f"{n} {name}" for name, n in self.counts.items())
@@ -105,66 +95,24 @@ def inner_loops(disassembly: str) -> list[Loop]:
         if target and labels.get(target[1], at + 1) <= at:
             spans.append((labels[target[1]], at + 1))
     innermost = [s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)]
-    found = []
-    for begin, end in innermost:
-        body = [re.sub(r"^@!?U?P\w+\s+", "", text) for text in code[begin:end]]
-        jumps = [(at - begin, labels[label] - begin) for at, label in _forward(code, labels, begin, end)]
-        found.append(_loop(body, jumps))
+    found = [_loop([re.sub(r"^@!?U?P\w+\s+", "", text) for text in code[begin:end]]) for begin, end in innermost]
     return [loop for loop in found if loop.counts.get("matmul")]
 
 
-def _forward(code: list[str], labels: dict[str, int], begin: int, end: int) -> Iterator[tuple[int, str]]:
-    """Yields the conditional forward branches within begin .. end - 1, and their labels."""
-    for at in range(begin, end):
-        branch = _BRANCH.match(code[at])
-        conditional = branch and (branch[1] or "P" in branch[2])
-        if branch and conditional and at < labels.get(branch[3], -1) < end:
-            yield at, branch[3]
-
-
-def _loop(body: list[str], jumps: list[tuple[int, int]]) -> Loop:
+def _loop(body: list[str]) -> Loop:
     kinds = [_class(text) for text in body]
-    counts = Counter(kinds)
-    skipped: set[int] = set()
-    for at, target in jumps:
-        if not {"matmul", "exponential"} & set(kinds[at + 1 : target]):
-            skipped.update(range(at + 1, target))
     in_flight = 0  # matmuls since the last wait
-    waiting: list[float] = []  # the cycles of those that no exponential has followed yet
+    waiting = 0  # those that no exponential has followed yet
     for _ in range(2):  # the first iteration finds the matmuls in flight at the start of the second
-        overlapped, hidden, overlapped_cycles = 0, 0, 0.0
+        overlapped, hidden = 0, 0
         for text, kind in zip(body, kinds, strict=True):
             if text.startswith("HGMMA"):
-                in_flight += 1
-                waiting.append(_matmul(text)[1])
+                in_flight, waiting = in_flight + 1, waiting + 1
             elif kind == "exponential" and in_flight:
-                hidden, overlapped, overlapped_cycles = (
-                    hidden + 1,
-                    overlapped + len(waiting),
-                    sum(waiting, overlapped_cycles),
-                )
-                waiting = []
+                hidden, overlapped, waiting = hidden + 1, overlapped + waiting, 0
             elif _WAIT.match(text):
-                in_flight, waiting = 0, []
-    matmuls = [_matmul(text) for text in body if text.startswith(("HGMMA", "HMMA.16816"))]
-    return Loop(
-        len(body), dict(counts.most_common()), overlapped, hidden, len(skipped),
-        sum(n for n, _ in matmuls), sum(cycles for _, cycles in matmuls), overlapped_cycles,
-    )  # fmt: skip
-
-
-def _matmul(text: str) -> tuple[int, float]:
-    """(multiply-adds, cycles on an H100) of one 16-bit matmul instruction. Four tensor cores do 2048 multiply-adds a
-    cycle, unless shared memory is slower: it delivers both operands, or only the right one, at 128 bytes a cycle. HMMA,
-    a warp's matmul, reaches 63 % (Luo et al., 2024, arXiv:2402.13499)."""
-    if text.startswith("HMMA.16816"):
-        return 4 * 2048, 4 / 0.63
-    found = _WGMMA.match(text)
-    if found is None:
-        raise ValueError(f"{text} is an unknown matmul instruction")
-    m, n, k = map(int, found.groups()[:3])
-    read = 2 * k * (n + (m if found[4] == "gdesc" else 0))
-    return m * n * k, max(m * n * k / 2048, read / 128)
+                in_flight = waiting = 0
+    return Loop(len(body), dict(Counter(kinds).most_common()), overlapped, hidden)
 
 
 def _class(text: str) -> str:
