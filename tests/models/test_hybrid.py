@@ -98,6 +98,7 @@ def test_backends_agree(backend: str) -> None:
     assert torch.equal(model.generate(prompt, 6)[0], reference.generate(prompt, 6)[0])
 
 
+@pytest.mark.slow
 def test_steps_that_are_compiled() -> None:
     torch.compiler.reset()
     model, prompts = make(HYBRIDS["qwen"]), [draw(1, 5)[0], draw(1, 3)[0]]

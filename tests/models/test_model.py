@@ -8,10 +8,8 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from slow import rest_slow
 from tiny_model import TINY, draw, make
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundry_kernels import OPS, BackendUnavailable, RopeScaling
@@ -336,25 +334,3 @@ def test_named_backend_that_cannot_serve_raises():
     model = make(TINY, "native").double()
     with pytest.raises(BackendUnavailable, match="backend 'native' does not support float64"):
         model(draw())
-
-
-@pytest.mark.filterwarnings("ignore:backend .* has no kernel yet")
-@pytest.mark.parametrize("dynamic", rest_slow([None, True]), ids=["automatic", "dynamic"])
-@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "native"])
-def test_compiles_whole_for_any_length(backend, dynamic):
-    model = make(dataclasses.replace(TINY, n_layers=1), backend)
-    for op, name in model.serving().items():
-        if (reason := OPS[op].why_not(name, "cpu", torch.float32)) is not None:
-            pytest.skip(f"{op}: {reason}")
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=counter)
-    for length in (5, 9, 13):
-        tokens = draw(2, length)
-        logits, loss = compiled(tokens, tokens, return_logits=True)
-        expected, expected_loss = model(tokens, tokens, return_logits=True)
-        torch.testing.assert_close(logits, expected)
-        torch.testing.assert_close(loss, expected_loss)
-    assert counter.frame_count <= 2  # a second one when the length turns out to vary
-    loss.backward()
-    assert all(p.grad is not None for p in model.parameters())

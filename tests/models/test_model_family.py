@@ -218,6 +218,7 @@ def test_backends_agree_with_the_reference(name, backend):
         compare(key, tensor, reference[key], oracle[key], float(oracle[terms].detach().abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "qk-norm-alibi"])
 def test_compiles_whole(name):
     model = make(config(name, n_layers=1))

@@ -126,6 +126,7 @@ def test_lengths_and_masks_with_a_cache(backend):
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_layers", [1, pytest.param(config("neox").n_layers, marks=pytest.mark.slow)])
 def test_masks_and_packed_sequences_compile_whole(n_layers):
     model, tokens = make(dataclasses.replace(config("neox"), n_layers=n_layers)), draw()
