@@ -59,6 +59,22 @@ def sample_rows(case: Case, dims: Mapping[str, int], ignored: Mapping[str, int] 
     return Sample(torch.cat([torch.tensor([0, count - 1]), drawn]).sort().values, dims, ignored or {})
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What the kernels of an operation save for the backward pass, beside its arguments and two numbers.
+
+    outputs: the indices of outputs that are saved. never: arguments that are not. per_row: by argument, how many
+    numbers are saved for each of its rows. gradients: arguments whose gradient the forward pass may have made and saves
+    in their place. more: other numbers that are saved, from the arguments and options.
+    """
+
+    outputs: tuple[int, ...] = ()
+    never: tuple[str, ...] = ()
+    per_row: Mapping[str, int] = field(default_factory=dict)
+    gradients: tuple[str, ...] = ()
+    more: Callable[[Tensors, Options], int] | None = None
+
+
 class Cases(Protocol):
     """`cases.py`: the calls on which every kernel is compared with the reference, and how exact it must be."""
 
@@ -75,6 +91,9 @@ class Cases(Protocol):
     #: By operation, the arguments that a call overwrites. The suites give each call copies of these, and what it wrote
     #: counts as further results.
     MUTATED: Mapping[str, tuple[str, ...]] = {}
+
+    #: By operation, what kernels save for the backward pass; without an entry arguments alone.
+    SAVED: Mapping[str, Saved] = {}
 
     #: Arguments whose gradient a kernel computes from the rounded output, one number per row. Such a gradient is
     #: allowed one rounding per row, whatever its own dtype and size.

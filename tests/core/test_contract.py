@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +11,7 @@ import torch
 
 import foundry_kernels as fk
 from foundry_kernels.core.contract import Bench, Cases, Fuzz, Sharding, load, members
-from foundry_kernels.core.registry import OPS, OpSpec
+from foundry_kernels.core.registry import OpSpec
 
 ROOT = Path(__file__).parents[2]
 KINDS = (Cases, Bench, Fuzz, Sharding)
@@ -37,7 +33,7 @@ def test_a_module_offers_what_is_written_of_it(package: str, kind: type) -> None
             parameters = list(inspect.signature(offered).parameters)
             assert parameters == list(inspect.signature(expected).parameters)[1:], f"{name}.{member}"
         elif offered is not None:
-            wanted = dict if member in ("CASES", "MUTATED") else tuple
+            wanted = dict if member in ("CASES", "MUTATED", "SAVED") else tuple
             assert type(offered) is wanted, f"{name}.{member}"
 
 
@@ -67,109 +63,17 @@ def test_what_a_module_leaves_out_is_the_default() -> None:
     assert (rms_norm.bench.tokens_made(large), attention.bench.tokens_made(decode)) == (None, 1)
 
 
-# --- an operation with nothing but cases ------------------------------------------------------------------------------
-
-TOY = {
-    "__init__.py": """
-        from foundry_kernels.core.registry import Impl, OpSpec, register, resolve
-
-        def toy(x, *, backend="auto"):
-            return resolve(TOY, backend, x)(x)
-
-        def double(x):
-            return x * 2
-
-        TOY = register(OpSpec("toy", toy, (Impl("reference", double), Impl("native", double)), __name__))
-    """,
-    "cases.py": """
-        from foundry_kernels.testing import Arg, Case
-
-        CASES = {"toy": (Case("3x4", {"x": Arg((3, 4))}), Case("5", {"x": Arg((5,))}))}
-
-        def scales(args, options, cotangents):
-            return {}
-    """,
-}
-
-
-@pytest.fixture
-def toy_folder(tmp_path: Path) -> Path:
-    (tmp_path / "toy_op").mkdir()
-    for name, text in TOY.items():
-        (tmp_path / "toy_op" / name).write_text(inspect.cleandoc(text) + "\n")
-    return tmp_path
-
-
-@pytest.fixture
-def toy(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpSpec]:
-    """Registered while a test runs."""
-    monkeypatch.syspath_prepend(str(toy_folder))
-    yield importlib.import_module("toy_op").TOY
-    del OPS["toy"]
-    for name in [n for n in sys.modules if n.partition(".")[0] == "toy_op"]:
-        del sys.modules[name]
-    load.cache_clear()
-
-
-def test_an_operation_with_nothing_but_cases_is_a_whole_operation(toy: OpSpec) -> None:
-    assert (toy.bench, toy.fuzz, toy.sharding) == (None, None, None)
-    assert [case.id for case in toy.cases.CASES["toy"]] == ["3x4", "5"]
-    assert toy.backends("cpu") == ("reference", "native")
-
-
-def test_rules_of_other_operations_load_beside_one_without_a_rule(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    sharding = pytest.importorskip("foundry_kernels.distributed.sharding")
-    before = sharding.operators()
-    request.getfixturevalue("toy")
-    assert sharding.operators() == before
-    assert any(op._schema.name.endswith("rms_norm_fwd") for op in before)
-
-
-@pytest.mark.slow
-def test_the_suites_take_what_there_is_of_an_operation(toy_folder: Path) -> None:
-    """Its cases are in the table of parity and pass; it is neither fuzzed nor timed, and nothing else is lost."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(toy_folder), str(ROOT)]), "TRITON_INTERPRET": "1"}
-
-    def pytest_with_toy(*arguments: str) -> str:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "toy_op", *arguments]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-        return done.stdout
-
-    parity = pytest_with_toy("tests/proof/test_parity.py::test_parity", "-k", "toy", "-vv")
-    for dtype in ("float32", "bfloat16", "float16"):
-        assert f"test_parity[toy-native-cpu-{dtype}-3x4] PASSED" in parity
-    listed = pytest_with_toy("tests/proof/test_fuzz.py", "benchmarks", "--collect-only")
-    assert "toy" not in listed
-    assert "test_random_cases[rms_norm-native-cpu-" in listed or "native" not in fk.OPS["rms_norm"].backends("cpu")
-    assert "rms_norm-overhead-" in listed
-
-
-def test_a_module_that_lacks_a_member_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, toy_folder: Path) -> None:
-    monkeypatch.syspath_prepend(str(toy_folder))
-    (toy_folder / "half_op").mkdir()
-    (toy_folder / "half_op" / "__init__.py").touch()
-    (toy_folder / "half_op" / "bench.py").write_text("def bytes_moved(args, direction):\n    return 1\n")
+def test_a_module_that_lacks_a_member_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "half_op").mkdir()
+    (tmp_path / "half_op" / "__init__.py").touch()
+    (tmp_path / "half_op" / "bench.py").write_text("def bytes_moved(args, direction):\n    return 1\n")
     with pytest.raises(TypeError, match=r"half_op\.bench must define bench_cases, peers: see .*contract\.Bench"):
         load(Bench, "half_op")
     spec = OpSpec("half", lambda x: x, (), "half_op")
     with pytest.raises(ModuleNotFoundError, match=r"half has no cases: half_op\.cases does not exist"):
         _ = spec.cases
     assert spec.sharding is None
-
-
-def test_an_import_that_fails_inside_a_module_is_not_taken_for_its_absence(
-    monkeypatch: pytest.MonkeyPatch, toy_folder: Path
-) -> None:
-    monkeypatch.syspath_prepend(str(toy_folder))
-    (toy_folder / "toy_op" / "fuzz.py").write_text("import no_such_package\n")
-    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
-        load(Fuzz, "toy_op")
-    del OPS["toy"]
-    for name in [n for n in sys.modules if n.partition(".")[0] == "toy_op"]:
-        del sys.modules[name]
 
 
 # --- operators --------------------------------------------------------------------------------------------------------

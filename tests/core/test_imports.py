@@ -8,7 +8,6 @@ from pathlib import Path
 
 import fresh
 import pytest
-from slow import rest_slow
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
@@ -35,7 +34,8 @@ def test_the_package_imports_what_every_program_needs_and_no_more() -> None:
         import sys
         import foundry_kernels as fk
         print(*sorted(n.split(".")[1] for n in sys.modules if n.count(".") == 1 and n.startswith("foundry_kernels.")))
-        print([n for n in ("triton", "transformers", "torch.distributed.tensor", "torch._dynamo") if n in sys.modules])
+        others = ("triton", "transformers", "torch.distributed.tensor", "torch._dynamo", "pytest", "matplotlib")
+        print([n for n in others if n in sys.modules])
         print([n for n in dir(fk) if not n.startswith("_")] == sorted([*fk.__all__, *{lazy!r}]))
         assert fk.models.ModelConfig and fk.compat.flash_attn and fk.batch_invariant and fk.integrations.unpatch
         assert callable(fk.patch) and "nn" in vars(fk)
@@ -47,8 +47,7 @@ def test_the_package_imports_what_every_program_needs_and_no_more() -> None:
 
 def test_a_misspelled_name_is_suggested() -> None:
     assert set(LAZY) <= set(dir(fk))
-    for name, meant in (("modles", "models"), ("rms_nrom", "rms_norm")):
-        assert f"Did you mean: '{meant}'?" in run(f"import foundry_kernels\nfoundry_kernels.{name}", fails=True)
+    assert "Did you mean: 'models'?" in run("import foundry_kernels\nfoundry_kernels.modles", fails=True)
     with pytest.raises(AttributeError, match="module 'foundry_kernels' has no attribute 'importlib'"):
         fk.importlib  # noqa: B018
 
@@ -90,7 +89,8 @@ TRACED = """
 
 
 @needs_triton
-@pytest.mark.parametrize("strict", rest_slow([True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [True, False])
 def test_tracing_may_be_the_first_call_and_the_graph_loads_elsewhere(tmp_path: Path, strict: bool) -> None:
     run(
         TRACED
@@ -125,7 +125,8 @@ def test_a_fake_tensor_may_come_first() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("interpret", rest_slow([False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("interpret", [False, True])
 def test_compile_may_be_the_first_call(interpret: bool) -> None:
     printed = run(
         """

@@ -16,17 +16,11 @@ pytestmark = pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.
 
 
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_launches(which: str) -> None:
-    run("launches.py", "-m", which)
-
-
-@pytest.mark.skipif(triton_call("pointers") is None, reason="needs the extension, without which Python calls more")
-def test_host_calls() -> None:
-    run("host_calls.py")
-
-
-def run(file: str, *options: str) -> None:
-    command = ["-m", "pytest", "-p", "no:cacheprovider", str(Path(__file__).with_name(file)), *options]
+def test_launches_and_host_calls(which: str) -> None:
+    """Without the extension, Python calls more."""
+    files = ["launches.py"] if triton_call("pointers") is None or which == "slow" else ["launches.py", "host_calls.py"]
+    paths = [str(Path(__file__).with_name(file)) for file in files]
+    command = ["-m", "pytest", "-p", "no:cacheprovider", *paths, "-m", which]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"TRITON_INTERPRET": "0"}
     done = fresh.python(*command, env=env)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow import rest_slow
 from tiny_model import MODELS, TINY, config, draw
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -38,7 +39,7 @@ def part_of(name: str) -> str:
     return {"output": "head", "relative_bias": "attention"}.get(first, "embedding")
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *presets.names()])
+@pytest.mark.parametrize("name", [*CONFIGS, *rest_slow([*presets.names()], 2)])
 def test_parameters_by_part_are_those_of_the_model(name):
     of = CONFIGS[name] if name in CONFIGS else size.config_of(name)
     with torch.device("meta"):

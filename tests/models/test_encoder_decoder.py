@@ -182,6 +182,7 @@ def test_a_seen_mask_of_the_source_and_of_the_target():
         torch.testing.assert_close(model(source(), draw(), source_mask=mask, **options), first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_layers", "generates"), [(1, False), pytest.param(TINY.n_layers, True, marks=pytest.mark.slow)]
 )

@@ -331,6 +331,7 @@ def test_one_compiled_step_serves_all_lengths(backend):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiles_with_a_cache():
     model = Transformer(dataclasses.replace(CONFIG, n_layers=1), "reference")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from typing import Any
 
 import pytest
 import torch
-from tiny_model import HYBRID, HYBRIDS, KINDS, TINY, draw, make
+from tiny_model import HYBRID, HYBRIDS, TINY, draw, make
 
-from foundry_kernels.models import Generator, HybridCache, KVCache, PagedKVCache, Transformer
+from foundry_kernels.models import Generator, KVCache, PagedKVCache, Transformer
 from foundry_kernels.models.count import flops_by_part
 from foundry_kernels.nn import Attention, GatedDeltaNet
 
@@ -47,39 +46,6 @@ def test_work_of_linear_attention_does_not_grow_with_the_length() -> None:
     assert of.training_bytes(1, 8).activations["attention"] > 0
 
 
-@every
-def test_packed_and_padded_sequences_are_read_one_by_one(name: str) -> None:
-    model, lengths = make(HYBRIDS[name]).eval(), (4, 7, 1)
-    rows = [draw(1, length, seed=length) for length in lengths]
-    expected = torch.cat([model(row) for row in rows], 1)
-    bounds = torch.tensor([0, 4, 11, 12])
-    packed = model(torch.cat(rows, 1), cu_seqlens=bounds, max_seqlen=7)
-    torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
-    padded = torch.cat([torch.nn.functional.pad(row, (0, 7 - row.shape[1])) for row in rows])
-    found = model(padded, lengths=torch.tensor(lengths))
-    found = torch.cat([row[:length] for row, length in zip(found, lengths, strict=True)])
-    torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-4)
-
-
-@every
-def test_generation_with_a_cache_is_the_argmax_of_the_whole_model(name: str) -> None:
-    model = make(HYBRIDS[name]).eval()
-    prompts = [draw(1, length, seed=length)[0] for length in (6, 2, 4)]
-    for prompt, row in zip(prompts, model.generate(prompts, 9), strict=True):
-        expected = prompt
-        with torch.no_grad():
-            for _ in range(9):
-                expected = torch.cat([expected, model(expected[None])[0, -1:].argmax(-1)])
-        assert torch.equal(row, expected)
-    with torch.no_grad():
-        cache = model.make_cache(3)
-        assert type(cache) is (HybridCache if model.config.linear_layers else KVCache)
-        for _ in range(2):
-            parts = [model(part, cache=cache) for part in draw(3, 11).split((5, 1, 5), 1)]
-            torch.testing.assert_close(torch.cat(parts, 1), model(draw(3, 11)), rtol=1e-4, atol=1e-4)
-            cache.length = 0
-
-
 @pytest.mark.parametrize("backend", ["auto", "native"])
 @pytest.mark.filterwarnings("ignore:backend 'native' has no kernel")
 def test_backends_agree(backend: str) -> None:
@@ -98,6 +64,7 @@ def test_backends_agree(backend: str) -> None:
     assert torch.equal(model.generate(prompt, 6)[0], reference.generate(prompt, 6)[0])
 
 
+@pytest.mark.slow
 def test_steps_that_are_compiled() -> None:
     torch.compiler.reset()
     model, prompts = make(HYBRIDS["qwen"]), [draw(1, 5)[0], draw(1, 3)[0]]
@@ -159,30 +126,6 @@ def test_what_a_hybrid_refuses() -> None:
         if isinstance(cache, PagedKVCache):
             with pytest.raises(ValueError, match="cache must be made for the model, whose linear attention is in"):
                 Generator(one, cache=cache)
-
-
-@pytest.mark.parametrize(
-    ("fields", "error", "message"),
-    [
-        ({"layer_types": "linear_attention"}, TypeError, "layer_types must be a tuple of strings"),
-        ({"layer_types": ("linear_attention",)}, ValueError, "layer_types must have one for each of n_layers=2; got 1"),
-        ({"layer_types": ("mamba",) * 2}, ValueError, "layer_types must be of 'full_attention' and 'linear_attention'"),
-        ({"linear_k_dim": 8}, ValueError, "linear_k_dim needs a layer of linear attention"),
-        ({"linear_conv_size": 3}, ValueError, "linear_conv_size needs a layer of linear attention"),
-        ({"qk_norm_weight_offset": 1.0}, ValueError, "qk_norm_weight_offset needs qk_norm=True"),
-        ({"attention_gate": 1}, TypeError, "attention_gate must be a bool"),
-        ({"layer_types": KINDS[:2], "causal": False}, ValueError, "needs causal=True"),
-        ({"layer_types": KINDS[:2], "norm_placement": "post"}, ValueError, "needs norm_placement='pre'"),
-        ({"layer_types": KINDS[:2], "parallel_residual": True}, ValueError, "needs parallel_residual=False"),
-        ({"layer_types": KINDS[:2], "context_dim": 8}, ValueError, "needs context_dim=None"),
-        ({"layer_types": KINDS[:2], "linear_k_heads": 3}, ValueError, "linear_v_heads must be a multiple"),
-        ({"layer_types": KINDS[:2], "linear_v_dim": 300}, ValueError, "linear_v_dim must be at most 256; got 300"),
-        ({"layer_types": KINDS[:2], "linear_conv_size": 9}, ValueError, "linear_conv_size must be at most 8; got 9"),
-    ],
-)
-def test_contradictions(fields: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        dataclasses.replace(TINY, **fields)
 
 
 def test_all_full_attention_is_no_pattern() -> None:

@@ -63,6 +63,7 @@ def test_packed_sequences(kind):
         torch.testing.assert_close(packed[:, 3:23], long(tokens[:, 3:23]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(
     "kind", ["rope", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qk_norm", "sinusoidal"))]

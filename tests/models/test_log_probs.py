@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -210,6 +210,7 @@ def test_what_generate_returns() -> None:
         model.generate([[1]], 2, return_log_probs=True, draft=model)
 
 
+@pytest.mark.slow
 def test_a_compiled_step() -> None:
     model = Transformer(dataclasses.replace(CONFIGS["llama"], n_layers=1), "reference")
     torch.compiler.reset()
@@ -294,9 +295,15 @@ def trained(model: Transformer, rows: Sequence[Tensor], temperature: float) -> l
     return [padded(rows), [one for part in parts for one in part], split]
 
 
+QUICK = (("window", torch.bfloat16), ("mixtral", torch.float32))
+SAMPLED = [
+    pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+    for each in product(CONFIGS, (torch.float32, torch.bfloat16))
+]
+
+
 @needs_native
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "dtype"), SAMPLED)
 def test_the_sampler_has_the_trainers_bits(name: str, dtype: torch.dtype) -> None:
     """Alone, in batches of any sizes with prompts of any lengths, with a plain cache and in pages, and while requests
     come and go beside it; drawn and greedy."""

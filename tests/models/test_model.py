@@ -8,10 +8,8 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from slow import rest_slow
 from tiny_model import TINY, draw, make
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundry_kernels import OPS, BackendUnavailable, RopeScaling
@@ -73,36 +71,6 @@ def test_names_and_shapes_are_metas():
             f"layers.{n}.feed_forward.w3.weight": (48, 16),
         }
     assert {name: tuple(t.shape) for name, t in Transformer(TINY).state_dict().items()} == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"n_kv_heads": 3}, "n_heads must be a multiple of n_kv_heads=3; got 4"),
-        ({"dim": 18}, "dim must be a multiple of n_heads=4"),
-        ({"dim": 12}, "head_dim must be even, for the rotary pairs; got 3"),
-        ({"head_dim": 5}, "head_dim must be even, for the rotary pairs; got 5"),
-        ({"n_layers": 0}, "n_layers must be at least 1"),
-        ({"vocab_size": -1}, "vocab_size must be at least 1"),
-        ({"hidden_dim": 0}, "hidden_dim must be at least 1"),
-        ({"norm_eps": 0.0}, "norm_eps must be finite and > 0"),
-        ({"ffn_dim_multiplier": float("nan")}, "ffn_dim_multiplier must be finite"),
-        ({"rope_base": 1.0}, "rope_base must be finite and > 1"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_config_refuses(changes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(TINY, **changes)
-
-
-def test_config_refuses_types():
-    with pytest.raises(TypeError, match="n_heads must be an int; got float"):
-        dataclasses.replace(TINY, n_heads=4.0)
-    with pytest.raises(TypeError, match="config must be a ModelConfig; got dict"):
-        Transformer({"dim": 16})
-    with pytest.raises(ValueError, match="backend must be one of"):
-        Transformer(TINY, "fast")
 
 
 # --- mathematics ------------------------------------------------------------------------------------------------------
@@ -336,25 +304,3 @@ def test_named_backend_that_cannot_serve_raises():
     model = make(TINY, "native").double()
     with pytest.raises(BackendUnavailable, match="backend 'native' does not support float64"):
         model(draw())
-
-
-@pytest.mark.filterwarnings("ignore:backend .* has no kernel yet")
-@pytest.mark.parametrize("dynamic", rest_slow([None, True]), ids=["automatic", "dynamic"])
-@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "native"])
-def test_compiles_whole_for_any_length(backend, dynamic):
-    model = make(dataclasses.replace(TINY, n_layers=1), backend)
-    for op, name in model.serving().items():
-        if (reason := OPS[op].why_not(name, "cpu", torch.float32)) is not None:
-            pytest.skip(f"{op}: {reason}")
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=counter)
-    for length in (5, 9, 13):
-        tokens = draw(2, length)
-        logits, loss = compiled(tokens, tokens, return_logits=True)
-        expected, expected_loss = model(tokens, tokens, return_logits=True)
-        torch.testing.assert_close(logits, expected)
-        torch.testing.assert_close(loss, expected_loss)
-    assert counter.frame_count <= 2  # a second one when the length turns out to vary
-    loss.backward()
-    assert all(p.grad is not None for p in model.parameters())

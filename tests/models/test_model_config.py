@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -77,31 +78,82 @@ def test_presets_have_their_parameters(family):
 # --- contradictions ---------------------------------------------------------------------------------------------------
 
 
+EXPERTS = {"n_experts": 4}
+LINEAR = {"layer_types": ("linear_attention", "full_attention")}
+NAN = float("nan")
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"n_kv_heads": 3}, "n_heads must be a multiple of n_kv_heads=3; got 4"),
+    ({"dim": 18}, "dim must be a multiple of n_heads=4"),
+    ({"dim": 12}, "head_dim must be even, for the rotary pairs; got 3"),
+    ({"head_dim": 5}, "head_dim must be even, for the rotary pairs; got 5"),
+    ({"n_layers": 0}, "n_layers must be at least 1"),
+    ({"vocab_size": -1}, "vocab_size must be at least 1"),
+    ({"hidden_dim": 0}, "hidden_dim must be at least 1"),
+    ({"norm_eps": 0.0}, "norm_eps must be finite and > 0"),
+    ({"ffn_dim_multiplier": NAN}, "ffn_dim_multiplier must be finite"),
+    ({"rope_base": 1.0}, "rope_base must be finite and > 1"),
+    ({"positions": "rotary"}, "positions must be one of 'rope', 'alibi', .* got 'rotary'"),
+    ({"activation": "selu"}, "activation must be one of 'swiglu', .*'relu'; got 'selu'"),
+    ({"init": "he"}, "init must be one of 'normal', 'xavier', 'depth_scaled'; got 'he'"),
+    ({"positions": "alibi", "rope_scaling": fk.RopeScaling("linear", 2.0)}, "rope_scaling needs positions='rope'"),
+    ({"positions": "learned", "rope_base": 5e5}, "rope_base needs positions='rope'; got 500000.0 .*'learned'"),
+    ({"positions": "none", "rope_dim": 2}, "rope_dim needs positions='rope'; got 2"),
+    ({"positions": "alibi", "rope_interleaved": True}, "rope_interleaved needs positions='rope'; got True"),
+    ({"rope_dim": 3}, "rope_dim must be even and at most head_dim=4; got 3"),
+    ({"rope_dim": 6}, "rope_dim must be even and at most head_dim=4; got 6"),
+    ({"norm_placement": "post", "parallel_residual": True}, "parallel_residual needs norm_placement='pre'"),
+    ({"shared_attention_norm": True}, "shared_attention_norm needs parallel_residual=True"),
+    ({"norm_bias": True}, "norm_bias needs norm='layer_norm'"),
+    ({"norm": "layer_norm", "norm_round_before_weight": True}, "norm_round_before_weight needs norm='rms_norm'"),
+    ({"tie_embeddings": True, "output_bias": True}, "output_bias needs tie_embeddings=False"),
+    ({"sliding_window": 0}, "sliding_window must be at least 1; got 0"),
+    ({"residual_dropout": 1.0}, r"residual_dropout must be in \[0, 1\); got 1.0"),
+    ({"attention_dropout": -0.1}, r"attention_dropout must be in \[0, 1\); got -0.1"),
+    ({"qk_norm_weight_offset": 1.0}, "qk_norm_weight_offset needs qk_norm=True"),
+    # experts
+    ({"n_experts": 2, "top_k": 3}, "top_k must be at most n_experts=2; got 3"),
+    ({"n_experts": 0}, "n_experts must be at least 1; got 0"),
+    ({"top_k": 3}, "top_k needs n_experts: otherwise there is no router and no expert; got 3"),
+    ({"router_z_coef": 0.1}, "router_z_coef needs n_experts"),
+    (EXPERTS | {"activation": "relu"}, "n_experts needs a gated activation, one of swiglu, .*'relu'"),
+    (EXPERTS | {"top_k": 1}, "router_renormalize must be False with top_k=1"),
+    (EXPERTS | {"shared_expert_gate": True}, "shared_expert_gate needs shared_expert_dim"),
+    (EXPERTS | {"load_balancing_coef": -1.0}, "load_balancing_coef must be finite and >= 0; got -1.0"),
+    (EXPERTS | {"router_scale": 0.0}, "router_scale must be finite and > 0; got 0.0"),
+    (EXPERTS | {"router_scoring": "max"}, "router_scoring must be one of 'softmax', 'sigmoid'; got 'max'"),
+    # linear attention
+    ({"layer_types": ("linear_attention",)}, "layer_types must have one for each of n_layers=2; got 1"),
+    ({"layer_types": ("mamba",) * 2}, "layer_types must be of 'full_attention' and 'linear_attention'"),
+    ({"linear_k_dim": 8}, "linear_k_dim needs a layer of linear attention"),
+    ({"linear_conv_size": 3}, "linear_conv_size needs a layer of linear attention"),
+    (LINEAR | {"causal": False}, "needs causal=True"),
+    (LINEAR | {"norm_placement": "post"}, "needs norm_placement='pre'"),
+    (LINEAR | {"parallel_residual": True}, "needs parallel_residual=False"),
+    (LINEAR | {"context_dim": 8}, "needs context_dim=None"),
+    (LINEAR | {"linear_k_heads": 3}, "linear_v_heads must be a multiple"),
+    (LINEAR | {"linear_v_dim": 300}, "linear_v_dim must be at most 256; got 300"),
+    (LINEAR | {"linear_conv_size": 9}, "linear_conv_size must be at most 8; got 9"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CONTRADICTIONS, ids=["-".join(c) for c, _ in CONTRADICTIONS])
+def test_contradictions_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"positions": "rotary"}, "positions must be one of 'rope', 'alibi', .* got 'rotary'"),
-        ({"activation": "selu"}, "activation must be one of 'swiglu', .*'relu'; got 'selu'"),
-        ({"init": "he"}, "init must be one of 'normal', 'xavier', 'depth_scaled'; got 'he'"),
-        ({"positions": "alibi", "rope_scaling": fk.RopeScaling("linear", 2.0)}, "rope_scaling needs positions='rope'"),
-        ({"positions": "learned", "rope_base": 5e5}, "rope_base needs positions='rope'; got 500000.0 .*'learned'"),
-        ({"positions": "none", "rope_dim": 2}, "rope_dim needs positions='rope'; got 2"),
-        ({"positions": "alibi", "rope_interleaved": True}, "rope_interleaved needs positions='rope'; got True"),
-        ({"rope_dim": 3}, "rope_dim must be even and at most head_dim=4; got 3"),
-        ({"rope_dim": 6}, "rope_dim must be even and at most head_dim=4; got 6"),
-        ({"norm_placement": "post", "parallel_residual": True}, "parallel_residual needs norm_placement='pre'"),
-        ({"shared_attention_norm": True}, "shared_attention_norm needs parallel_residual=True"),
-        ({"norm_bias": True}, "norm_bias needs norm='layer_norm'"),
-        ({"norm": "layer_norm", "norm_round_before_weight": True}, "norm_round_before_weight needs norm='rms_norm'"),
-        ({"tie_embeddings": True, "output_bias": True}, "output_bias needs tie_embeddings=False"),
-        ({"sliding_window": 0}, "sliding_window must be at least 1; got 0"),
-        ({"residual_dropout": 1.0}, r"residual_dropout must be in \[0, 1\); got 1.0"),
-        ({"attention_dropout": -0.1}, r"attention_dropout must be in \[0, 1\); got -0.1"),
+        ({"n_heads": 4.0}, "n_heads must be an int; got float"),
+        ({"qk_norm": 1}, "qk_norm must be a bool; got int"),
+        ({"sliding_window": 4.0}, "sliding_window must be an int; got float"),
+        ({"layer_types": "linear_attention"}, "layer_types must be a tuple of strings"),
+        ({"attention_gate": 1}, "attention_gate must be a bool"),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_contradictions_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_types_of_fields(changes, message):
+    with pytest.raises(TypeError, match=message):
         dataclasses.replace(TINY, **changes)
 
 
@@ -154,10 +206,10 @@ def test_a_published_model_with_other_positions():
 
 
 def test_types_and_modules_are_refused():
-    with pytest.raises(TypeError, match="qk_norm must be a bool; got int"):
-        dataclasses.replace(TINY, qk_norm=1)
-    with pytest.raises(TypeError, match="sliding_window must be an int; got float"):
-        dataclasses.replace(TINY, sliding_window=4.0)
+    with pytest.raises(TypeError, match="config must be a ModelConfig; got dict"):
+        Transformer({"dim": 16})
+    with pytest.raises(ValueError, match="backend must be one of"):
+        Transformer(TINY, "fast")
     assert dataclasses.replace(TINY, positions="none", head_dim=5).head_width == 5  # odd without pairs
     with pytest.raises(ValueError, match="alibi must have a slope for each of n_heads=2; got 4"):
         fk.nn.Attention(8, 2, alibi=fk.nn.AlibiSlopes(4))

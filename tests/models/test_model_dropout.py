@@ -109,6 +109,7 @@ def test_checkpointed_blocks_drop_the_same_again(reentrant, backend):
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.slow
 def test_attention_dropout_compiles_whole_and_draws_at_each_call():
     model = make(config("gpt2", attention_dropout=0.3)).train()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_model import MODELS, config, draw, make
+from tiny_model import EVERY, config, draw, make
 from torch.utils.checkpoint import checkpoint
 
 import foundry_kernels as fk
@@ -30,9 +30,9 @@ def targets_of(tokens):
 
 
 @over_backends
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY)
 def test_padded_and_packed_sequences_are_computed_as_each_alone(name, backend):
-    model, tokens = make(config(name), {"flash_attention": backend}), draw()
+    model, tokens = make(EVERY[name], {"flash_attention": backend}).eval(), draw()
     alone = torch.cat([model(each)[0] for each in sequences(tokens)])
     padded = model(tokens, lengths=LENGTHS)
     kept = torch.cat([row[:n] for row, n in zip(padded, LENGTHS.tolist(), strict=True)])
@@ -126,6 +126,7 @@ def test_lengths_and_masks_with_a_cache(backend):
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_layers", [1, pytest.param(config("neox").n_layers, marks=pytest.mark.slow)])
 def test_masks_and_packed_sequences_compile_whole(n_layers):
     model, tokens = make(dataclasses.replace(config("neox"), n_layers=n_layers)), draw()

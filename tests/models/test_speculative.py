@@ -58,14 +58,14 @@ def test_greedy_tokens_are_those_without_a_draft(name: str, backend: str) -> Non
     }
     model = model_of(replace(CONFIG, **changes[name]), backend=backend)
     rates, expected = set(), model.generate(PROMPTS, 21)
-    for draft in (model, like(model, 0.05), model_of(SMALL, 2)):
-        for count in (1, 4, 30):
+    for draft, counts in ((model, (4,)), (like(model, 0.05), (1, 4, 30)), (model_of(SMALL, 2), (4,))):
+        for count in counts:
             rows, stats = model.generate(PROMPTS, 21, draft=draft, draft_tokens=count, return_stats=True)
             assert all(map(torch.equal, rows, expected))
             rates.add(stats.acceptance_rate)
     assert max(rates) == 1.0, "the model accepts all of its own"
     assert min(rates) < 0.5
-    assert len(rates) > 4, "the other drafts are right at times"
+    assert len(rates) > 3, "the other drafts are right at times"
 
 
 @pytest.mark.parametrize("kinds", [None, HYBRID])
@@ -73,16 +73,16 @@ def test_the_end_of_rows(kinds: tuple[str, ...] | None) -> None:
     """Each number of new tokens, and each stop token, which rows meet at different times."""
     model = model_of(replace(CONFIG, layer_types=kinds))
     draft, whole = like(model, 0.05), model.generate(PROMPTS, 12)
-    for count in (0, 1, 2, 3, 5, 6, 11):
+    for count in (0, 1, 2, 6):
         rows = model.generate(PROMPTS, count, draft=draft)
         assert all(torch.equal(row, long[: len(p) + count]) for row, long, p in zip(rows, whole, PROMPTS, strict=True))
     lengths = set()
-    for stop in range(0, CONFIG.vocab_size, 2):
+    for stop in range(0, CONFIG.vocab_size, 6):
         expected = model.generate(PROMPTS, 12, stop_token=stop)
         rows = model.generate(PROMPTS, 12, stop_token=stop, draft=draft)
         assert all(map(torch.equal, rows, expected))
         lengths |= {len(row) - len(prompt) for row, prompt in zip(rows, PROMPTS, strict=True)}
-    assert len(lengths) > 4
+    assert len(lengths) > 2
     assert model.generate([], 3, draft=draft) == []
 
 
@@ -94,12 +94,12 @@ def test_one_of_the_two_has_linear_attention(hybrid: str, monkeypatch: pytest.Mo
     readers: list[_Reader] = []
     init = _Reader.__init__
     monkeypatch.setattr(_Reader, "__init__", lambda self, *given: (readers.append(self), init(self, *given))[1])
-    expected = model.generate(PROMPTS, 30)
-    for count in (1, 2, 5):
-        rows, stats = model.generate(PROMPTS, 30, draft=draft, draft_tokens=count, return_stats=True)
+    expected = model.generate(PROMPTS, 20)
+    for count in (1, 5):
+        rows, stats = model.generate(PROMPTS, 20, draft=draft, draft_tokens=count, return_stats=True)
         assert all(map(torch.equal, rows, expected))
         assert 0.0 < stats.acceptance_rate < 1.0
-    assert len(readers) == 6
+    assert len(readers) == 4
     for reader in readers:
         assert len(reader.cache.sequences) == 4, "a copy is freed"
 
@@ -186,7 +186,14 @@ def chi_square(seen: dict[tuple[int, ...], int], expected: dict[tuple[int, ...],
 
 @pytest.mark.parametrize(
     ("name", "draft_tokens"),
-    [("all", 1), ("all", 3), ("cold", 2), ("top_k", 2), ("top_p", 2), ("both", 3), ("linear", 3)],
+    [
+        ("both", 3),
+        ("linear", 3),
+        *(
+            pytest.param(name, n, marks=pytest.mark.slow)
+            for name, n in (("all", 1), ("all", 3), ("cold", 2), ("top_k", 2), ("top_p", 2))
+        ),
+    ],
 )
 def test_sampled_tokens_have_the_models_distribution(name: str, draft_tokens: int) -> None:
     """4000 continuations of three tokens, in one batch, of a draft that is a different model: the second and the third

@@ -227,6 +227,7 @@ def test_swiglu_gradients_and_second_derivative(recompute):
             torch.autograd.grad(block(x).sum(), [x, *block.parameters()], create_graph=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "product", "projections"])
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_swiglu_compiles_whole(recompute, backend):

@@ -143,7 +143,11 @@ def test_values_and_gradients_of_bfloat16(name: str, forced: pytest.MonkeyPatch)
 THEIR_OWN = {"bart", "whisper"}
 
 
-@pytest.mark.parametrize("family", [*PATCHED, *ENCODERS])
+#: One with gates, one with experts, an encoder, and one of `THEIR_OWN`.
+FIRST = ("llama", "gpt_oss", "bert", "whisper")
+
+
+@pytest.mark.parametrize("family", rest_slow([*FIRST, *(f for f in (*PATCHED, *ENCODERS) if f not in FIRST)], 4))
 def test_patched_models(family: str, forced: pytest.MonkeyPatch) -> None:
     """Of every family: gradients are those of PyTorch's products, too."""
     pytest.importorskip("transformers")
@@ -224,6 +228,7 @@ def test_small_products_are_pytorchs(forced: pytest.MonkeyPatch) -> None:
     assert called(lambda: fk.nn.SwiGLU(DIM, 56)(torch.randn(40, DIM))) == {"linear"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", rest_slow([True, False]))
 def test_it_compiles_whole(dynamic: bool) -> None:
     torch._dynamo.reset()

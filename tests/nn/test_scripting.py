@@ -113,7 +113,7 @@ def test_a_module_refuses_to_be_scripted(name: str) -> None:
         torch.jit.script(module)
 
 
-@pytest.mark.parametrize("name", rest_slow(list(MODULES), 5))
+@pytest.mark.parametrize("name", rest_slow(list(MODULES), 2))
 def test_what_the_message_says_works(name: str) -> None:
     torch.compiler.reset()
     make, given, call = MODULES[name]
@@ -122,6 +122,7 @@ def test_what_the_message_says_works(name: str) -> None:
     works_otherwise(module if call is None else Calls(module, call), given)
 
 
+@pytest.mark.slow
 def test_a_model() -> None:
     config = ModelConfig(dim=16, n_layers=1, n_heads=4, vocab_size=23, max_seq_len=16)
     model = Transformer(config)
@@ -142,7 +143,7 @@ PATCHED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", rest_slow(list(PATCHED)[::-1], 2))
+@pytest.mark.parametrize("name", rest_slow(list(PATCHED)))
 def test_a_patched_module(name: str) -> None:
     """It says so too; undone, it is scripted as before."""
     torch.compiler.reset()
@@ -169,6 +170,7 @@ class Logits(nn.Module):
         return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", rest_slow(["llama", "gpt2", "mixtral"]))
 def test_a_patched_model_of_transformers(family: str) -> None:
     pytest.importorskip("transformers")

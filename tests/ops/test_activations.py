@@ -1,5 +1,5 @@
-"""What the parity cases of glu, reglu, bias_silu and bias_relu do not cover: torch's own answers, also where they are
-infinite or NaN, instruction sets, derivatives where they are small, errors."""
+"""What the parity cases of glu, reglu, bias_gelu, bias_silu and bias_relu do not cover: torch's own answers, also where
+they are infinite or NaN, and derivatives where they are small."""
 
 from __future__ import annotations
 
@@ -67,28 +67,29 @@ def test_the_references_are_torchs_own_rounded_once() -> None:
     torch.testing.assert_close(fk.glu(packed), F.glu(packed.roll(5, -1)), rtol=1e-6, atol=1e-6)  # whose gate is last
 
 
-@pytest.mark.parametrize(("name", "backend"), BACKENDS)
-def test_no_second_derivative_but_of_the_reference(name: str, backend: str) -> None:
-    a, b = torch.randn(2, 4, requires_grad=True), torch.randn((4,) if name.startswith("bias") else (2, 4))
-    y = getattr(fk, name)(a, b, backend=backend)
-    if backend == "reference":
-        torch.autograd.grad(y.sum(), a, create_graph=True)
-        return
-    with pytest.raises(RuntimeError, match=f"^{name} has no second derivative"):
-        torch.autograd.grad(y.sum(), a, create_graph=True)
+forms = pytest.mark.parametrize("approximate", ["none", "tanh"])
 
 
-def test_bad_input() -> None:
-    x = torch.ones(2, 8)
-    for op in (fk.glu, fk.reglu):
-        with pytest.raises(ValueError, match=r"up must have shape \(2, 8\).*got \(2, 7\)"):
-            op(x, torch.ones(2, 7))
-        with pytest.raises(ValueError, match=r"gate must be \[..., 2N\] where up is None"):
-            op(torch.ones(2, 7))
-        with pytest.raises(ValueError, match="backend must be one of"):
-            op(x, x, backend="fast")
-    for op in (fk.bias_silu, fk.bias_relu):
-        with pytest.raises(ValueError, match=r"bias must have shape \(8,\)"):
-            op(x, torch.ones(7))
-        with pytest.raises(TypeError, match=r"x must be float.*got torch.int32"):
-            op(x.int())
+@forms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_bias_gelu_is_torchs_rounded_once(approximate: str, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    a, bias = torch.randn(7, 33, generator=g).to(dtype), torch.randn(33, generator=g).to(dtype)
+    expected = F.gelu(a.float() + bias.float(), approximate=approximate).to(dtype)
+    assert torch.equal(fk.bias_gelu(a, bias, approximate=approximate, backend="reference"), expected)
+    assert torch.equal(
+        fk.bias_gelu(a, approximate=approximate, backend="reference"),
+        F.gelu(a.float(), approximate=approximate).to(dtype),
+    )
+
+
+@forms
+@pytest.mark.parametrize("backend", fk.OPS["bias_gelu"].backends("cpu"))
+def test_far_out_bias_gelu_is_zero_or_the_identity(backend: str, approximate: str) -> None:
+    """The sum decides, not its terms; NaN stays in its element."""
+    a = torch.tensor([[-300.0, 300.0, -1e4, 1e4, math.nan, 3.0]], requires_grad=True)
+    bias = torch.tensor([200.0, -200.0, 0.0, 0.0, 0.0, -3.0])
+    y = fk.bias_gelu(a, bias, approximate=approximate, backend=backend)
+    (dx,) = torch.autograd.grad(y, a, torch.ones_like(y))
+    torch.testing.assert_close(y, torch.tensor([[0.0, 100.0, 0.0, 1e4, math.nan, 0.0]]), equal_nan=True)
+    torch.testing.assert_close(dx, torch.tensor([[0.0, 1.0, 0.0, 1.0, math.nan, 0.5]]), equal_nan=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from table import Row, checked_rows
@@ -69,24 +67,3 @@ def test_a_row_in_two_slots_has_no_gradient_of_its_own() -> None:
     y = fk.combine_experts(x, weights, torch.tensor([[2, 0], [2, 4], [1, -1]]), backend="native")
     with pytest.raises(ValueError, match="slots must name a row of x once at most; row 2 is in several"):
         y.sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"x": torch.ones(5)}, ValueError, r"x must be \[M, D\]; got shape \(5,\)"),
-        ({"slots": SLOTS.float()}, TypeError, "slots must be int32 or int64"),
-        ({"slots": SLOTS[0]}, ValueError, r"slots must be \[T, k\]; got shape \(2,\)"),
-        ({"slots": SLOTS[:, :0]}, ValueError, "with k at least 1"),
-        ({"slots": SLOTS + 1}, IndexError, "slots must be -1 or a row of x, 0 .. 4; got 5"),
-        ({"slots": SLOTS - 1}, IndexError, "got -2"),
-        ({"weights": torch.ones(3, 3)}, ValueError, r"weights must have shape \(3, 2\)"),
-        ({"weights": torch.ones(3, 2).bfloat16()}, TypeError, "weights must be float32 or of x's dtype"),
-        ({"backend": "cuda"}, ValueError, "backend must be one of"),
-    ],
-    ids=str,
-)
-def test_what_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    x, weights = draw()
-    with pytest.raises(error, match=message):
-        fk.combine_experts(**({"x": x, "weights": weights, "slots": SLOTS} | changes))

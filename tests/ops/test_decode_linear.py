@@ -29,24 +29,6 @@ def instruction_set() -> Iterator[Callable[[str], None]]:
     extension._C.force_instruction_set(chosen)
 
 
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SETS)
-def test_products_of_few_rows(name: str, dtype: torch.dtype, instruction_set: Callable[[str], None]) -> None:
-    instruction_set(name)
-    for rows in (1, 2, 3, 4, 5, 8):
-        for width, sizes in ((1, (3,)), (40, (64, 1, 100)), (256, (65,)), (33, (1, 2, 3, 130)), (96, (0, 17))):
-            x = draw(rows, width, dtype=dtype, seed=rows)
-            weights = [draw(n, width + 3, dtype=dtype, seed=n)[:, :width] for n in sizes]
-            y = decode_linear(x, *weights, backend="native")
-            whole = torch.cat(weights)
-            exact = x.double() @ whole.double().T
-            terms = x.double().abs() @ whole.double().abs().T  # what rounding errors are in proportion to
-            unit = torch.finfo(dtype).eps
-            assert y.dtype == dtype
-            assert ((y.double() - exact).abs() <= unit * exact.abs() + 2e-6 * terms).all(), (rows, width, sizes)
-
-
 @pytest.mark.parametrize("name", [n for n in SETS if n.endswith("bf16")])
 def test_bfloat16_that_is_widened_has_the_bits_of_fewer_instructions(
     name: str, instruction_set: Callable[[str], None], bfloat16_choice: Callable[..., None]
@@ -61,21 +43,6 @@ def test_bfloat16_that_is_widened_has_the_bits_of_fewer_instructions(
         instruction_set(name)
         bfloat16_choice(False, False, False)
         assert torch.equal(decode_linear(x, w, backend="native"), wanted)
-
-
-@needs_native
-def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads() -> None:
-    x, weights = draw(8, 1000), [draw(700, 1000, seed=1), draw(1200, 1000, seed=2)]
-    threads = torch.get_num_threads()
-    whole = decode_linear(x, *weights)
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            for rows in (1, 2, 3, 5):
-                assert torch.equal(decode_linear(x[:rows], *weights), whole[:rows])
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(decode_linear(x, weights[0]), whole[:, :700])
 
 
 @needs_native
@@ -105,25 +72,6 @@ def test_any_layout(backend: str) -> None:
 
 
 X, W = draw(2, 4), draw(3, 4)
-
-
-@pytest.mark.parametrize(
-    ("args", "error", "message"),
-    [
-        ((None, W), TypeError, r"x must be a torch\.Tensor; got NoneType"),
-        ((X, None), TypeError, r"weight must be a torch\.Tensor; got NoneType"),
-        ((X.int(), W), TypeError, "x must be float32"),
-        ((X[0, 0], W), ValueError, "x must have at least one dimension"),
-        ((draw(3, 3, 4), W), ValueError, r"x must have at most 8 rows; got shape \(3, 3, 4\)"),
-        ((X, W[0]), ValueError, r"weight must be \[N, K\]; got shape \(4,\)"),
-        ((X, W, W.T), ValueError, r"weight2 must be \[N, K\] with x's last dimension 4; got \(4, 3\)"),
-        ((X, W, None, W.half()), ValueError, r"weight3 must have x's dtype torch\.float32; got torch\.float16"),
-        ((X, W, None, None, W.to("meta")), ValueError, "weight4 must be on x's device cpu; got meta"),
-    ],
-)
-def test_refusals(args: tuple[Tensor, ...], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        decode_linear(*args)
 
 
 def test_there_is_no_other_kernel() -> None:

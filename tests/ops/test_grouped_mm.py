@@ -81,31 +81,6 @@ DOUBLE = torch.ones(10, 4).double(), torch.ones(2, 4, 3).double()
 needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"x": torch.ones(4)}, ValueError, r"x must be \[M, K\]; got shape \(4,\)"),
-        ({"x": torch.ones(4, 4).int()}, TypeError, "x must be float32"),
-        ({"weight": torch.ones(4, 3)}, ValueError, r"weight must be \[E, K, N\]; got shape \(4, 3\)"),
-        ({"weight": torch.ones(0, 4, 3)}, ValueError, "weight must hold at least one matrix"),
-        ({"weight": torch.ones(2, 5, 3)}, ValueError, r"weight must have shape \(2, 4, 3\)"),
-        ({"weight": torch.ones(2, 4, 3).double()}, ValueError, "weight must have x's dtype torch.float32"),
-        ({"offs": [4, 10]}, TypeError, "offs must be a torch.Tensor; got list"),
-        ({"offs": ends(4, 10, dtype=torch.int64)}, TypeError, "offs must be int32; got torch.int64"),
-        ({"offs": ends(10)}, ValueError, r"offs must have shape \(2,\)"),
-        ({"offs": ends(4, 11)}, ValueError, r"offs must never decrease and lie in 0 .. 10.* got 11 for group 1"),
-        ({"offs": ends(6, 4)}, ValueError, "got 4 for group 1, after 6"),
-        ({"offs": ends(-1, 4)}, ValueError, "got -1 for group 0"),
-        ({"backend": "cuda"}, ValueError, "backend must be one of"),
-    ],
-    ids=str,
-)
-def test_what_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    x, weight = draw()
-    with pytest.raises(error, match=message):
-        fk.grouped_mm(**({"x": x, "weight": weight, "offs": ends(4, 10)} | changes))
-
-
 @needs_native
 def test_the_native_backend_refuses_float64_by_name() -> None:
     with pytest.raises(fk.BackendUnavailable, match=r"native: .*float64"):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from typing import Any
 
+import fresh
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,12 +47,11 @@ def assert_near(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
 
 
-@backends
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_it_is_torchs_linear_and_cross_entropy(backend: str, device: str, reduction: str) -> None:
-    hidden, weight, target = draw(device)
+def test_it_is_torchs_linear_and_cross_entropy(reduction: str) -> None:
+    hidden, weight, target = draw("cpu")
     target[[2, 5]] = -100
-    loss = linear_cross_entropy(hidden, weight, target, reduction=reduction, chunk_size=4, backend=backend)
+    loss = linear_cross_entropy(hidden, weight, target, reduction=reduction, chunk_size=4, backend="reference")
     exact = expected(hidden, weight, target, reduction=reduction)
     torch.testing.assert_close(loss, exact)
     assert_near(gradients(loss, hidden, weight), gradients(exact, hidden, weight))
@@ -190,14 +188,6 @@ def test_the_loss_and_the_lse_are_differentiable(backend: str, device: str) -> N
     assert [r.requires_grad for r in results] == [True, True, False]
 
 
-@kernels
-def test_there_is_no_second_derivative(backend: str, device: str) -> None:
-    hidden, weight, target = draw(device)
-    loss = linear_cross_entropy(hidden, weight, target, backend=backend)
-    with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
-        torch.autograd.grad(loss, hidden, create_graph=True)
-
-
 @pytest.mark.parametrize("backend", ["reference", "native"])
 def test_a_target_out_of_range_is_an_error_on_the_cpu(backend: str) -> None:
     hidden, weight, target = draw("cpu")
@@ -206,33 +196,6 @@ def test_a_target_out_of_range_is_an_error_on_the_cpu(backend: str) -> None:
     target[3] = CLASSES
     with pytest.raises(IndexError, match=f"target must be in 0 .. {CLASSES - 1} or ignore_index -100; got {CLASSES}"):
         linear_cross_entropy(hidden, weight, target, backend=backend)
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "changes"),
-    [
-        (TypeError, "hidden must be a torch.Tensor", {"hidden": [1.0]}),
-        (ValueError, "hidden must have a last dimension of at least 1", {"hidden": torch.ones(TOKENS, 0)}),
-        (ValueError, r"weight must be \[V, D\] with V at least 1", {"weight": torch.ones(0, WIDTH)}),
-        (ValueError, r"weight must have shape \(5, 8\)", {"weight": torch.ones(5, 9)}),
-        (ValueError, "weight must have hidden's dtype", {"weight": torch.ones(CLASSES, WIDTH).half()}),
-        (TypeError, "target must be class indices", {"target": torch.ones(TOKENS, CLASSES)}),
-        (ValueError, "target must have shape", {"target": torch.zeros(3, dtype=torch.int64)}),
-        (ValueError, "bias must have shape", {"bias": torch.ones(3)}),
-        (ValueError, "class_weight must have shape", {"class_weight": torch.ones(3)}),
-        (ValueError, "class_weight must not require", {"class_weight": torch.ones(CLASSES, requires_grad=True)}),
-        (ValueError, "reduction must be one of", {"reduction": "average"}),
-        (ValueError, "logit_scale must be finite", {"logit_scale": math.nan}),
-        (ValueError, "chunk_size must be >= 1; got 0", {"chunk_size": 0}),
-        (TypeError, "chunk_size must be an int", {"chunk_size": 2.5}),
-        (ValueError, "softcap must be finite and > 0", {"softcap": 0.0}),
-    ],
-)
-def test_bad_input_is_refused(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
-    hidden, weight, target = draw("cpu")
-    arguments: dict[str, Any] = {"hidden": hidden, "weight": weight, "target": target} | changes
-    with pytest.raises(error, match=message):
-        linear_cross_entropy(**arguments)
 
 
 @pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
@@ -281,7 +244,7 @@ sys.modules["foundry_kernels._C"] = None
 from foundry_kernels.ops._linear_loss import sizes
 print(sizes.SMALL, sizes.SUMMED24)
 """
-    alone = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    alone = fresh.python("-c", code)
     assert alone.stdout.split() == [str(sizes.SMALL), str(sizes.SUMMED24)]
     if extension.MISSING is not None:
         return

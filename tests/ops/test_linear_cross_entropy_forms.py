@@ -149,33 +149,6 @@ def test_a_loss_that_is_not_the_root_and_walked_twice(form: Any, reduction: str)
 
 
 @FORMS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_same_bits_each_time(form: Any, dtype: torch.dtype) -> None:
-    hidden, weight, target = draw(dtype)
-
-    def once() -> tuple[Tensor, ...]:
-        loss = loss_of(form, hidden, weight, target, label_smoothing=0.1)
-        return loss, *torch.autograd.grad(loss, (hidden, weight))
-
-    assert all(map(torch.equal, once(), once()))
-
-
-@FORMS
-def test_ignored_tokens_count_nothing_whatever_they_hold(form: Any) -> None:
-    hidden, weight, target = draw()
-    ignored = torch.zeros(TOKENS, dtype=torch.bool)
-    ignored[[0, 4]] = ignored[32:] = True
-    with torch.no_grad():
-        hidden[4], hidden[35] = math.nan, math.inf
-    loss = loss_of(form, hidden, weight, target.masked_fill(ignored, -100))
-    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
-    exact = expected(hidden[~ignored], weight, target[~ignored])
-    torch.testing.assert_close(loss, exact)
-    near((dweight,), torch.autograd.grad(exact, weight))
-    assert not dhidden[ignored].any()
-
-
-@FORMS
 @pytest.mark.parametrize("at", [3, 45], ids=["first-block", "last-block"])
 def test_a_confident_token_keeps_its_digits(form: Any, at: int) -> None:
     """A loss of 1e-9 in float32, and a gradient as small, in whichever block the target is."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -42,36 +41,6 @@ def test_the_temperature_of_logits_and_of_hidden_states() -> None:
     torch.testing.assert_close(fk.linear_log_probs(hidden, weight, target, logit_scale=1 / 0.7), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_tensor_of_the_logits_size_is_saved(backend: str) -> None:
-    if backend == "reference":
-        pytest.skip("the reference stores the logits")
-    hidden, weight, target = inputs(n=64, n_classes=512)
-    sizes: list[int] = []
-
-    def pack(x: Tensor) -> Tensor:
-        sizes.append(x.numel())
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        fk.linear_log_probs(
-            hidden.requires_grad_(), weight.requires_grad_(), target, return_entropy=True, backend=backend
-        )
-    assert max(sizes) == weight.numel()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bits_do_not_depend_on_the_batch(backend: str) -> None:
-    hidden, weight, target = inputs(n=40, width=64, n_classes=131)
-    whole = fk.linear_log_probs(hidden, weight, target, return_entropy=True, batch_invariant=True, backend=backend)
-    with fk.batch_invariant():
-        for i in (0, 17, 39):
-            one = fk.linear_log_probs(
-                hidden[i : i + 1], weight, target[i : i + 1], return_entropy=True, backend=backend
-            )
-            assert all(torch.equal(a[0], b[i]) for a, b in zip(one, whole, strict=True))
-
-
 def test_the_lse_of_a_loss_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """And costs nothing where nobody asks for it."""
     hidden, weight, target = (x.requires_grad_() if x.is_floating_point() else x for x in inputs())
@@ -91,40 +60,3 @@ def test_the_lse_of_a_loss_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> No
         expected = torch.autograd.grad(each + 0.3 * logits.logsumexp(-1).square().sum(), (hidden, weight))
         torch.testing.assert_close(found, expected)
         calls.clear()
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"target": torch.zeros(5, dtype=torch.int64)}, ValueError, "target must have shape"),
-        ({"target": torch.zeros(6)}, TypeError, "target must be"),
-        ({"target": torch.full((6,), 11)}, IndexError, "target must be in 0 .. 10 or ignore_index -100; got 11"),
-        ({"logit_scale": 0.0}, ValueError, "logit_scale must not be 0"),
-        ({"logit_scale": math.inf}, ValueError, "logit_scale must be"),
-        ({"softcap": 0.0}, ValueError, "softcap must be"),
-        ({"return_entropy": 1}, TypeError, "return_entropy must be"),
-        ({"backend": "cuda"}, ValueError, "backend must be one of"),
-    ],
-)
-def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    hidden, weight, target = inputs()
-    given = {"target": target} | changes
-    with pytest.raises(error, match=message):
-        fk.log_probs(hidden @ weight.t(), **given)
-    with pytest.raises(error, match=message):
-        fk.linear_log_probs(hidden, weight, **given)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"weight": torch.zeros(11, 7)}, ValueError, "weight must have shape"),
-        ({"bias": torch.zeros(7)}, ValueError, "bias must have shape"),
-        ({"chunk_size": 0}, ValueError, "chunk_size"),
-        ({"chunk_size": "tiles", "batch_invariant": True}, ValueError, "chunk_size must be a number of tokens or None"),
-    ],
-)
-def test_bad_input_of_the_linear_layer(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    hidden, weight, target = inputs()
-    with pytest.raises(error, match=message):
-        fk.linear_log_probs(**({"hidden": hidden, "weight": weight, "target": target} | changes))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
-from foundry_kernels.core.layout import inverse, storage_order
+from foundry_kernels.core.layout import storage_order
 from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.rope import qk_norm_rope, rope, rope_table
 from foundry_kernels.testing import lay_out
@@ -72,30 +72,6 @@ def test_equals_complex_multiplication(interleaved: bool, rotary: int, where: st
         torch.testing.assert_close(actual, by_complex_numbers(x, used, interleaved), rtol=1e-13, atol=1e-13)
 
 
-def test_scores_depend_on_the_distance_only() -> None:
-    q, k = inputs(tokens=1)
-    k = k[:, :1].expand(-1, H, -1, -1)
-    cos, sin = rope_table(D, 2000)
-    scores = []
-    for query, key in ((3, 1), (1502, 1500)):
-        rotated_q, _ = rope(q, q, cos.double(), sin.double(), positions=torch.tensor([query]), backend="reference")
-        rotated_k, _ = rope(k, k, cos.double(), sin.double(), positions=torch.tensor([key]), backend="reference")
-        scores.append((rotated_q * rotated_k).sum(-1))
-    torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-5)  # the tables are float32
-
-
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("layout", ["contiguous", "swapped"])
-def test_gradcheck(interleaved: bool, layout: str) -> None:
-    q, k = (x.requires_grad_() for x in inputs(layout=layout))
-    cos, sin = (x.double() for x in rope_table(8, T))
-
-    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return rope(q, k, cos, sin, interleaved=interleaved, backend="reference")
-
-    assert torch.autograd.gradcheck(rotate, (q, k))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounds_once(dtype: torch.dtype) -> None:
     q, k = inputs(dtype)
@@ -108,64 +84,11 @@ def test_rounds_once(dtype: torch.dtype) -> None:
         assert torch.equal(actual, exact.to(dtype))
 
 
-def order_of(x: Tensor) -> list[int]:
-    return sorted(range(x.dim()), key=x.stride, reverse=True)
-
-
-@over_backends
-@pytest.mark.parametrize("op", ["rope", "qk_norm_rope"])
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("rotary", [8, D])
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 2, 0, 3)])
-@pytest.mark.parametrize("sliced", [False, True], ids=["dense", "sliced"])
-def test_outputs_and_gradients_keep_the_storage_order(
-    backend: str, op: str, interleaved: bool, rotary: int, order: tuple[int, ...], sliced: bool
-) -> None:
-    cos, sin = rope_table(rotary, T)
-    made = []
-    for x in inputs(torch.float32):
-        x = x.permute(order).contiguous().permute(inverse(list(order)))
-        if sliced:
-            x = torch.cat([x.permute(order)] * 2, -1).permute(inverse(list(order)))[..., :D]
-        made.append(x.requires_grad_())
-    weights = () if op == "rope" else (None, None)
-    outputs = fk.OPS[op].public(*made, *weights, cos, sin, interleaved=interleaved, backend=backend)
-    for cotangents in ([o.detach().contiguous() for o in outputs], [o.detach() for o in outputs]):
-        grads = torch.autograd.grad(outputs, made, cotangents, retain_graph=True)
-        for tensor in (*outputs, *grads):
-            assert order_of(tensor) == list(order)
-            assert tensor.permute(order).is_contiguous()
-
-
 def test_storage_order_of_dimensions_without_a_place() -> None:
     assert storage_order(torch.empty(2, 5, 3, 8).transpose(1, 2)) == [0, 2, 1, 3]
     assert storage_order(torch.empty(1, 5, 3, 8).transpose(1, 2).expand(4, -1, -1, -1)) == [0, 2, 1, 3]
     assert storage_order(torch.empty(2, 3, 1, 8)) == [0, 1, 2, 3]
     assert storage_order(torch.empty(8, 3, 2).transpose(0, 2)) == [1, 0, 2]
-
-
-def test_inputs_are_untouched_and_outputs_are_new() -> None:
-    q, k = inputs(torch.float32)
-    before = q.clone(), k.clone()
-    outputs = rope(q, k, *rope_table(D, T), backend="reference")
-    assert torch.equal(q, before[0])
-    assert torch.equal(k, before[1])
-    for o in outputs:
-        o.fill_(7.0)
-    assert torch.equal(q, before[0])
-    assert torch.equal(k, before[1])
-
-
-@over_backends
-def test_a_position_outside_of_the_table_is_an_error(backend: str) -> None:
-    q, k = inputs(torch.float32)
-    weight = torch.ones(D)
-    for outside in (9, -1):
-        positions = torch.tensor([0, 1, 2, 3, outside])
-        with pytest.raises(IndexError):
-            rope(q, k, *rope_table(D, 9), positions=positions, backend=backend)
-        with pytest.raises(IndexError):
-            qk_norm_rope(q, k, weight, weight, *rope_table(D, 9), positions=positions, backend=backend)
 
 
 @interpreted
@@ -198,16 +121,15 @@ def test_dimensions_that_are_not_rotated_are_copied_beside_infinities(backend: s
 
 
 @over_backends
-@pytest.mark.parametrize("empty", ["B", "H", "Hk", "T", "D"])
 @pytest.mark.parametrize("where", ["rows", "positions", "table-BT"])
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-def test_any_dimension_may_be_zero(backend: str, empty: str, where: str, interleaved: bool) -> None:
+@pytest.mark.parametrize("empty", ["B", "H", "Hk", "T", "D"])
+def test_any_dimension_may_be_zero(backend: str, empty: str, where: str) -> None:
     size = {"B": 2, "H": 4, "Hk": 3, "T": 5, "D": 12} | {empty: 0}
     q, k = (torch.randn(size["B"], size[h], size["T"], size["D"]).requires_grad_() for h in ("H", "Hk"))
     rows = (size["B"], size["T"]) if where == "table-BT" else (9,)
     cos, sin = (torch.randn(*rows, size["D"] // 2) for _ in range(2))
     positions = torch.arange(size["T"]) if where == "positions" else None
-    outputs = rope(q, k, cos, sin, interleaved=interleaved, positions=positions, backend=backend)
+    outputs = rope(q, k, cos, sin, interleaved=where == "rows", positions=positions, backend=backend)
     grads = torch.autograd.grad(outputs, (q, k), [torch.ones_like(o) for o in outputs])
     for x, y, dx in zip((q, k), outputs, grads, strict=True):
         assert y.shape == dx.shape == x.shape
@@ -225,14 +147,13 @@ NORMS: list[dict[str, Any]] = [{}, {"eps": 0.1}, {"weight_offset": 1.0}, {"round
 
 @pytest.mark.parametrize("options", NORMS, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if torch.float64 in fk.OPS["rope"].impl(b).dtypes])
-def test_norms_before_the_rotation_are_rms_norm(options: dict[str, Any], interleaved: bool, backend: str) -> None:
+def test_norms_before_the_rotation_are_rms_norm(options: dict[str, Any], interleaved: bool) -> None:
     """Outputs and all gradients are those of rms_norm and then rope, in float64, where nothing is rounded."""
     q, k = (x.requires_grad_() for x in inputs(layout="swapped"))
     weights = [torch.linspace(0.5, 2.0, D, dtype=torch.float64).requires_grad_() for _ in range(2)]
     cos, sin = (x.double() for x in rope_table(8, 20))
     rotation: dict[str, Any] = {"interleaved": interleaved, "positions": torch.tensor([3, 0, 19, 7, 7])}
-    fused = qk_norm_rope(q, k, *weights, cos, sin, **options, **rotation, backend=backend)
+    fused = qk_norm_rope(q, k, *weights, cos, sin, **options, **rotation, backend="reference")
     apart = (rms_norm(x, w, backend="reference", **options) for x, w in zip((q, k), weights, strict=True))
     expected = rope(*apart, cos, sin, **rotation, backend="reference")
     cotangents = [torch.randn_like(y) for y in expected]
@@ -249,17 +170,7 @@ KERNELS = [b for b in BACKENDS if b != "reference"]
 
 
 @pytest.mark.parametrize("backend", KERNELS)
-def test_a_rotation_keeps_its_tables_only(backend: str) -> None:
-    q, k = (x.requires_grad_() for x in inputs(torch.float32))
-    cos, sin = rope_table(D, 9)
-    positions = torch.arange(T)
-    with saved_tensors() as saved:
-        rope(q, k, cos, sin, positions=positions, backend=backend)
-    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (cos, sin, positions)}
-
-
-@pytest.mark.parametrize("backend", KERNELS)
-@pytest.mark.parametrize("frozen", ["", "q", "q_weight", "q q_weight", "k k_weight", "q k"])
+@pytest.mark.parametrize("frozen", ["q", "q q_weight", "k k_weight"])
 def test_norms_keep_their_input_and_one_number_a_row(backend: str, frozen: str) -> None:
     """And nothing of a side that takes no gradient."""
     q, k = inputs(torch.bfloat16)

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from table import rows, saved_tensors
+from table import rows
 from torch import Tensor
 
 import foundry_kernels as fk
 from foundry_kernels.core import extension
 from foundry_kernels.ops.swiglu import geglu, swiglu
-from foundry_kernels.testing import lay_out
 
 OPS = ("swiglu", "geglu")
 KERNELS = [pytest.param(r.backend, r.device, id=r.id) for r in rows() if r.op.name == "swiglu"]
@@ -75,14 +74,6 @@ def test_rounds_once(dtype: torch.dtype) -> None:
 
 
 @functions
-def test_gradcheck(function: Activation) -> None:
-    gate, up = (3 * normal(3, 4)).requires_grad_(), normal(3, 4).flip(0).requires_grad_()
-    assert torch.autograd.gradcheck(function, (gate, up))
-    assert torch.autograd.gradcheck(function, (3 * normal(3, 6)).requires_grad_())
-    assert torch.autograd.gradgradcheck(function, (gate, up))
-
-
-@functions
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_saturated_gates_are_zero_or_the_identity(function: Activation, dtype: torch.dtype) -> None:
     gate = torch.tensor([-1e4, -200.0, 200.0, 1e4], dtype=dtype, requires_grad=True)
@@ -94,28 +85,6 @@ def test_saturated_gates_are_zero_or_the_identity(function: Activation, dtype: t
     out.sum().backward()
     assert torch.equal(gate.grad, torch.tensor([0.0, 0.0, 3.0, 3.0], dtype=dtype))
     assert torch.equal(up.grad, gate.detach().clamp(min=0))
-
-
-@functions
-@pytest.mark.parametrize("layout", ["contiguous", "swapped", "sliced", "offset", "expanded", "strided"])
-def test_output_is_contiguous_and_inputs_are_untouched(function: Activation, layout: str) -> None:
-    gate, up = lay_out(normal(2, 3, 5, 6), layout), lay_out(normal(2, 3, 5, 6).flip(0), layout)
-    before = gate.clone(), up.clone()
-    expected = function(gate.contiguous(), up.contiguous())
-    for out in (function(gate, up), function(gate)):
-        assert out.is_contiguous()
-        out.fill_(7.0)
-    torch.testing.assert_close(function(gate, up), expected)
-    assert torch.equal(gate, before[0])
-    assert torch.equal(up, before[1])
-
-
-@functions
-def test_autocast_changes_nothing(function: Activation) -> None:
-    gate, up = normal(3, 4, dtype=torch.float32), normal(3, 4, dtype=torch.float32).flip(0)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = function(gate, up)
-    assert torch.equal(out, function(gate, up))
 
 
 # --- the kernels -----------------------------------------------------------------------------------------------------
@@ -155,83 +124,6 @@ def test_extremes_are_those_of_the_reference(
         torch.testing.assert_close(actual, expected, rtol=2 * ulp, atol=max(ulp, 1e-6), equal_nan=True)
 
 
-@kernels
-@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
-def test_nothing_is_computed_for_what_needs_no_gradient(backend: str, device: str, packed: bool) -> None:
-    """The backward operator returns empty tensors for gradients that are not wanted."""
-    backward = getattr(torch.ops.foundry_kernels, "triton_glu_bwd" if backend == "triton" else "glu_bwd")
-    dy = torch.randn(4, 8, device=device)
-    if packed:
-        dgate, dup = backward(dy[:, :4], dy, None, "silu", True, False)
-        assert dgate.shape == (4, 8)
-        assert dup.numel() == 0
-        return
-    for need_dgate, need_dup in ((True, False), (False, True), (False, False)):
-        dgate, dup = backward(dy, dy, dy, "gelu", need_dgate, need_dup)
-        assert (dgate.numel(), dup.numel()) == (32 * need_dgate, 32 * need_dup)
-
-
-@kernels
-def test_only_the_inputs_are_kept(backend: str, device: str) -> None:
-    gate, up, packed = (torch.randn(16, n, device=device, requires_grad=True) for n in (32, 32, 64))
-    with saved_tensors() as saved:
-        swiglu(gate, up, backend=backend)
-        geglu(packed, backend=backend)
-    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (gate, up, packed)}
-    assert sum(t.numel() for t in saved) == 2 * 16 * 64
-
-
-@kernels
-def test_a_packed_gradient_is_that_of_its_halves(backend: str, device: str) -> None:
-    """Bitwise equal, in one contiguous tensor."""
-    packed = torch.randn(5, 3, 34, device=device).bfloat16().requires_grad_()
-    gate, up = (half.detach().clone().requires_grad_() for half in packed.chunk(2, -1))
-    dy = torch.randn(5, 3, 17, device=device).bfloat16()
-    (dpacked,) = torch.autograd.grad(swiglu(packed, backend=backend), packed, dy)
-    dgate, dup = torch.autograd.grad(swiglu(gate, up, backend=backend), (gate, up), dy)
-    assert dpacked.is_contiguous()
-    assert torch.equal(dpacked, torch.cat([dgate, dup], -1))
-
-
-@kernels
-def test_offsets_beyond_32_bits(backend: str, device: str) -> None:
-    """Rows 2^31 elements apart. The memory is reserved and, but for the rows, never touched."""
-    stride = 2**31
-    far = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device=device).as_strided((3, 64), (stride, 1))
-    near = torch.randn(3, 64, device=device).bfloat16()
-    far.copy_(near)
-    results = []
-    for a in (near, far):
-        gate, up = a.detach().requires_grad_(), a.detach().requires_grad_()
-        y = swiglu(gate, up, backend=backend)
-        results.append((y, *torch.autograd.grad(y, (gate, up), a.detach())))
-    assert all(map(torch.equal, *results))
-
-
-@needs_native
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("shape", [(1, 70002), (37, 4096), (3001, 66)], ids=str)
-def test_the_number_of_threads_does_not_change_a_bit(shape: tuple[int, int]) -> None:
-    results = []
-    for n in (1, 2, 5):
-        torch.set_num_threads(n)
-        packed = normal(*shape, dtype=torch.float32).requires_grad_()
-        y = swiglu(packed, backend="native")
-        results.append((y, *torch.autograd.grad(y, packed, y.detach())))
-    for other in results[1:]:
-        assert all(map(torch.equal, results[0], other))
-
-
-@needs_native
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", INSTRUCTION_SETS)
-def test_every_instruction_set(instruction_set: Callable[[str], None], name: str, dtype: torch.dtype) -> None:
-    """The extremes; test_instruction_sets.py runs the parity cases."""
-    instruction_set(name)
-    for op, options in OPTIONS:
-        test_extremes_are_those_of_the_reference(op, options, "native", "cpu", dtype)
-
-
 @needs_native
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_the_exponential_keeps_its_relative_error(instruction_set: Callable[[str], None], name: str) -> None:
@@ -242,28 +134,6 @@ def test_the_exponential_keeps_its_relative_error(instruction_set: Callable[[str
     exact = (g.double() * torch.sigmoid(g.double())).float()
     error = ((swiglu(g, torch.ones_like(g), backend="native") - exact) / exact).abs()
     assert (error <= 4 * 6e-8 + 8e-8 * g.abs()).all()
-
-
-@needs_native
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", INSTRUCTION_SETS)
-def test_outputs_larger_than_the_caches(instruction_set: Callable[[str], None], name: str, dtype: torch.dtype) -> None:
-    """Above 16 MB outputs are streamed: bitwise equal to small calls, whose outputs are not."""
-    instruction_set(name)
-    n_rows, width = (17 << 20) // (2048 * dtype.itemsize), 2048
-    packed = normal(n_rows, 2 * width, dtype=dtype)
-    gate, up = (half.contiguous() for half in packed.chunk(2, -1))
-
-    def step(*inputs: Tensor) -> tuple[Tensor, ...]:
-        inputs = tuple(t.detach().requires_grad_() for t in inputs)
-        y = swiglu(*inputs, backend="native")
-        return y, *torch.autograd.grad(y, inputs, y.detach())
-
-    for inputs in ((gate, up), (packed,)):
-        pieces = [step(*part) for part in zip(*(t.split(700) for t in inputs), strict=True)]
-        for whole, *parts in zip(step(*inputs), *pieces, strict=True):
-            assert whole.nbytes > 16 << 20
-            assert torch.equal(whole, torch.cat(parts))
 
 
 @needs_native
@@ -286,37 +156,3 @@ def test_the_bare_operators_check_too() -> None:
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-
-
-def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (TypeError, "gate must be a torch.Tensor; got float", {"gate": 1.0}),
-    (TypeError, "gate must be float32.*int64", {"gate": zeros(2, 4, dtype=torch.int64)}),
-    (TypeError, "gate must be float32.*complex64", {"gate": zeros(2, 4, dtype=torch.complex64)}),
-    (ValueError, "at least one dimension", {"gate": zeros(), "up": zeros()}),
-    (ValueError, "gate must be .*2N.*up is None; got shape .2, 5.", {"gate": zeros(2, 5), "up": None}),
-    (TypeError, "up must be a torch.Tensor; got str", {"up": "up"}),
-    (TypeError, "up must be float32.*bool", {"up": zeros(2, 4, dtype=torch.bool)}),
-    (ValueError, "up must have shape .2, 4. .*got .2, 5.", {"up": zeros(2, 5)}),
-    (ValueError, "up must have shape .2, 4. .*got .4,.", {"up": zeros(4)}),
-    (ValueError, "up must have gate's dtype", {"up": zeros(2, 4, dtype=torch.bfloat16)}),
-    (ValueError, "up must be on gate's device", {"up": zeros(2, 4, device="meta")}),
-    (ValueError, "backend must be one of auto, reference, triton, native; got 'eager'", {"backend": "eager"}),
-]
-
-
-@pytest.mark.parametrize("function", [swiglu, geglu])
-@pytest.mark.parametrize(("error", "message", "arguments"), BAD, ids=range(len(BAD)))
-def test_bad_input_is_refused(
-    function: Activation, error: type[Exception], message: str, arguments: dict[str, Any]
-) -> None:
-    with pytest.raises(error, match=message):
-        function(**{"gate": zeros(2, 4), "up": zeros(2, 4), **arguments})
-
-
-def test_unknown_approximation_is_refused() -> None:
-    with pytest.raises(ValueError, match="approximate must be one of none, tanh; got 'sigmoid'"):
-        geglu(zeros(2, 4), approximate="sigmoid")

@@ -14,7 +14,6 @@ from torch import Tensor
 import foundry_kernels as fk
 from foundry_kernels.core import extension
 from foundry_kernels.ops.swiglu import SWIGLU, swiglu
-from foundry_kernels.testing import assert_parity
 
 KERNELS = [pytest.param(r.backend, r.device, id=r.id) for r in rows() if r.op.name == "swiglu"]
 kernels = pytest.mark.parametrize(("backend", "device"), KERNELS)
@@ -70,11 +69,6 @@ def test_equals_gpt_oss() -> None:
         torch.testing.assert_close(dx[compared], expected_dx[compared], rtol=1e-14, atol=0, equal_nan=True)
 
 
-def test_gradcheck() -> None:
-    x = (4 * torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: swiglu(x, **OSS, interleaved=True), x)
-
-
 @kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [OSS, {"alpha": 1.702}, {"limit": 7.0}, {}], ids=lambda o: "-".join(o) or "plain")
@@ -94,23 +88,6 @@ def test_extremes_are_those_of_the_reference(
         torch.testing.assert_close(actual, expected, rtol=8 * ulp, atol=max(ulp, 1e-6), equal_nan=True)
 
 
-@kernels
-@pytest.mark.parametrize("options", [OSS, {}], ids=["oss", "plain"])
-def test_an_interleaved_tensor_is_its_columns(backend: str, device: str, options: dict[str, Any]) -> None:
-    """Bitwise, and its gradient is one contiguous tensor; on a view whose rows lie apart."""
-    generator = torch.Generator().manual_seed(0)
-    packed = 5 * torch.randn(5, 3, 70, generator=generator).bfloat16().to(device)[..., :66]
-    dy = torch.randn(5, 3, 33, generator=generator).bfloat16().to(device)
-    whole, gate, up = (x.detach().requires_grad_() for x in (packed, packed[..., ::2], packed[..., 1::2]))
-    y = swiglu(whole, **options, interleaved=True, backend=backend)
-    expected = swiglu(gate, up, **options, backend=backend)
-    (dpacked,) = torch.autograd.grad(y, whole, dy)
-    dgate, dup = torch.autograd.grad(expected, (gate, up), dy)
-    assert torch.equal(y, expected)
-    assert dpacked.is_contiguous()
-    assert torch.equal(dpacked, torch.stack([dgate, dup], -1).flatten(-2))
-
-
 @needs_native
 def test_calls_with_options_are_direct_too() -> None:
     x = torch.ones(2, 4)
@@ -121,71 +98,7 @@ def test_calls_with_options_are_direct_too() -> None:
     assert SWIGLU.direct("auto", x, x, 1.0, None, 0.0, True) is None
 
 
-@needs_native
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_outputs_larger_than_the_caches(dtype: torch.dtype) -> None:
-    """Above 16 MB outputs are streamed: bitwise equal to small calls, whose outputs are not."""
-    width = 4096
-    n_rows = (17 << 20) // (width * dtype.itemsize)
-    x = (4 * torch.randn(n_rows, 2 * width, generator=torch.Generator().manual_seed(0))).to(dtype)
-
-    def run(x: Tensor) -> tuple[Tensor, ...]:
-        return step(lambda x: swiglu(x, **OSS, interleaved=True, backend="native"), (x,))
-
-    for whole, *parts in zip(run(x), *map(run, x.split(n_rows // 3)), strict=True):
-        assert torch.equal(whole, torch.cat(parts))
-
-
-@kernels
-def test_opcheck(backend: str, device: str) -> None:
-    prefix = "triton_" if backend == "triton" else ""
-    x = torch.linspace(-9, 9, 24, device=device).view(2, 12)
-    settings = (1.702, 7.0, 1.0, True)
-    forward = getattr(torch.ops.foundry_kernels, f"{prefix}glu_fwd").default
-    torch.library.opcheck(forward, (x, None, "silu", *settings))
-    backward = getattr(torch.ops.foundry_kernels, f"{prefix}glu_bwd").default
-    torch.library.opcheck(backward, (x[:, :6], x, None, "silu", True, False, *settings))
-    if not prefix:
-        operator = torch.ops.foundry_kernels.swiglu.default
-        torch.library.opcheck(operator, (x.clone().requires_grad_(), None, *settings))
-
-
-@needs_native
-@pytest.mark.parametrize("name", extension.build_info().get("usable_instruction_sets", []))
-def test_every_instruction_set(name: str) -> None:
-    """The extremes; test_instruction_sets.py runs the parity cases."""
-    chosen = extension.build_info()["instruction_set"]
-    extension._C.force_instruction_set(name)
-    try:
-        for dtype in (*DTYPES, torch.float16):
-            test_extremes_are_those_of_the_reference("native", "cpu", dtype, OSS)
-            case = next(case for case in SWIGLU.cases.CASES["swiglu"] if "bounds-oss-interleaved" in case.id)
-            assert_parity(SWIGLU, case, backend="native", dtype=dtype)
-    finally:
-        extension._C.force_instruction_set(chosen)
-
-
 X = torch.zeros(2, 4)
-BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (ValueError, "alpha must be finite; got inf", {"alpha": math.inf}),
-    (ValueError, "alpha must be finite; got nan", {"alpha": math.nan}),
-    (TypeError, "alpha must be a float; got str", {"alpha": "1"}),
-    (ValueError, "limit must be finite and > 0; got 0", {"limit": 0}),
-    (ValueError, "limit must be finite and > 0; got -7.0", {"limit": -7.0}),
-    (ValueError, "limit must be finite and > 0; got inf", {"limit": math.inf}),
-    (ValueError, "limit must be in .*; got 1e[+]39", {"limit": 1e39}),
-    (TypeError, "limit must be a float; got bool", {"limit": True}),
-    (ValueError, "up_offset must be finite; got nan", {"up_offset": math.nan}),
-    (TypeError, "interleaved must be a bool; got int", {"interleaved": 1}),
-    (ValueError, "interleaved is for a packed gate.*up must be None", {"interleaved": True, "up": X}),
-    (ValueError, "gate must be .*2N.*got shape .2, 5.", {"interleaved": True, "gate": torch.zeros(2, 5)}),
-]
-
-
-@pytest.mark.parametrize(("error", "message", "arguments"), BAD, ids=range(len(BAD)))
-def test_bad_options_are_refused(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
-    with pytest.raises(error, match=message):
-        fk.swiglu(**{"gate": X, **arguments})
 
 
 @needs_native

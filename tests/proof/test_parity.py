@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from slow import representative
+from slow import cover, options_of, representative
 from table import Row, over_cases, over_dtypes, over_rows, rows, saved_tensors
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -173,14 +173,16 @@ def test_autocast(row: Row) -> None:
 
 @over_rows("reference", "triton", "native", gradients=True)
 def test_gradcheck(row: Row) -> None:
-    """Gradients against finite differences, in float64: the reference, and Triton's kernels in the interpreter."""
+    """Gradients against finite differences, in float64: the reference with each option, and Triton's kernels in the
+    interpreter."""
     if torch.float64 not in row.dtypes:
         pytest.skip(f"{row.backend} has no float64")
     interpreted = row.backend == "triton"
     cases = [c for c in row.cases if any(a is not None and a.grad for a in c.args.values())]
-    small = [c for c in cases if 0 < numel(c) <= (60 if interpreted else 200)][: 1 if interpreted else 4]
+    small = {c.id: c for c in cases if 0 < numel(c) <= (60 if interpreted else 400)}
     assert small
-    for case in small:
+    chosen = [*small][:1] if interpreted else cover([*small.values()], options_of)
+    for case in map(small.__getitem__, chosen):
         args = {
             k: t if t is None or not t.requires_grad else t.detach().double().requires_grad_()
             for k, t in case.make(torch.float64, row.device).items()
@@ -193,7 +195,11 @@ def test_gradcheck(row: Row) -> None:
             replaced = args | dict(zip(wanted, tensors, strict=True))
             return call(row.op, replaced, case.options, backend=row.backend)
 
-        assert torch.autograd.gradcheck(function, [args[k] for k in wanted], fast_mode=False), case.id
+        if not all(y.isfinite().all() for y in function(*(args[k] for k in wanted))):
+            continue  # a log-sum-exp of no keys
+        assert torch.autograd.gradcheck(
+            function, [args[k] for k in wanted], fast_mode=interpreted or numel(case) > 60
+        ), case.id
 
 
 def _written(row: Row, args: dict[str, Tensor | None]) -> list[Tensor | None]:

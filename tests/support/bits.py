@@ -8,4 +8,4 @@ from torch import Tensor
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether all bits are equal."""
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return a.shape == b.shape and torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))

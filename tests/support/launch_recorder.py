@@ -39,7 +39,7 @@ def compiled(driver: Recorder, src: Any, options: dict[str, Any]) -> CompiledKer
     return uncompiled(driver, src, made_of)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def process() -> Iterator[Recorder]:
     driver = Recorder()
     with pytest.MonkeyPatch.context() as patch, stub_gpu(driver):

@@ -108,10 +108,10 @@ def telling(row: Any) -> dict[torch.dtype, frozenset[str]]:
 
     if emulated:
         small = [case for case in cases if numel(case) <= FEW_ELEMENTS]
-        known = set().union(*(_options(case) if twin else {*_options(case), *_widths(case)} for case in small))
+        known = set().union(*(options_of(case) if twin else {*options_of(case), *_widths(case)} for case in small))
         larger = [case for case in cases if numel(case) > FEW_ELEMENTS]
         first = cover(small, with_sizes)
-        first += cover(larger, lambda c: (_options(c) if twin else {*_options(c), *_widths(c)}) - known)
+        first += cover(larger, lambda c: (options_of(c) if twin else {*options_of(c), *_widths(c)}) - known)
         singles = cover(small, _choices)
         few, low = singles[:1], singles[::4]
     else:
@@ -150,7 +150,7 @@ def cover(cases: Sequence[Case], points_of: Callable[[Case], set[Any]]) -> list[
 
 def _choices(case: Case) -> set[str]:
     """The choices of a case: options, and the layout and values of each argument."""
-    found = {*_options(case), f"cotangent: {case.cotangent}"}
+    found = {*options_of(case), f"cotangent: {case.cotangent}"}
     for name, arg in case.args.items():
         if arg is None:
             continue
@@ -160,7 +160,7 @@ def _choices(case: Case) -> set[str]:
     return found
 
 
-def _options(case: Case) -> set[str]:
+def options_of(case: Case) -> set[str]:
     """The options of a case, and the arguments that it has not."""
     absent = {f"no {name}" for name, arg in case.args.items() if arg is None}
     return absent | {f"{name}={value}" for name, value in case.options.items()}

@@ -69,6 +69,10 @@ def config(name: str, **changes: Any) -> ModelConfig:
     return dataclasses.replace(TINY, **{**MODELS[name], **changes})
 
 
+#: All of them.
+EVERY = {name: config(name) for name in MODELS} | {f"hybrid, {name}": of for name, of in HYBRIDS.items()}
+
+
 def make(config: ModelConfig = TINY, backend: str = "reference", **options) -> Transformer:
     """A model in which every parameter matters: weights are wide enough, and norms differ from 1."""
     model = Transformer(config, backend, **options)

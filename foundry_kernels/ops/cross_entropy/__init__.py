@@ -142,7 +142,11 @@ def cross_entropy(
         raise ValueError(f"logits must have a last dimension of at least 1; got shape {tuple(logits.shape)}")
     label_smoothing, z_loss, softcap = constants(label_smoothing, z_loss, softcap)
     options = LossOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, return_lse, return_z_loss)
-    check_bool("token_scaling", token_scaling)
+    for name, flag in (
+        ("return_lse", return_lse), ("return_z_loss", return_z_loss), ("return_token_accuracy", return_token_accuracy),
+        ("return_predicted_tokens", return_predicted_tokens), ("token_scaling", token_scaling),
+    ):  # fmt: skip
+        check_bool(name, flag)
     check("logits", logits, logits.shape[-1], target, "weight", weight, options)
     function = resolve(CROSS_ENTROPY, backend, logits)
     if token_scaling:
@@ -228,9 +232,9 @@ def check_classes(
         check_device(weight_name, weight, name, x)
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
-    if not 0.0 <= label_smoothing <= 1.0:  # also false for NaN
-        raise ValueError(f"label_smoothing must be in 0 .. 1; got {label_smoothing}")
     check_not_negative("label_smoothing", label_smoothing)
+    if label_smoothing > 1.0:
+        raise ValueError(f"label_smoothing must be in 0 .. 1; got {label_smoothing}")
 
 
 CROSS_ENTROPY = register_op(cross_entropy, reference.cross_entropy)

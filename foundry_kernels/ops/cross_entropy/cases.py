@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Options, Saved, Tensors
 from foundry_kernels.testing import Arg, Case, Values, normal
 
 IGNORED = -100
@@ -146,6 +147,15 @@ CASES: dict[str, tuple[Case, ...]] = {
         _values((8, 300), "ruled-out", masked),
     ),
 }
+
+
+def scaled(args: Tensors, options: Options) -> int:
+    """With `token_scaling` a number for each token."""
+    found = next(x for name, x in args.items() if x is not None)
+    return found[..., 0].numel() if options.get("token_scaling") else 0
+
+
+SAVED = {"cross_entropy": Saved(outputs=(1,), per_row={"logits": 2}, more=scaled)}
 
 
 def scales(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from foundry_kernels.core.contract import Saved
 from foundry_kernels.ops.flash_attention.bench import bench_case
 from foundry_kernels.ops.flash_attention.case_makers import (
     ALL_OPTIONS,
@@ -193,6 +194,8 @@ CASES: dict[str, tuple[Case, ...]] = {
     "flash_attention": (*_DENSE, *MASKED, *_paired()),
     "flash_attention_varlen": (*_PACKED, *PAGED),
 }
+
+SAVED = dict.fromkeys(CASES, Saved(outputs=(0, 1), per_row={"q": 1}))
 
 
 def why_not(case: Case, backend: str, device: str, dtype: torch.dtype | None = None) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Options, Saved, Tensors
 from foundry_kernels.ops.flash_attention.bench import CuSeqlens
 from foundry_kernels.ops.gated_delta_rule import reference
 from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
@@ -196,6 +197,18 @@ CASES: dict[str, tuple[Case, ...]] = {
 }
 
 MUTATED = {"gated_delta_rule_step": ("state",)}
+
+
+def _states(args: Tensors, options: Options) -> int:
+    """A matrix for each head and each chunk, of 16 tokens at least: its state, or its triangle's inverse."""
+    v, k, ends = args["v"], args["k"], args.get("cu_seqlens")
+    assert v is not None
+    assert k is not None
+    chunks = v.shape[2] // 16 + (1 if ends is None else ends.shape[0])
+    return v.shape[0] * v.shape[1] * chunks * max(k.shape[3] * v.shape[3], 32 * 32)
+
+
+SAVED = dict.fromkeys(("gated_delta_rule", "gated_linear_attention"), Saved(more=_states))
 
 
 #: A size whose rounding is below the smallest normal number of float32.

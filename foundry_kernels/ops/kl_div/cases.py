@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Saved
 from foundry_kernels.ops.cross_entropy.cases import IGNORED, masked, shifted, targets
 from foundry_kernels.testing import Arg, Case, Values, normal
 
@@ -118,6 +119,8 @@ CASES: dict[str, tuple[Case, ...]] = {
         *(_values((8, 300), f"{name}-huge", normal(1e4), **DIRECTIONS[name]) for name in ("jsd", "jsd-0.1")),
     ),
 }
+
+SAVED = {"kl_div": Saved(per_row={"logits": 1})}
 
 
 def scales(

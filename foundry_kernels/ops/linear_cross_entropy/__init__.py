@@ -197,7 +197,11 @@ def linear_cross_entropy(
     hidden, weight, bias = under_autocast(hidden, weight, bias)
     label_smoothing, z_loss, softcap, logit_scale = constants(label_smoothing, z_loss, softcap, logit_scale)
     check_linear(hidden, weight, bias, logit_scale, chunk_size)
-    check_bool("token_scaling", token_scaling)
+    for name, flag in (
+        ("return_lse", return_lse), ("return_z_loss", return_z_loss), ("return_token_accuracy", return_token_accuracy),
+        ("return_predicted_tokens", return_predicted_tokens), ("token_scaling", token_scaling),
+    ):  # fmt: skip
+        check_bool(name, flag)
     size, batch_invariant = strategy(chunk_size, batch_invariant)
     options = LinearCrossEntropyOptions(
         ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, size, token_scaling, batch_invariant,

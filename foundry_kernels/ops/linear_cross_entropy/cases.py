@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Saved
 from foundry_kernels.ops._linear_loss.cases import common_cases, linear_case, magnitudes, tiles_cases
-from foundry_kernels.ops.cross_entropy.cases import IGNORED
+from foundry_kernels.ops.cross_entropy.cases import IGNORED, scaled
 from foundry_kernels.testing import Case
 
 _NONE: dict[str, Any] = {"reduction": "none"}
@@ -66,6 +67,12 @@ CASES: dict[str, tuple[Case, ...]] = {
         linear_case((3,), 4, 70000, "tiles-of-blocks", label_smoothing=0.1, **_TILES),  # several of them on any backend
         linear_case((12,), 8, 50, "one-chunk-everything", **_WITH, chunk_size=1000),
     ),
+}
+
+SAVED = {
+    "linear_cross_entropy": Saved(
+        outputs=(1,), per_row={"hidden": 2}, gradients=("hidden", "weight", "bias"), more=scaled
+    )
 }
 
 

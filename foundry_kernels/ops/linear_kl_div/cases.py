@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Saved
 from foundry_kernels.ops._linear_loss.cases import common_cases
 from foundry_kernels.ops._linear_loss.cases import linear_case as linear_loss_case
 from foundry_kernels.ops.cross_entropy.cases import IGNORED
@@ -79,6 +80,8 @@ CASES: dict[str, tuple[Case, ...]] = {
         *(linear_case((12,), 8, 50, f"{name}-large", std=60.0, **each) for name, each in DIRECTIONS.items()),
     ),
 }
+
+SAVED = {"linear_kl_div": Saved(per_row={"hidden": 1}, gradients=("hidden", "weight", "bias"))}
 
 
 def scales(

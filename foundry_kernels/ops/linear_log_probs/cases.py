@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Saved
 from foundry_kernels.ops._linear_loss.cases import common_cases, linear_case, magnitudes, tiles_cases
 from foundry_kernels.testing import Case
 
@@ -33,6 +34,8 @@ CASES: dict[str, tuple[Case, ...]] = {
         linear_case((3,), 4, 70000, "tiles-of-blocks", return_entropy=True, **_TILES),  # several of them on any backend
     ),
 }
+
+SAVED = {"linear_log_probs": Saved(outputs=(1, 2), per_row={"hidden": 2})}
 
 
 def scales(

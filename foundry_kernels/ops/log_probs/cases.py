@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Saved
 from foundry_kernels.ops.cross_entropy.cases import IGNORED, masked, shifted, targets
 from foundry_kernels.testing import Arg, Case, Values, normal
 
@@ -69,6 +70,8 @@ CASES: dict[str, tuple[Case, ...]] = {
         _values((8, 300), "ruled-out", masked, **_ALL),
     ),
 }
+
+SAVED = {"log_probs": Saved(outputs=(1, 2), per_row={"logits": 2})}
 
 
 def scales(

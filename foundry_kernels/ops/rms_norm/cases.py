@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Options, Saved, Tensors
 from foundry_kernels.core.dropout import dropout
 from foundry_kernels.testing import Arg, Case, normal
 
@@ -168,6 +169,22 @@ CASES: dict[str, tuple[Case, ...]] = {
         _FROZEN_X,
         *_with_dropout(_LAYER_NORM, _LAYER_DROPOUT),
     ),
+}
+
+
+def _wide_sum(args: Tensors, options: Options) -> int:
+    """The factors of dropout before a residual of another dtype, which PyTorch multiplies by."""
+    x, residual = args["x"], args["residual"]
+    assert x is not None
+    assert residual is not None
+    return x.numel() + x[..., 0].numel() if x.dtype != residual.dtype else 0
+
+
+SAVED = {
+    "rms_norm": Saved(per_row={"x": 1}),
+    "add_rms_norm": Saved(outputs=(1,), never=("x", "residual"), per_row={"x": 1}, more=_wide_sum),
+    "layer_norm": Saved(per_row={"x": 2}),
+    "add_layer_norm": Saved(outputs=(1,), never=("x", "residual"), per_row={"x": 2}, more=_wide_sum),
 }
 
 

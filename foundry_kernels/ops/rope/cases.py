@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Saved
 from foundry_kernels.ops.rope import rope
 from foundry_kernels.testing import Arg, Case, Values, normal
 
@@ -167,6 +168,8 @@ _QK_NORM_ROPE = (
 )
 
 CASES: dict[str, tuple[Case, ...]] = {"rope": _ROPE, "qk_norm_rope": _QK_NORM_ROPE}
+
+SAVED = {"rope": Saved(never=("q", "k")), "qk_norm_rope": Saved(per_row={"q": 1, "k": 1})}
 
 
 def scales(

@@ -15,8 +15,8 @@ from processes import SIZE, Collectives, full
 
 
 def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
-    """Up to three cases for each letter that the rule shards; in the interpreter only the smallest ones, two in total
-    or one for each letter. Each is the case, the axis of each tensor with the letter, and a name."""
+    """Up to three cases for each letter that the rule shards; in the interpreter the smallest one, because Triton's
+    operators have the same rule. Each is the case, the axis of each tensor with the letter, and a name."""
     from foundry_kernels.distributed.sharding import letters
     from foundry_kernels.tools.check import numel
 
@@ -40,8 +40,8 @@ def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
                 continue
             kind = tuple((name, t.dim(), t.requires_grad) for name, t in args.items()), frozenset(case.options)
             kinds.setdefault(letter, {}).setdefault(kind, (case, axes, f"{row.id} {case.id} {letter}"))
-    most = 3 if row.backend != "triton" else 2 if len(kinds) == 1 else 1
-    return [each for found in kinds.values() for each in [*found.values()][:: -(-len(found) // most)][:most]]
+    chosen = [each for found in kinds.values() for each in [*found.values()][:: -(-len(found) // 3)][:3]]
+    return chosen if row.backend != "triton" else sorted(chosen, key=lambda each: numel(each[0]))[:1]
 
 
 def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:

@@ -1,0 +1,84 @@
+"""What no operation takes, over the registry: arguments of another kind, dtype, device or shape, and options of another
+type or unknown. What single operations refuse is in tests/ops/test_refusals.py, and numbers in test_numbers.py."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import foundry_kernels as fk
+from foundry_kernels.core.registry import OpSpec
+from foundry_kernels.testing import Case
+from foundry_kernels.tools.check import numel
+
+#: What some operations take: a head dimension of its own, any number of taps or columns, a mask that is broadcast, and
+#: what is added or multiplied in float64.
+TAKEN = {
+    *((op, "v", "one more") for op in ("flash_attention", "flash_attention_varlen")),
+    *((op, "weight", "one more") for op in ("grouped_mm", "short_conv1d")),
+    *(("flash_attention", "attn_mask", what) for what in ("no dimensions", "a dimension more")),
+    ("flash_attention_varlen", "alibi_slopes", "a dimension more"),
+    ("flash_attention_varlen", "block_table", "one more"),
+    ("cross_entropy", "weight", "float64"),
+    ("linear_cross_entropy", "class_weight", "float64"),
+    *((op, "residual", "float64") for op in ("add_rms_norm", "add_layer_norm")),
+}
+
+
+def of_tensor(x: torch.Tensor, first: bool) -> Iterator[tuple[str, Any]]:
+    """What is no tensor like x; of others than the first, also what does not fit to the first."""
+    plain = x.detach()
+    yield "a list", [1.0]
+    yield "a number", 1.5
+    yield "another dtype", plain.int() if x.is_floating_point() else plain.double()
+    yield "complex", plain.to(torch.complex64)
+    yield "no dimensions", plain.new_zeros(())
+    if not first:
+        yield "another device", plain.to("meta")
+        if x.dtype == torch.float32:
+            yield "float64", plain.double()
+        if x.dim():
+            yield "one more", plain.new_zeros((*x.shape[:-1], x.shape[-1] + 1))
+            yield "a dimension more", plain.new_zeros((2, *x.shape))
+
+
+def of_option(parameter: inspect.Parameter) -> Iterator[tuple[str, Any]]:
+    kinds = set(str(parameter.annotation).split(" | "))
+    if "bool" in kinds:
+        yield from (("text", "yes"), ("an int", 1))
+    if "float" in kinds:
+        yield from (("text", "1"), ("a flag", True), ("NaN", math.nan))
+    if "int" in kinds and "Tensor" not in kinds:
+        yield "a float", 1.5
+    if "str" in kinds:
+        yield "another word", "made up"
+
+
+def changes(op: OpSpec) -> Iterator[Any]:
+    cases = sorted((c for c in op.cases.CASES[op.name] if numel(c)), key=numel)
+    for i, parameter in enumerate(inspect.signature(op.public).parameters.values()):
+        own = next((c for c in cases if c.args.get(parameter.name) is not None), None)
+        if own is None:
+            own, found = cases[0], of_option(parameter)
+        else:
+            found = of_tensor(own.make(torch.float32)[parameter.name], not i)  # type: ignore[arg-type]
+        for what, value in found:
+            yield pytest.param(op, own, parameter.name, what, value, id=f"{op.name}-{parameter.name}-{what}")
+
+
+@pytest.mark.parametrize(("op", "case", "name", "what", "value"), [c for op in fk.OPS.values() for c in changes(op)])
+def test_what_no_operation_takes(op: OpSpec, case: Case, name: str, what: str, value: Any) -> None:
+    """The error begins with the argument's name, or, where two do not fit each other, with either's."""
+    given: dict[str, Any] = case.make(torch.float32) | dict(case.options) | {name: value}
+    if (op.name, name, what) in TAKEN:
+        op.public(**given)
+        return
+    other = what in ("float64", "one more", "a dimension more", "no dimensions", "another dtype", "complex")
+    names = "|".join(inspect.signature(op.public).parameters) if other else name
+    with pytest.raises((TypeError, ValueError, IndexError), match=rf"^({names})\b"):
+        op.public(**given)
