@@ -17,10 +17,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_chunked_causal_mask
 
 import foundry_kernels as fk
-import foundry_kernels.integrations.transformers as ours
-from foundry_kernels.integrations.masks import KEYS, LAYOUT, DenseMask, kind_of, marked, padding_layout
-from foundry_kernels.integrations.tiny import tiny_config, tiny_model
-from foundry_kernels.integrations.transformers import attention, attention_or_sdpa
+import foundry_kernels.integrations.attention.functions as ours
+from foundry_kernels.integrations.adapters.tiny import tiny_config, tiny_model
+from foundry_kernels.integrations.attention.functions import attention, attention_or_sdpa
+from foundry_kernels.integrations.attention.plan import KEYS, LAYOUT, DenseMask, kind_of, marked, padding_layout
 
 TRIANGLE = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, 12, 12)
 

@@ -9,9 +9,9 @@ import torch
 from patching import IDS, close
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.masks import padding_layout
-from foundry_kernels.integrations.tiny import tiny_model
-from foundry_kernels.integrations.transformers import attention
+from foundry_kernels.integrations.adapters.tiny import tiny_model
+from foundry_kernels.integrations.attention.functions import attention
+from foundry_kernels.integrations.attention.plan import padding_layout
 from foundry_kernels.ops.flash_attention.weights import attention_weights
 
 
