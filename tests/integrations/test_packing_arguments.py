@@ -18,7 +18,7 @@ from transformers import StaticCache
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.tiny import tiny_model
 from foundry_kernels.integrations.attention import call as calls
-from foundry_kernels.integrations.attention.documents import restarts, text_positions
+from foundry_kernels.integrations.attention.positions import restarts, text_positions
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters.base import split_names
 from foundry_kernels.integrations.adapters.gpt_like import GptLikeAttention, PlainMLP, activated
-from foundry_kernels.integrations.attention.plan import is_dense
+from foundry_kernels.integrations.attention.plan import AttentionPlan
 from foundry_kernels.ops.rope import rope
 
 
@@ -33,14 +33,14 @@ class WholeAttention(GptLikeAttention):
 
     def members(self, original: type) -> dict[str, Any]:
         found = importlib.import_module("foundry_kernels.integrations.attention.functions")
-        return {"_foundry_attend": staticmethod(found.attention), "_foundry_dense": staticmethod(found.as_dense)}
+        return {"_foundry_attend": staticmethod(found.attention)}
 
 
 def _additive(self: Any, x: Tensor, mask: Tensor | None, layer_past: Any) -> Tensor:
     """Converts a mask of "foundry" to one that the model's own attention adds."""
     batch, queries = x.shape[:2]
     keys = queries + (0 if layer_past is None else layer_past.get_seq_length(self.layer_idx))
-    seen: Tensor = self._foundry_dense(mask, batch, queries, keys, x.device)
+    seen = AttentionPlan.of(mask).as_dense(batch, queries, keys, x.device)
     if seen.is_floating_point():
         return seen
     return torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, torch.finfo(x.dtype).min)
@@ -86,7 +86,7 @@ def _bloom_attention(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Any:
-    if is_dense(attention_mask) and self._foundry.dense_masks != "kernels":
+    if AttentionPlan.of(attention_mask).is_dense and self._foundry.dense_masks != "kernels":
         mask = _additive(self, hidden_states, attention_mask, layer_past)
         original = self._foundry_original.forward
         return original(self, hidden_states, residual, alibi, mask, layer_past, use_cache, output_attentions, **kwargs)
@@ -95,7 +95,7 @@ def _bloom_attention(
         k, v = layer_past.update(k, v, self.layer_idx)
     dropout = self.attention_dropout.p if self.training else 0.0
     options = {"scaling": self.inv_norm_factor, "dropout": dropout, "output_attentions": output_attentions}
-    if is_dense(attention_mask):  # padding may be between tokens, and its ALiBi does not count it
+    if AttentionPlan.of(attention_mask).is_dense:  # padding may be between tokens, and its ALiBi does not count it
         options["position_bias"] = alibi.view(q.shape[0], self.num_heads, 1, -1) * self.beta
     else:
         options["alibi_slopes"] = _slopes(self, q.device)
@@ -165,7 +165,7 @@ def _falcon_attention(
     **kwargs: Any,
 ) -> Any:
     ours = str(self.config._attn_implementation).startswith("foundry")
-    dense = is_dense(attention_mask)
+    dense = ours and AttentionPlan.of(attention_mask).is_dense
     if not ours or (dense and self._foundry.dense_masks != "kernels"):
         mask = _additive(self, hidden_states, attention_mask, layer_past) if ours else attention_mask
         more = layer_past, use_cache, output_attentions, position_embeddings

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from foundry_kernels.integrations.adapters.base import Adapter, layers_of, split_names
-from foundry_kernels.integrations.attention.call import DOCUMENTS, current
-from foundry_kernels.integrations.attention.documents import LENGTHS, ONE_A_ROW, Documents, from_lengths
+from foundry_kernels.integrations.attention.call import current
+from foundry_kernels.integrations.attention.documents import LENGTHS, ONE_A_ROW, Documents, from_lengths, once
 from foundry_kernels.nn._delta import (
     continues_in_place,
     decay_and_step,
@@ -199,11 +199,12 @@ def _documents(given: dict[str, Any], batch: int, tokens: int, continues: bool) 
     Raises:
         ValueError: they do not fit the tokens, or continue a cache.
     """
-    documents: Documents | None = given.get(DOCUMENTS)
-    if documents is None and (call := current()) is not None:
+    documents: Documents | None = None
+    if (call := current()) is not None:
         documents = call.documents
-    elif documents is None and any(given.get(name) is not None for name in LENGTHS):  # a layer that is called by itself
-        documents = from_lengths(given, batch, tokens, tokens)
+    elif any(given.get(name) is not None for name in LENGTHS):  # computed again, or called by itself
+        sizes = batch, tokens, tokens
+        documents = once(given.get("cu_seq_lens_q"), sizes, lambda: from_lengths(given, *sizes))
     if documents is None:
         return None
     if (documents.batch, documents.queries) != (batch, tokens):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from foundry_kernels.integrations.adapters.base import Adapter
-from foundry_kernels.integrations.attention.call import DOCUMENTS, TELLING, Call, current, read, run_in, tokens_of
+from foundry_kernels.integrations.attention.call import TELLING, Call, current, read, running, tokens_of
 from foundry_kernels.integrations.attention.documents import LENGTHS, Documents, refuse_other_names
 from foundry_kernels.integrations.modules import ROWS, goes_on
 
@@ -47,47 +47,46 @@ def reads_documents(theirs: Callable[..., Any], signature: inspect.Signature) ->
         tokens, outer = tokens_of(given), current()
         if state is None or (tokens is None and of_text):
             return theirs(self, *args, **kwargs)
-        if tokens is None:  # of images or sound: its rows are not those of a model around it
-            return run_in(None, theirs, self, args, kwargs)
-        refuse_other_names(given, names)
-        sizes = tokens.shape[0], tokens.shape[1]
-        told = tuple(given.get(name) for name in TELLING)
-        if outer is not None and (outer.batch, outer.queries) == sizes and _same(outer.told, told):
-            # a model inside of one that has read them
-            return theirs(self, *args, **_handed_on(state, outer.documents, kwargs))
-        around = None if outer is None else outer.documents  # of which it may hand on nothing
-        if around is not None and not around.fits(*sizes):
-            raise ValueError(
-                f"{around.given_by} gives several documents per row, and {type(self).__name__} gets other rows in that "
-                "call, which may mix them; pass one document per row"
-            )
-        documents, mask = read(given, *sizes, tokens.device)
-        if documents is not None:
-            _check_model(self, state, documents, given)
-        documents = around if documents is None else documents
-        if mask is not None and "attention_mask" in kwargs:
-            kwargs = {**kwargs, "attention_mask": mask}
-        elif mask is not None:
-            at = names.index("attention_mask")
-            args = (*args[:at], mask, *args[at + 1 :])
-        told = told if mask is None else (*told[:-1], mask)
-        out = run_in(Call(*sizes, told, documents), theirs, self, args, _handed_on(state, documents, kwargs))
-        if documents is not None:
+        call = None  # for images or sound: its rows are not those of a model around it
+        if tokens is not None:
+            refuse_other_names(given, names)
+            sizes = tokens.shape[0], tokens.shape[1]
+            told = tuple(given.get(name) for name in TELLING)
+            call = outer if outer is not None and outer.repeats(*sizes, told) else None
+            if call is None:
+                around = None if outer is None else outer.documents  # of which it may hand on nothing
+                if around is not None and not around.fits(*sizes):
+                    raise ValueError(
+                        f"{around.given_by} gives several documents per row, and {type(self).__name__} gets other rows "
+                        "in that call, which may mix them; pass one document per row"
+                    )
+                documents, mask = read(given, *sizes, tokens.device)
+                if documents is not None:
+                    _check_model(self, state, documents, given)
+                if mask is not None and "attention_mask" in kwargs:
+                    kwargs = {**kwargs, "attention_mask": mask}
+                elif mask is not None:
+                    at = names.index("attention_mask")
+                    args = (*args[:at], mask, *args[at + 1 :])
+                told = told if mask is None else (*told[:-1], mask)
+                call = Call(*sizes, told, around if documents is None else documents)
+            if call.documents is not None and state.hands_on:
+                # To layers of linear attention, by names that transformers has: one that is computed again for its
+                # gradient, outside of the call, gets them again.
+                totals = call.documents.totals_q, call.documents.totals_k
+                kwargs = {**kwargs, **dict(zip(LENGTHS, totals, strict=False))}
+        running.call = call
+        try:
+            out = theirs(self, *args, **kwargs)
+        finally:
+            running.call = outer
+        if call is not None and call is not outer and call.documents is not None:
             _remember(out)
         return out
 
     made: Any = forward
     made.__signature__ = signature  # trainers and `generate` look at it
     return made
-
-
-def _handed_on(state: Any, documents: Documents | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a model, with `documents` for its layers."""
-    return kwargs if documents is None or not state.hands_on else {**kwargs, DOCUMENTS: documents}
-
-
-def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _remember(out: Any) -> None:
@@ -105,8 +104,13 @@ def _check_model(model: nn.Module, state: Any, documents: Documents, given: Mapp
             f"{documents.given_by} gives several documents per row, which an encoder-decoder does not keep apart; pass "
             "one document a row"
         )
+    names = ("attention_mask", "cache", "past_key_values", "seq_idx", *LENGTHS)
+    caches, positions = given.get("use_cache"), given.get("position_ids")
+    if caches is None and config is not None:
+        caches = getattr(config.get_text_config(), "use_cache", False)
     mixing = set(state.mixing)
-    if _is_separated(config, given):
+    if not caches and positions is not None and positions.dim() == 2 and all(given.get(n) is None for n in names):
+        # Transformers' own masks keep documents apart that position_ids alone give, without a cache.
         mixing -= set(state.masked)
     if mixing:
         layers = ", ".join(sorted(mixing))
@@ -114,13 +118,3 @@ def _check_model(model: nn.Module, state: Any, documents: Documents, given: Mapp
             f"{documents.given_by} gives several documents per row, which {layers} may mix; pass one document per row, "
             "or patch with ops that do not name flash_attention, which leaves documents to the model"
         )
-
-
-def _is_separated(config: Any, given: Mapping[str, Any]) -> bool:
-    """Returns whether transformers' own masks keep the documents of a call apart: those that position_ids alone give,
-    without a cache."""
-    names = ("attention_mask", "cache", "past_key_values", "seq_idx", *LENGTHS)
-    caches, positions = given.get("use_cache"), given.get("position_ids")
-    if caches is None and config is not None:
-        caches = getattr(config.get_text_config(), "use_cache", False)
-    return not caches and positions is not None and positions.dim() == 2 and all(given.get(n) is None for n in names)

@@ -1,41 +1,42 @@
-"""A call of a patched model of transformers: its packed documents are read once and stored while it runs.
+"""The call of a patched model that is running: the one channel by which what runs in it learns of packed documents.
 
-Transformers does not pass these arguments to all masks and layers. So a patched model reads them itself, and every mask
-that is made while it runs separates documents (`mask_functions.py`). Masks are arguments of the layers, so a layer that
-is recomputed for its gradient gets the same mask. Attention that gets neither a mask nor the arguments raises an error.
+Transformers does not pass the arguments that tell of documents to all masks and layers. So a patched model reads them
+before it runs, and every mask that is made in the call separates its documents (`mask_functions.py`). What is computed
+again for a gradient, outside of the call, gets what is an argument of it: a mask is (its plan), and to layers of linear
+attention the model hands `cu_seq_lens_q` and `cu_seq_lens_k`. Attention that is called by itself reads these arguments
+and positions of its own. Attention that gets neither a mask nor these in a call with documents raises an error.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from foundry_kernels.integrations.attention.documents import (
     LENGTHS,
     ONE_A_ROW,
     Documents,
-    can_be_read,
-    check_finer,
-    from_begins,
     from_lengths,
+    once,
+)
+from foundry_kernels.integrations.attention.plan import AttentionPlan
+from foundry_kernels.integrations.attention.positions import (
+    assert_one_document,
+    can_be_read,
+    check_mask,
     restarts,
     segments,
     text_positions,
 )
 
-#: What a floating mask adds to a score at most where it hides a key: the weight, e to this, is 0.
-HIDDEN = -1e3
 #: The arguments of a model that describe packed documents.
 TELLING = (*LENGTHS, "seq_idx", "position_ids", "attention_mask")
-#: The argument by which layers of linear attention get the documents. A layer that is computed again for its gradient,
-#: outside of the call, gets it again.
-DOCUMENTS = "_foundry_documents"
 
 
 @dataclass
@@ -52,34 +53,22 @@ class Call:
     documents: Documents | None
     masked: bool = False
 
+    def repeats(self, batch: int, queries: int, told: tuple[Any, ...]) -> bool:
+        """Returns whether a model in this call gets the same rows, and is told the same of them."""
+        own = () if self.documents is None else (self.documents.totals_q, self.documents.totals_k)
+        same = all(a is b or any(b is x for x in own) for a, b in zip(self.told, told, strict=True))
+        return (self.batch, self.queries) == (batch, queries) and same
 
-_running = threading.local()  # torch.compile can trace it, unlike a ContextVar
+
+running = threading.local()  # its `call`; torch.compile can trace it, unlike a ContextVar
 
 
 def current() -> Call | None:
     """Returns the innermost call of a patched model that runs in this thread, or None."""
-    return getattr(_running, "call", None)
+    return getattr(running, "call", None)
 
 
-def documents_of_mask(batch: int, queries: int) -> Documents | None:
-    """Returns the documents of the running call for a mask of `queries` tokens of `batch` rows that is being made."""
-    call = current()
-    if call is None or call.documents is None or not call.documents.fits(batch, queries):
-        return None
-    call.masked = True
-    return call.documents
-
-
-def run_in(
-    call: Call | None, theirs: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Returns the result of a model that runs in `call`."""
-    outer = current()
-    _running.call = call
-    try:
-        return theirs(model, *args, **kwargs)
-    finally:
-        _running.call = outer
+# What a model is told -----------------------------------------------------------------------------------------------
 
 
 def tokens_of(given: Mapping[str, Any]) -> Tensor | None:
@@ -99,23 +88,27 @@ def read(
 ) -> tuple[Documents | None, Tensor | None]:
     """Returns the documents that a call gives, and the mask to take in place of one of segment ids.
 
+    Their beginnings come from, in this order: data collators' lengths for flash attention (`cu_seq_lens_q`, ...) or
+    `seq_idx`; position ids that restart; an attention mask of segment ids. Values are read at once: on a GPU, the host
+    waits for them.
+
     Raises:
         ValueError: arguments contradict each other, or do not fit the batch; documents are given on a cache that is
             not empty, without the lengths of its keys.
     """
-    cache = given.get("cache") if given.get("cache") is not None else given.get("past_key_values")
+    cache: Any = given.get("cache") if given.get("cache") is not None else given.get("past_key_values")
+    packed = bool(getattr(cache, "_foundry_packed", False))
     lengths = any(given.get(name) is not None for name in (*LENGTHS, "seq_idx"))
-    if queries == 1 and not lengths and not getattr(cache, "_foundry_packed", False):
+    if queries == 1 and not lengths and not packed:
         return None, None
     mask, positions = given.get("attention_mask"), text_positions(given.get("position_ids"), queries)
-    if not isinstance(mask, Tensor):
-        mask = None
-    elif mask.dim() == 2:
-        mask = mask.to(device)
+    mask = mask if isinstance(mask, Tensor) else None
+    whole = mask.to(device) if mask is not None and mask.dim() == 2 else None
+    complete = mask if mask is not None and mask.dim() == 4 else None
     positions = None if positions is None else positions.to(device)
-    readable = all(can_be_read(x) for x in (mask, positions) if x is not None) and not is_compiling()
+    readable = all(can_be_read(x) for x in (whole, complete, positions) if x is not None) and not is_compiling()
     past = _past(cache) if lengths or readable else 0
-    if cache is not None and getattr(cache, "_foundry_packed", False):
+    if packed:
         if past or not readable:
             raise ValueError(
                 "past_key_values holds several documents per row, so it is unknown which one continues; generate from "
@@ -124,50 +117,37 @@ def read(
         cache._foundry_packed = False  # it was emptied
     documents = from_lengths(given, batch, queries, past + queries) if lengths else None
     documents = None if documents is None else documents.to(device)
-    whole = mask if mask is not None and mask.dim() == 2 else None
     if not readable:
         if documents is None:
             assert_one_document(whole, positions)
         return documents, None
-    restart, ids = _begins(positions, whole, batch, queries, past)
-    if restart is not None and documents is None and mask is not None and mask.dim() == 4:
-        assert positions is not None  # which restart
-        check_mask(mask, positions.expand(batch, -1), past)
+    own = None if whole is None else whole[:, past : past + queries]
+    real = None if own is None or own.shape[1] != queries else own != 0
+    restart = None if positions is None or queries == 1 else restarts(positions, real).expand(batch, -1)
+    restarting, has_ids = _any(restart, None if whole is None else (whole != 0) & (whole != 1))
+    if restarting and documents is None and complete is not None and positions is not None:
+        check_mask(complete, positions.expand(batch, -1), past)
         return None, None
-    for begins, name in ((restart, "position_ids"), (ids, "attention_mask")):
+    if has_ids and real is None and whole is not None:
+        raise ValueError(f"attention_mask of segment ids must be {[batch, queries]}; got {list(whole.shape)}")
+    ids = segments(own) if has_ids and own is not None else None
+    for name, begins in (("position_ids", restart if restarting else None), ("attention_mask", ids)):
         if begins is None:
             continue
         if documents is not None:
-            check_finer(documents, begins, name)
+            documents.check_finer(begins, name)
         elif past:
             raise ValueError(f"{name} begins a document on a cache that is not empty; {ONE_A_ROW}")
         else:
-            documents = from_begins(begins, name)
+            documents = Documents.of_begins(begins, name)
     return documents, None if ids is None or whole is None else (whole != 0).to(whole.dtype)
 
 
-def _begins(
-    positions: Tensor | None, mask: Tensor | None, batch: int, queries: int, past: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """Returns where positions begin documents, and where segment ids do, ``[B, T - 1]`` each; None where they are no
-    such positions or ids. The values are read at once: on a GPU, the host waits for them."""
-    own = None if mask is None else mask[:, past : past + queries]
-    real = None if own is None or own.shape[1] != queries else own != 0
-    restart = None if positions is None or queries == 1 else restarts(positions, real).expand(batch, -1)
-    flags = [x.any() for x in (restart, _unlike_a_mask(mask)) if x is not None]
-    found = torch.stack(flags).tolist() if flags else []
-    has_ids = mask is not None and found.pop()
-    restart = restart if found and found[0] else None
-    if mask is None or own is None or not has_ids:
-        return restart, None
-    if real is None:
-        raise ValueError(f"attention_mask of segment ids must be {[batch, queries]}; got {list(mask.shape)}")
-    return restart, segments(own)
-
-
-def _unlike_a_mask(mask: Tensor | None) -> Tensor | None:
-    """Returns where a mask is neither 0 nor 1."""
-    return None if mask is None else (mask != 0) & (mask != 1)
+def _any(*flags: Tensor | None) -> list[bool]:
+    """Returns whether any value of each is True, waiting for the device once; False for None."""
+    found = [x.any() for x in flags if x is not None]
+    values = iter(torch.stack(found).tolist() if found else [])
+    return [x is not None and next(values) for x in flags]
 
 
 def _past(cache: Any) -> int:
@@ -182,42 +162,55 @@ def _past(cache: Any) -> int:
     return int(past)
 
 
-def assert_one_document(mask: Tensor | None, positions: Tensor | None) -> None:
-    """Fails when the graph runs, as no value can be read before."""
-    if not is_compiling() and any(x is not None and _is_unchecked(x) for x in (mask, positions)):
-        return
-    real = None
-    if mask is not None and mask.dtype != torch.bool:
-        real = mask != 0
-        torch._assert_async(
-            ((mask == 1) | ~real).all(), "attention_mask has segment ids: torch.compile must be given cu_seq_lens_q"
-        )
-    if positions is not None:
-        if real is not None and real.shape[1] != positions.shape[1]:
-            return  # on a cache of unknown length
-        torch._assert_async(
-            ~restarts(positions, real).any(), "position_ids restart: torch.compile must be given cu_seq_lens_q"
-        )
+# What attention is told -------------------------------------------------------------------------------------------
 
 
-def _is_unchecked(x: Tensor) -> bool:
-    """Returns whether `x` has no values, or those of many calls: no check of it can run."""
-    return x.device.type == "meta" or bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
+def documents_of_layer(
+    module: nn.Module, plan: AttentionPlan, kwargs: dict[str, Any], batch: int, queries: int, keys: int
+) -> Documents | None:
+    """Returns the documents that attention must keep apart where its `plan` keeps none apart; None for one a row.
 
+    So it is for a model that names "foundry" without a patch, and for a layer that is called by itself.
 
-def check_mask(mask: Tensor, positions: Tensor, past: int) -> None:
-    """Raises ValueError where a mask of four dimensions lets a token see one of another document.
-
-    Such a mask defines everything that a token sees, and branches with a common prefix repeat positions. So a document
-    only begins where the first position of its row is repeated.
+    Raises:
+        ValueError: arguments contradict each other or the batch; or a model around `module` was told of documents that
+            neither a mask nor an argument tells here.
     """
-    if past or mask.shape[-1] != positions.shape[1] or mask.shape[-2] != positions.shape[1]:
-        return
-    place = (positions == positions[:, :1]).cumsum(1)
-    apart = (place[:, :, None] != place[:, None])[:, None]
-    if mask.is_floating_point():
-        mask = mask > HIDDEN
-    if mask.dtype == torch.bool and bool((mask & apart).any()):
-        raise ValueError(
-            "attention_mask lets a token see another document, which position_ids begins: they contradict each other"
-        )
+    sizes = (batch, queries, keys)
+    if any(kwargs.get(name) is not None for name in (*LENGTHS, "seq_idx")):
+        owner = kwargs.get("cu_seq_lens_q") if kwargs.get("cu_seq_lens_q") is not None else kwargs.get("seq_idx")
+        return once(owner, sizes, lambda: from_lengths(kwargs, *sizes))
+    call = current()
+    if call is None or (call.batch, call.queries) != (batch, queries):
+        positions = text_positions(kwargs.get("position_ids"), queries)
+        if positions is None or queries == 1 or keys < queries:
+            return None
+        return _of_positions(plan, positions, sizes)
+    if call.documents is None or (call.masked and not plan.hides_nothing):
+        return None
+    if getattr(module, "is_cross_attention", False):
+        return None
+    raise ValueError(
+        f"{call.documents.given_by} gives several documents per row, of which the model tells "
+        f"{type(module).__name__} nothing: they would see each other; pass one document per row"
+    )
+
+
+def _of_positions(plan: AttentionPlan, positions: Tensor, sizes: tuple[int, int, int]) -> Documents | None:
+    batch, queries, keys = sizes
+    if not can_be_read(positions):
+        if plan.hides_nothing:  # else its maker sees to it, or it is one of a static cache
+            assert_one_document(None, positions)
+        return None
+    if plan.is_callers:  # which says all
+        mask = plan.dense
+        assert mask is not None
+        if can_be_read(mask):
+            once(mask, sizes, lambda: check_mask(mask, positions.expand(batch, -1), keys - queries))
+        return None
+    if keys != queries:
+        return None  # a cache whose documents begin at unknown positions
+    real = plan.real(batch)
+    owner = positions if real is None else plan.dense if plan.keys is None else plan.keys
+    begins = lambda: restarts(positions, real).expand(batch, -1)  # noqa: E731
+    return once(owner, sizes, lambda: Documents.of_begins(begins(), "position_ids"))

@@ -41,21 +41,12 @@ check_release()  # before an import fails that says less
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from foundry_kernels.integrations.attention.documents import longest
-from foundry_kernels.integrations.attention.isolation import apart, documents_told
+from foundry_kernels.integrations.attention.call import documents_of_layer
+from foundry_kernels.integrations.attention.documents import longest, refuse_other_names
 from foundry_kernels.integrations.attention.mask_functions import is_passed_on, mask, mask_or_error, mask_or_sdpa
-from foundry_kernels.integrations.attention.plan import (
-    KEYS,
-    LAYOUT,
-    DenseMask,
-    dense_layout,
-    is_dense,
-    kind_of,
-    totals_of,
-)
+from foundry_kernels.integrations.attention.plan import AttentionPlan, DenseMask, seen_in
 from foundry_kernels.integrations.modules import makes_masks
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
-from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.weights import attention_weights, through_weights
 
 try:  # what a call of a model collects from its layers
@@ -111,7 +102,7 @@ def attention(
             contradicts itself or the batch. TypeError: the mask is neither bool nor floating.
     """
     _refuse(kwargs)
-    _check(attention_mask)
+    plan = AttentionPlan.of(attention_mask)
     if query.shape[0] == 1 != key.shape[0]:  # learned queries, the same for the whole batch
         query = query.expand(key.shape[0], -1, -1, -1)
     batch, _, queries, _ = query.shape
@@ -125,41 +116,35 @@ def attention(
         "dropout_p": dropout,
     }
     wanted = _wants_weights(module, kwargs)
-    if kind_of(attention_mask) in (LAYOUT, KEYS):
+    if plan.totals is not None or plan.keys is not None:
         causal = True  # they are of causal masks, whatever the module says
-    documents = documents_told(module, attention_mask, kwargs, batch, queries, keys)
-    layout = None
-    if documents is not None:
-        attention_mask, layout = apart(attention_mask, documents, keys, causal, window)
-    elif attention_mask is not None and not is_dense(attention_mask):
-        layout = _layout(attention_mask)
-        attention_mask = None
-    if attention_mask is None:
-        if layout is not None and not wanted and position_bias is None:
-            return _packed(module, query, key, value, layout, causal, window, kwargs, **options), None
-        if layout is not None:
-            sides = (None, 0 if causal else None) if window is None else (window, 0 if causal else window)
-            attention_mask = dense_layout(layout, batch, queries, keys, *sides)
-        elif causal and queries != keys and not is_passed_on(getattr(module, "config", None)):
-            # A model whose masks say so has cut its first queries off.
-            options["align"] = "bottom_right" if queries == 1 or makes_masks(type(module)) else "top_left"
-    of_keys = kind_of(attention_mask) == KEYS
-    if attention_mask is None or of_keys:
+    if plan.documents is None:
+        plan = plan.separated(documents_of_layer(module, plan, kwargs, batch, queries, keys), keys, causal, window)
+    plan.check_begins()
+    if plan.totals is not None and not wanted and position_bias is None:
+        return _packed(module, query, key, value, plan.totals, causal, window, kwargs, **options), None
+    if plan.totals is not None:
+        sides = (None, 0 if causal else None) if window is None else (window, 0 if causal else window)
+        plan = AttentionPlan(dense=seen_in(plan.totals, batch, queries, keys, *sides))
+    elif not plan.is_dense and causal and queries != keys and not is_passed_on(getattr(module, "config", None)):
+        # A model whose masks say so has cut its first queries off.
+        options["align"] = "bottom_right" if queries == 1 or makes_masks(type(module)) else "top_left"
+    if plan.dense is None:
         options |= {"causal": causal, "window": None if window is None else (window, 0 if causal else window)}
-    attn_mask = _combined(attention_mask, position_bias)
-    backend = _backend(module, "flash_attention")
+    options |= {"attn_mask": plan.combined(position_bias), "backend": _backend(module, "flash_attention")}
     weights = None
     if not wanted:
-        out = flash_attention(query, key, value, **options, attn_mask=attn_mask, backend=backend)
+        out = flash_attention(query, key, value, **options)
     else:
         if dropout:
             options["dropout_seed"] = torch.randint(2**63 - 1, (), device=query.device)
-        out, lse = flash_attention(query, key, value, **options, attn_mask=attn_mask, return_lse=True, backend=backend)
-        weights = attention_weights(query, key, lse, **options, attn_mask=attn_mask).to(query.dtype)
+        out, lse = flash_attention(query, key, value, **options, return_lse=True)
+        del options["backend"]
+        weights = attention_weights(query, key, lse, **options).to(query.dtype)
         if weights.requires_grad:
             out = through_weights(out, weights, value)
-    if attention_mask is not None and of_keys:  # a query that is padding gives 0
-        hidden = ~attention_mask[:, :, 0, -queries:, None]
+    if plan.keys is not None:  # a query that is padding gives 0
+        hidden = ~plan.keys[:, :, 0, -queries:, None]
         out = out.masked_fill(hidden, 0.0)
         weights = None if weights is None else weights.masked_fill(hidden, 0.0)
     return out.transpose(1, 2).contiguous(), weights
@@ -170,7 +155,7 @@ def _packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: tuple[Tensor, Tensor],
+    totals: Tensor,
     causal: bool,
     window: int | None,
     kwargs: dict[str, Any],
@@ -180,10 +165,8 @@ def _packed(
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     max_seqlen_q, max_seqlen_k = longest(kwargs, "max_length_q", queries), longest(kwargs, "max_length_k", key.shape[2])
     sides = None if window is None else (window, 0 if causal else window)
-    backend = _backend(module, "flash_attention_varlen")
-    out = flash_attention_varlen(
-        q, k, v, *layout, max_seqlen_q, max_seqlen_k, causal=causal, window=sides, **options, backend=backend
-    )
+    options |= {"causal": causal, "window": sides, "backend": _backend(module, "flash_attention_varlen")}
+    out = flash_attention_varlen(q, k, v, totals[0], totals[1], max_seqlen_q, max_seqlen_k, **options)
     return out.view(batch, queries, heads, value.shape[-1])
 
 
@@ -193,18 +176,11 @@ def _backend(module: nn.Module, op: str) -> str:
 
 
 def _refuse(kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for arguments of other attention functions, and for lengths by names of another package."""
+    refuse_other_names(kwargs)
     for name, value in kwargs.items():
         if name in OF_OTHERS and value is not None and value is not False:
             raise ValueError(f"{name} must be None, attention here does not know it; {OTHERS}")
-
-
-def _check(mask: Any) -> None:
-    """Raises TypeError for a mask of a caller that is neither bool nor floating: SDPA takes no other."""
-    if mask is None or kind_of(mask) is not None:
-        return
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"attention_mask of four dimensions must be bool or floating; got {found}")
 
 
 OTHERS = "use attn_implementation='sdpa' or 'eager', and patch with ops that do not name flash_attention"
@@ -236,40 +212,6 @@ def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return bool(collected) and any(name.endswith("attentions") for name in collected)
 
 
-def _combined(mask: Tensor | None, bias: Tensor | None) -> Tensor | AttentionMask | None:
-    """Returns a mask of transformers' and a bias as one for the kernels."""
-    if bias is None:
-        tiles = None if mask is None or is_dynamo_compiling() else getattr(mask, "_foundry_tiles", None)
-        return mask if tiles is None else tiles
-    if mask is None:
-        return bias
-    if mask.dtype != torch.bool:
-        return bias + mask
-    if mask.stride(-2) == 0:  # the keys alone: no query differs
-        mask = mask[..., :1, :]
-    return torch.where(mask, bias, -torch.inf)
-
-
-def _layout(mask: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Returns the running totals of the sequences' lengths that a mask stands for; None for one sequence a row."""
-    if kind_of(mask) == LAYOUT:
-        return totals_of(mask)
-    torch._assert_async((mask == 0).all(), "position_ids restart: torch.compile must be given cu_seq_lens_q")
-    return None
-
-
-def as_dense(mask: Tensor | None, batch: int, queries: int, keys: int, device: Any) -> Tensor:
-    """What :func:`mask` gave for a causal one as a mask ``[B or 1, 1, T, S]``, True where a query sees a key; one that
-    sees none, which is padding, sees all, as in transformers' own masks. A dense one is returned as it is."""
-    if mask is not None and is_dense(mask):
-        return mask
-    layout = None if mask is None else _layout(mask)
-    if layout is None:
-        return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
-    seen = dense_layout(layout, batch, queries, keys)
-    return seen | ~seen.any(-1, keepdim=True)
-
-
 def attention_or_error(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -278,8 +220,7 @@ def attention_or_error(
     Raises:
         DenseMask: there is one. ValueError: as :func:`attention`.
     """
-    _check(attention_mask)
-    if attention_mask is not None and is_dense(attention_mask):
+    if attention_mask is not None and AttentionPlan.of(attention_mask).is_dense:
         raise DenseMask(f"is dense, {tuple(attention_mask.shape)} {attention_mask.dtype}")
     return attention(module, query, key, value, attention_mask, **kwargs)
 
@@ -296,7 +237,7 @@ def attention_or_sdpa(
     Raises:
         ValueError: as :func:`attention`; a dense mask with a soft cap or sinks, and no eager attention to be found.
     """
-    if attention_mask is None or not is_dense(attention_mask):
+    if attention_mask is None or not AttentionPlan.of(attention_mask).is_dense:
         return attention(module, query, key, value, attention_mask, **kwargs)
     attention_mask = _dense_apart(module, query, key, attention_mask, kwargs)
     if any(kwargs.get(name) is not None for name in LACKING_IN_SDPA):
@@ -309,10 +250,11 @@ def attention_or_sdpa(
 def _dense_apart(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """Returns a dense mask that keeps documents apart."""
     _refuse(kwargs)
-    _check(mask)
+    plan = AttentionPlan.of(mask)
     batch, queries, keys = key.shape[0], query.shape[2], key.shape[2]
-    documents = documents_told(module, mask, kwargs, batch, queries, keys)
-    seen = mask if documents is None else apart(mask, documents, keys, True, None)[0]
+    if plan.documents is not None or (told := documents_of_layer(module, plan, kwargs, batch, queries, keys)) is None:
+        return mask
+    seen = plan.separated(told, keys).mask()
     assert seen is not None
     return seen
 
@@ -326,7 +268,7 @@ def attention_or_eager(
     Raises:
         ValueError: as :func:`attention`; a dense mask, and no eager attention to be found.
     """
-    if attention_mask is None or not is_dense(attention_mask):
+    if attention_mask is None or not AttentionPlan.of(attention_mask).is_dense:
         return attention(module, query, key, value, attention_mask, **kwargs)
     attention_mask = _dense_apart(module, query, key, attention_mask, kwargs)
     eager = _own_eager(module)

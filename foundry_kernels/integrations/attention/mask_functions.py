@@ -1,13 +1,14 @@
 """The mask functions of "foundry" and its variants for transformers.
 
 transformers calls them once in a forward pass, with a function of (batch, head, query, key), a padding mask and sizes.
-Models of the table's families pass a mask on unchanged. For these, they return a form with which kernels can skip keys
-(`masks.py`), or otherwise a dense mask. Other models may read their masks, so they get the mask of "sdpa". Both
-separate the documents of the running call of a patched model (`calls.py`).
+Models of the table's families pass a mask on unchanged. For these, they return a plan with which kernels can skip keys
+(`plan.py`), or otherwise a dense mask. Other models may read their masks, so they get the mask of "sdpa". Both separate
+the documents of the running call of a patched model (`call.py`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,26 +16,17 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from foundry_kernels.integrations.attention.call import documents_of_mask
-from foundry_kernels.integrations.attention.documents import Documents, cut, within
-from foundry_kernels.integrations.attention.plan import (
-    DENSE,
-    UNREAD,
-    DenseMask,
-    as_mask,
+from foundry_kernels.integrations.attention.call import current
+from foundry_kernels.integrations.attention.documents import Documents
+from foundry_kernels.integrations.attention.patterns import (
+    MaskFunction,
     blocks_in_window,
-    keeps_apart,
-    kind_of,
-    marked,
     neighbours,
-    packed_layout,
-    padding_layout,
-    present_keys,
-    totals_of,
     unpacked,
+    within,
 )
+from foundry_kernels.integrations.attention.plan import AttentionPlan, DenseMask
 from foundry_kernels.integrations.families import FAMILIES, text_type
-from foundry_kernels.ops.flash_attention.attention_mask import TILE, AttentionMask
 
 #: The `model_type` of models that pass a mask on unchanged.
 PASSED_ON = frozenset({*FAMILIES, *map(text_type, FAMILIES)})
@@ -51,130 +43,23 @@ def mask(**kwargs: Any) -> Tensor | None:
 
     Returns:
         None for a mask that is causal or a window, with the last query aligned with the last key, or hides nothing;
-        else a layout or the keys that are no padding (see `masks.py`), or, for any other mask, a dense one ``[B, 1, T,
-        S]``, bool, True where a query sees a key. Where values cannot be read, ``[1, 1, 1, 1]``: the number of tokens
-        at which packed sequences begin, not counting the first, to be checked to be 0.
+        else an `AttentionPlan` as a mask. Where values cannot be read, it is checked in attention that no packed
+        sequences begin.
 
     Raises:
         ValueError: the model is a BLOOM that is not patched.
     """
-    config = kwargs.get("config")
-    _refuse_unnamed(config)
-    documents = _documents(kwargs)
-    if not is_passed_on(config):
-        return _dense(documents, **kwargs) if documents is not None else _with_tiles(_like_sdpa(**kwargs))
-    if _is_traced(kwargs):
-        return _of_unread(documents, **kwargs)
+    asked = Asked.of(kwargs)
+    if not is_passed_on(asked.config):
+        return asked.dense(asked.like_sdpa() if asked.documents is None else asked.seen())
+    if asked.is_traced:
+        return asked.unread()
     try:
-        return _skippable(documents=documents, **kwargs)
+        return asked.skippable().mask(asked.dims)
     except DenseMask as refused:
-        if refused.present is not None and documents is None and not _adds_to_masks(config):
-            return refused.present
-    return _of_tokens(documents, **kwargs)
-
-
-def _like_sdpa(**kwargs: Any) -> Tensor | None:
-    """Returns the mask of "sdpa". There None may mean that query 0 is aligned with key 0, which attention cannot know:
-    such a mask is dense here."""
-    unlike = kwargs["q_length"] > 1 and kwargs["q_length"] != kwargs["kv_length"]
-    return _seen(None, **kwargs) if unlike else sdpa_mask(**kwargs)
-
-
-def _documents(kwargs: dict[str, Any]) -> Documents | None:
-    """Returns the documents that a mask must separate; not for queries on another model's keys."""
-    documents = documents_of_mask(kwargs["batch_size"], kwargs["q_length"])
-    crosses = _is_bidirectional(kwargs) and kwargs["q_length"] != kwargs["kv_length"]
-    return None if crosses else documents
-
-
-def _is_traced(kwargs: dict[str, Any]) -> bool:
-    return bool(is_tracing(kwargs.get("attention_mask")) or is_tracing(kwargs.get("q_offset")))
-
-
-def _of_unread(documents: Documents | None, **kwargs: Any) -> Tensor | None:
-    """:func:`mask` for a family of the table if values cannot be read."""
-    padding, function = kwargs.get("attention_mask"), kwargs.get("mask_function", causal_mask_function)
-    local, config = kwargs.get("local_size"), kwargs.get("config")
-    # An outermost or_mask lets tokens see later ones; an and_mask separates packed sequences.
-    other = kwargs.get("use_vmap") or getattr(function, "__name__", "") == "or_mask"
-    if other or _is_chunked(kwargs) or (_is_bidirectional(kwargs) and (local is not None or padding is not None)):
-        return _of_tokens(documents, **kwargs)
-    first, queries = kwargs.get("q_offset", 0), kwargs["q_length"]
-    begin, keys = kwargs.get("kv_offset", 0), kwargs["kv_length"]
-    unlike = isinstance(first, Tensor) or first + queries != begin + keys
-    if padding is None and not (unlike and documents is not None):
-        return _skippable(documents=documents, **kwargs)
-    if documents is not None or unlike or _adds_to_masks(config):
-        return _of_tokens(documents, **kwargs)
-    assert padding is not None  # or it is skippable, or there are documents
-    return present_keys(padding, begin, keys)
-
-
-def _seen(documents: Documents | None, **kwargs: Any) -> Tensor | None:
-    """Returns the mask of "sdpa" with separated documents; never None."""
-    kwargs = {**kwargs, "allow_is_causal_skip": False}
-    if documents is not None:
-        function = kwargs.get("mask_function", causal_mask_function)
-        first, begin = kwargs.get("q_offset", 0), kwargs.get("kv_offset", 0)
-        anew = _is_chunked(kwargs)
-        if anew:
-            function = unpacked(function)
-        kwargs["mask_function"] = within(function, documents, first, begin, kwargs["kv_length"], anew)
-        kwargs["allow_is_bidirectional_skip"] = False
-    return sdpa_mask(**kwargs)
-
-
-def _dense(documents: Documents | None, **kwargs: Any) -> Tensor | None:
-    return _with_tiles(_seen(documents, **kwargs), documents is not None)
-
-
-def _of_tokens(documents: Documents | None, **kwargs: Any) -> Tensor | None:
-    """A dense mask in which padded queries see no key, as in the other forms, so that their outputs do not depend on
-    other rows of the batch."""
-    padding, first = kwargs.get("attention_mask"), kwargs.get("q_offset", 0)
-    if padding is None or _is_bidirectional(kwargs):  # the padding may be an encoder's
-        return _dense(documents, **kwargs)
-    seen = _seen(documents, **kwargs)
-    tokens = torch.arange(kwargs["q_length"], device=padding.device) + first
-    real = padding[:, tokens.clamp_max(padding.shape[1] - 1)]
-    return seen if seen is None else _with_tiles(seen & real[:, None, :, None], documents is not None)
-
-
-def _is_chunked(kwargs: dict[str, Any]) -> bool:
-    local, config = kwargs.get("local_size"), kwargs.get("config")
-    return local is not None and local == getattr(config, "attention_chunk_size", None)
-
-
-def _is_bidirectional(kwargs: dict[str, Any]) -> bool:
-    function = kwargs.get("mask_function", causal_mask_function)
-    return bool(kwargs.get("allow_is_bidirectional_skip") or function is bidirectional_mask_function)
-
-
-def _adds_to_masks(config: Any) -> bool:
-    """BLOOM and Falcon add ALiBi to a mask of four dimensions."""
-    kind = getattr(config, "model_type", None)
-    return kind == "bloom" or (kind == "falcon" and bool(getattr(config, "alibi", False)))
-
-
-def _with_tiles(seen: Tensor | None, apart: bool = False) -> Tensor | None:
-    """Returns the same mask with its empty and full tiles as an attribute, if there are any, so that they are computed
-    once for all layers. If the model derives another mask from it, the attribute is lost, which is harmless.
-
-    apart: whether it separates documents.
-    """
-    if seen is not None and seen.dtype == torch.bool:
-        seen = marked(seen, DENSE, apart)
-    if seen is None or torch.compiler.is_compiling() or is_tracing(seen) or seen.dtype != torch.bool:
-        return seen
-    if seen.shape[-1] < 2 * TILE or seen.shape[-2] < TILE or _is_captured(seen):
-        return seen
-    part = seen[: 1 if seen.stride(0) == 0 else None, :, : 1 if seen.stride(2) == 0 else None]
-    seen._foundry_tiles = AttentionMask(part)  # type: ignore[attr-defined]
-    return seen
-
-
-def _is_captured(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if refused.present is not None and asked.documents is None and not asked.adds_to_masks:
+            return refused.present.mask()
+    return asked.of_tokens()
 
 
 def mask_or_error(**kwargs: Any) -> Tensor | None:
@@ -185,97 +70,189 @@ def mask_or_error(**kwargs: Any) -> Tensor | None:
             looks into its masks, perhaps, and its is not plainly causal.
         ValueError: the model is a BLOOM that is not patched.
     """
-    config = kwargs.get("config")
-    _refuse_unnamed(config)
-    documents = _documents(kwargs)
-    if is_passed_on(config):
-        return _skippable(documents=documents, **kwargs)
-    if documents is not None or _like_sdpa(**kwargs) is not None:
+    asked = Asked.of(kwargs)
+    if is_passed_on(asked.config):
+        return asked.skippable().mask(asked.dims)
+    if asked.documents is not None or asked.like_sdpa() is not None:
         raise DenseMask("has padding, a window or another pattern, in a family that has no row")
     return None
-
-
-def _skippable(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    use_vmap: bool = False,
-    local_size: int | None = None,
-    device: Any = "cpu",
-    config: Any = None,
-    documents: Documents | None = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """Returns a form with which kernels can skip keys. Raises DenseMask for any other mask."""
-    traced = is_tracing(attention_mask) or is_tracing(q_offset)
-    if use_vmap:
-        if traced:
-            raise DenseMask(
-                "is combined with a mask function of the model or the caller, into which torch.compile cannot look "
-                "(pass no token_type_ids where there is text alone)"
-            )
-        local_size = _window_without_blocks(mask_function, config)
-    if allow_is_bidirectional_skip or mask_function is bidirectional_mask_function:
-        full = attention_mask is None or (not traced and bool(attention_mask.all()))
-        if local_size is None and documents is None and full:
-            return None
-        raise DenseMask("is bidirectional, with a window or padding")
-    if _is_chunked({"local_size": local_size, "config": config}):
-        raise DenseMask("is chunked")
-    if not allow_is_causal_skip and q_length > 1:
-        before, after = neighbours(mask_function, batch_size, q_length, q_offset, device)
-        one_row = attention_mask is None and q_length == kv_length
-        if traced:
-            unlike = ((~before).sum() + after.sum()).to(torch.int32)
-            if one_row and documents is None:
-                return _hidden(marked(unlike[None, None, None, None], UNREAD), config)
-            if not one_row:
-                torch._assert_async(unlike == 0, "attention_mask is not causal")
-        elif after.any() or not (one_row or before.all()):
-            raise DenseMask("is not causal: a block of tokens sees later ones, perhaps")
-        elif one_row:
-            return _hidden(_apart(packed_layout(before), documents, kv_length), config)
-    if attention_mask is not None:
-        present = attention_mask[:, kv_offset : kv_offset + kv_length]
-        attention_mask = torch.nn.functional.pad(present, (0, kv_length - present.shape[1]))
-    layout = padding_layout(attention_mask, batch_size, q_length, kv_length, q_offset - kv_offset, device, traced)
-    if traced and layout is not None and documents is not None:
-        raise DenseMask("has padding beside documents, and torch.compile cannot read it")
-    return _hidden(_apart(layout, documents, kv_length), config)
-
-
-def _apart(layout: Tensor | None, documents: Documents | None, keys: int) -> Tensor | None:
-    """Returns the layout of the intersections of `layout`'s sequences and the documents."""
-    if documents is None:
-        return layout
-    totals = cut(None if layout is None else totals_of(layout), documents, keys)
-    return as_mask(torch.stack(totals), apart=True)
 
 
 def mask_or_sdpa(**kwargs: Any) -> Tensor | None:
     """The mask function of "foundry_or_sdpa" and "foundry_or_eager": as :func:`mask_or_error`, with the dense mask of
     "sdpa" instead of an error."""
-    config = kwargs.get("config")
-    _refuse_unnamed(config)
-    documents = _documents(kwargs)
-    unread = _is_traced(kwargs) and (
-        kwargs.get("attention_mask") is not None or not kwargs.get("allow_is_causal_skip", True)
-    )
-    if is_passed_on(config) and not unread:
+    asked = Asked.of(kwargs)
+    unread = asked.is_traced and (asked.attention_mask is not None or not asked.allow_is_causal_skip)
+    if is_passed_on(asked.config) and not unread:
         try:
-            return _skippable(documents=documents, **kwargs)
+            return asked.skippable().mask(asked.dims)
         except DenseMask:
             pass
-    if documents is None:
-        return sdpa_mask(**kwargs) if is_passed_on(config) else _like_sdpa(**kwargs)
-    seen = _seen(documents, **kwargs)
-    return None if seen is None else marked(seen, DENSE, apart=True)
+    if asked.documents is None:
+        return sdpa_mask(**kwargs) if is_passed_on(asked.config) else asked.like_sdpa()
+    seen = asked.seen()
+    return None if seen is None else AttentionPlan(dense=seen, documents=asked.documents).mask()
+
+
+@dataclass(eq=False)
+class Asked:
+    """What transformers asks a mask function for: `given`, of which the other fields are those that are read here.
+
+    documents: those that the mask must separate.
+    """
+
+    given: dict[str, Any]
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int | Tensor
+    kv_offset: int
+    mask_function: MaskFunction
+    attention_mask: Tensor | None
+    allow_is_causal_skip: bool
+    local_size: int | None
+    config: Any
+    documents: Documents | None = None
+
+    @staticmethod
+    def of(given: dict[str, Any]) -> Asked:
+        get = given.get
+        asked = Asked(
+            given,
+            given["batch_size"],
+            given["q_length"],
+            given["kv_length"],
+            get("q_offset", 0),
+            get("kv_offset", 0),
+            get("mask_function", causal_mask_function),
+            get("attention_mask"),
+            get("allow_is_causal_skip", True),
+            get("local_size"),
+            get("config"),
+        )
+        _refuse_unnamed(asked.config)
+        call, crosses = current(), asked.is_bidirectional and asked.q_length != asked.kv_length
+        if call is not None and call.documents is not None and call.documents.fits(asked.batch_size, asked.q_length):
+            call.masked = True
+            asked.documents = None if crosses else call.documents  # not for queries on another model's keys
+        return asked
+
+    @property
+    def is_traced(self) -> bool:
+        return bool(is_tracing(self.attention_mask) or is_tracing(self.q_offset))
+
+    @property
+    def is_bidirectional(self) -> bool:
+        skips = self.given.get("allow_is_bidirectional_skip", False)
+        return bool(skips or self.mask_function is bidirectional_mask_function)
+
+    @property
+    def is_chunked(self) -> bool:
+        return self.local_size is not None and self.local_size == getattr(self.config, "attention_chunk_size", None)
+
+    @property
+    def adds_to_masks(self) -> bool:
+        """BLOOM and Falcon add ALiBi to a mask of four dimensions."""
+        kind = getattr(self.config, "model_type", None)
+        return kind == "bloom" or (kind == "falcon" and bool(getattr(self.config, "alibi", False)))
+
+    @property
+    def dims(self) -> int:
+        """Falcon adds ALiBi to masks with four dimensions, so its sequences have five."""
+        return 5 if self.adds_to_masks and self.config.model_type == "falcon" else 4
+
+    # Dense masks ----------------------------------------------------------------------------------------------------
+
+    def like_sdpa(self) -> Tensor | None:
+        """Returns the mask of "sdpa". There None may mean that query 0 is aligned with key 0, which attention cannot
+        know: such a mask is dense here."""
+        unlike = self.q_length > 1 and self.q_length != self.kv_length
+        return self.seen() if unlike else sdpa_mask(**self.given)
+
+    def seen(self) -> Tensor | None:
+        """Returns the mask of "sdpa" with separated documents."""
+        changed: dict[str, Any] = {"allow_is_causal_skip": False}
+        if self.documents is not None:
+            function = unpacked(self.mask_function) if self.is_chunked else self.mask_function
+            places = self.q_offset, self.kv_offset, self.kv_length
+            changed["mask_function"] = within(function, self.documents, *places, self.is_chunked)
+            changed["allow_is_bidirectional_skip"] = False
+        return sdpa_mask(**{**self.given, **changed})
+
+    def dense(self, seen: Tensor | None) -> Tensor | None:
+        """Returns a dense mask with its tiles."""
+        if seen is None or seen.dtype != torch.bool:
+            return seen
+        plan = AttentionPlan(dense=seen, documents=self.documents)
+        return (plan if is_tracing(seen) else plan.with_tiles()).mask()
+
+    def of_tokens(self) -> Tensor | None:
+        """Returns a dense mask in which padded queries see no key, as in other plans, so that their outputs do not
+        depend on other rows of the batch."""
+        seen, padding = self.seen(), self.attention_mask
+        if seen is None or padding is None or self.is_bidirectional:  # the padding may be an encoder's
+            return self.dense(seen)
+        tokens = torch.arange(self.q_length, device=padding.device) + self.q_offset
+        real = padding[:, tokens.clamp_max(padding.shape[1] - 1)]
+        return self.dense(seen & real[:, None, :, None])
+
+    def unread(self) -> Tensor | None:
+        """Returns what :func:`mask` does for a family of the table if values cannot be read."""
+        # An outermost or_mask lets tokens see later ones; an and_mask separates packed sequences.
+        other = self.given.get("use_vmap") or getattr(self.mask_function, "__name__", "") == "or_mask"
+        local = self.local_size is not None or self.attention_mask is not None
+        if other or self.is_chunked or (self.is_bidirectional and local):
+            return self.of_tokens()
+        end = self.kv_offset + self.kv_length
+        unlike = isinstance(self.q_offset, Tensor) or self.q_offset + self.q_length != end
+        if self.attention_mask is None and not (unlike and self.documents is not None):
+            return self.skippable().mask(self.dims)
+        if self.documents is not None or unlike or self.adds_to_masks:
+            return self.of_tokens()
+        assert self.attention_mask is not None  # or it is skippable, or there are documents
+        return AttentionPlan.of_present(self.attention_mask, self.kv_offset, self.kv_length).mask()
+
+    # What kernels skip ----------------------------------------------------------------------------------------------
+
+    def skippable(self) -> AttentionPlan:
+        """Returns a plan with which kernels can skip keys. Raises DenseMask for any other mask."""
+        traced, local, padding = self.is_traced, self.local_size, self.attention_mask
+        if self.given.get("use_vmap"):
+            if traced:
+                raise DenseMask(
+                    "is combined with a mask function of the model or the caller, into which torch.compile cannot look "
+                    "(pass no token_type_ids where there is text alone)"
+                )
+            local = _window_without_blocks(self.mask_function, self.config)
+        if self.is_bidirectional:
+            full = padding is None or (not traced and bool(padding.all()))
+            if local is None and self.documents is None and full:
+                return AttentionPlan()
+            raise DenseMask("is bidirectional, with a window or padding")
+        if local is not None and local == getattr(self.config, "attention_chunk_size", None):
+            raise DenseMask("is chunked")
+        device, queries, keys = self.given.get("device", "cpu"), self.q_length, self.kv_length
+        if not self.allow_is_causal_skip and queries > 1:
+            before, after = neighbours(self.mask_function, self.batch_size, queries, self.q_offset, device)
+            one_row = padding is None and queries == keys
+            if traced:
+                unlike = ((~before).sum() + after.sum()).to(torch.int32)
+                if one_row and self.documents is None:
+                    return AttentionPlan(begins=unlike[None, None])
+                if not one_row:
+                    torch._assert_async(unlike == 0, "attention_mask is not causal")
+            elif after.any() or not (one_row or before.all()):
+                raise DenseMask("is not causal: a block of tokens sees later ones, perhaps")
+            elif one_row:
+                return AttentionPlan.of_packed(before).separated(self.documents, keys)
+        if padding is not None:
+            present = padding[:, self.kv_offset : self.kv_offset + keys]
+            padding = torch.nn.functional.pad(present, (0, keys - present.shape[1]))
+        first = self.q_offset - self.kv_offset
+        plan = AttentionPlan.of_padding(padding, self.batch_size, queries, keys, first, device, traced)
+        if traced and self.documents is not None and not plan.hides_nothing:
+            raise DenseMask("has padding beside documents, and torch.compile cannot read it")
+        return plan.separated(self.documents, keys)
 
 
 def _refuse_unnamed(config: Any) -> None:
@@ -289,17 +266,7 @@ def _refuse_unnamed(config: Any) -> None:
         )
 
 
-def _hidden(layout: Tensor | None, config: Any) -> Tensor | None:
-    """Falcon adds ALiBi to masks with four dimensions, so its layouts have five."""
-    kind = kind_of(layout)
-    if layout is None or kind is None:
-        return None
-    if getattr(config, "model_type", None) == "falcon" and getattr(config, "alibi", False):
-        return marked(layout[None], kind, keeps_apart(layout))
-    return layout
-
-
-def _window_without_blocks(mask_function: Any, config: Any) -> int:
+def _window_without_blocks(mask_function: MaskFunction, config: Any) -> int:
     """Returns the window of Gemma 3's mask from `token_type_ids` without an image.
 
     Raises:
