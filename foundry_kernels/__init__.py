@@ -82,8 +82,8 @@ if TYPE_CHECKING:
     from foundry_kernels import losses as losses
     from foundry_kernels import models as models
     from foundry_kernels.compat.batch_invariant import batch_invariant as batch_invariant
-    from foundry_kernels.integrations.handle import unpatch as unpatch
-    from foundry_kernels.integrations.patch import patch as patch
+    from foundry_kernels.integrations.patching.handle import unpatch as unpatch
+    from foundry_kernels.integrations.patching.patch import patch as patch
 del TYPE_CHECKING
 
 #: What takes time to import and many programs do without (DTensor alone takes half a second).
@@ -91,10 +91,11 @@ _FOLDERS = ("compat", "diagnostics", "distributed", "integrations", "losses", "m
 __getattr__, __dir__ = _late.names(
     __name__,
     {folder: f"{__name__}.{folder}" for folder in _FOLDERS}
-    | {"batch_invariant": f"{__name__}.compat.batch_invariant", "patch": f"{__name__}.integrations.patch"}
-    | {"unpatch": f"{__name__}.integrations.handle"},
+    | {"batch_invariant": f"{__name__}.compat.batch_invariant", "patch": f"{__name__}.integrations.patching.patch"}
+    | {"unpatch": f"{__name__}.integrations.patching.handle"},
 )
-_late.provide({name: f"{__name__}.integrations.{name}" for name in ("by_name", "from_hf", "seq2seq")})
+_late.provide({name: f"{__name__}.integrations.convert.{name}" for name in ("from_hf", "seq2seq")})
+_late.provide({"by_name": f"{__name__}.integrations.attention.by_name"})
 _late.provide({"memory": f"{__name__}.models.memory", "sharding": f"{__name__}.distributed.sharding"})
 _registry.when_dtensor_is_used(lambda: _late.module_above("sharding"))
 _late.when_imported("transformers.modeling_utils", lambda: _late.module_above("by_name").register())

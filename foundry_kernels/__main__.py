@@ -69,13 +69,13 @@ def size(argv: list[str]) -> int:
 
 
 def patch_report(argv: list[str]) -> int:
-    from foundry_kernels.integrations.patch_report import main
+    from foundry_kernels.integrations.patching.patch_report import main
 
     return main(argv)
 
 
 def hub_layout(argv: list[str]) -> int:
-    from foundry_kernels.integrations.hub import main
+    from foundry_kernels.integrations.trainers.hub import main
 
     return main(argv)
 

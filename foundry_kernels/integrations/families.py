@@ -1,7 +1,7 @@
 """The families of language models in Hugging Face transformers, as data: their names, and how their RMSNorms round.
 
-What `patch` does with the classes of each is in `table.py`. How `from_hf` reads their configurations is in
-`hf_config_maps.py`.
+What `patch` does with the classes of each is in `adapters/table.py`. How `from_hf` reads their configurations is
+in `convert/hf_config_maps.py`.
 """
 
 from __future__ import annotations

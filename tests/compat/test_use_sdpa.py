@@ -179,7 +179,7 @@ def test_export_and_modules(served: list[str]) -> None:
 def test_a_model_of_transformers(served: list[str]) -> None:
     """Its "sdpa", padded and not, in training: the loss and all gradients."""
     pytest.importorskip("transformers")
-    from foundry_kernels.integrations.tiny import tiny_model
+    from foundry_kernels.integrations.adapters.tiny import tiny_model
 
     model = tiny_model("llama").train()
     model.set_attn_implementation("sdpa")

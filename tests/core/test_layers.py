@@ -30,6 +30,15 @@ MODELS = (
     ("sampling", "requests", "speculative", "generate", "generator"),
     ("transformer", "encoder_decoder", "memory"),
 )  # fmt: skip
+#: Those of the rooms of `integrations`, and of its files beside them.
+INTEGRATIONS = (
+    ("families", "modules", "release"),
+    ("attention", "convert"),
+    ("adapters",),
+    ("patching",),
+    ("trainers",),
+    ("trainer", "lightning", "torchtitan"),
+)
 
 
 def test_a_folder_imports_from_the_floors_below() -> None:
@@ -98,12 +107,15 @@ def test_losses_on_one_engine_do_not_import_each_other() -> None:
         assert not imports_of[folder] & losses - {folder}, folder
 
 
-def test_a_file_of_models_imports_from_its_floor_or_those_below() -> None:
-    floor = {f"foundry_kernels.models.{name}": number for number, names in enumerate(MODELS) for name in names}
+@pytest.mark.parametrize(("folder", "floors"), [("models", MODELS), ("integrations", INTEGRATIONS)])
+def test_a_file_imports_from_its_floor_or_those_below(folder: str, floors: tuple[tuple[str, ...], ...]) -> None:
+    """A room is a file, or a folder."""
+    floor = {room: number for number, rooms in enumerate(floors) for room in rooms}
     edges = graph()
-    assert {name for name in edges if name.startswith("foundry_kernels.models.")} == set(floor)
-    for name, others in edges.items():
-        above = [other for other in others & floor.keys() if name in floor and floor[other] > floor[name]]
+    room_of = {name: name.split(".")[2] for name in edges if name.startswith(f"foundry_kernels.{folder}.")}
+    assert set(room_of.values()) == floor.keys()
+    for name, room in room_of.items():
+        above = [other for other in edges[name] & room_of.keys() if floor[room_of[other]] > floor[room]]
         assert not above, f"{name} imports {', '.join(above)}"
 
 

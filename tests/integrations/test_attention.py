@@ -17,10 +17,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_chunked_causal_mask
 
 import foundry_kernels as fk
-import foundry_kernels.integrations.transformers as ours
-from foundry_kernels.integrations.masks import KEYS, LAYOUT, DenseMask, kind_of, marked, padding_layout
-from foundry_kernels.integrations.tiny import tiny_config, tiny_model
-from foundry_kernels.integrations.transformers import attention, attention_or_sdpa
+import foundry_kernels.integrations.attention.functions as ours
+from foundry_kernels.integrations.adapters.tiny import tiny_config, tiny_model
+from foundry_kernels.integrations.attention.documents import Documents
+from foundry_kernels.integrations.attention.functions import attention, attention_or_sdpa
+from foundry_kernels.integrations.attention.plan import AttentionPlan, DenseMask
 
 TRIANGLE = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, 12, 12)
 
@@ -51,8 +52,7 @@ def test_a_layout_allows_what_the_mask_allows(first: int) -> None:
     for row, (start, end) in enumerate(spans):
         padding[row, start:end] = True
     for traced in (False, True):
-        layout = padding_layout(padding, len(padding), queries, keys, first, "cpu", traced)
-        assert layout is not None
+        layout = AttentionPlan.of_padding(padding, len(padding), queries, keys, first, "cpu", traced).mask()
         assert torch.equal(seen(layout, len(padding), queries, keys), expected(padding, queries, first))
 
 
@@ -82,7 +82,7 @@ def test_padding_is_never_read() -> None:
     q, k, v = (torch.randn(2, 2, 6, 8, requires_grad=True) for _ in range(3))
     padding = torch.ones(2, 6, dtype=torch.bool)
     padding[0, :2] = padding[1, 4:] = False
-    layout = padding_layout(padding, 2, 6, 6, 0, "cpu", False)
+    layout = AttentionPlan.of_padding(padding, 2, 6, 6, 0, "cpu", False).mask()
     with torch.no_grad():
         for x in (q, k, v):
             x.masked_fill_(~padding[:, None, :, None], torch.nan)
@@ -241,15 +241,22 @@ def test_dropout_in_training_alone() -> None:
         assert torch.equal(run(0, attention_mask=mask)[mask.bool()], run(0, other, attention_mask=mask)[mask.bool()])
 
 
-def test_marks_of_a_mask_go_to_another_device_with_it() -> None:
+@pytest.mark.parametrize("dims", [4, 5])
+def test_the_plan_of_a_mask_goes_to_another_device_with_it(dims: int) -> None:
     """As accelerate moves what layers of a model on several devices get."""
-    mask = marked(torch.zeros(1, 1, 2, 3, dtype=torch.int32), LAYOUT, apart=True)
+    totals = torch.tensor([0, 2, 4], dtype=torch.int32)
+    documents = Documents(totals, totals, 1, 4, 4, "position_ids")
+    mask = AttentionPlan().separated(documents, 4).mask(dims)
+    assert mask.dim() == dims
+    assert vars(mask).keys() == {"_foundry_plan", "to"}
     assert mask.to("cpu") is mask
-    moved = mask.to("meta", non_blocking=True)
-    assert moved.device.type == "meta"
-    assert kind_of(moved) == LAYOUT
-    assert kind_of(moved.to("meta", torch.int64)) == LAYOUT
-    assert kind_of(mask + 0) is None
+    for moved in (mask.to("meta", non_blocking=True), mask.to("meta").to("meta", torch.int64)):
+        plan = AttentionPlan.of(moved)
+        assert moved.shape == mask.shape
+        assert plan.documents is documents
+        assert plan.totals is not None
+        assert plan.totals.device.type == "meta"
+    assert AttentionPlan.of(mask > 0).is_callers  # what a model derives from it
 
 
 # Dense masks, and what is refused -----------------------------------------------------------------------------------
@@ -290,7 +297,7 @@ def test_padding_between_tokens_is_a_mask_of_the_keys() -> None:
     mask[1, 5] = 0
     keys = causal_mask(model, attention_mask=mask)
     assert keys is not None
-    assert kind_of(keys) == KEYS
+    assert AttentionPlan.of(keys).keys is not None
     assert torch.equal(keys[:, 0, 0].float(), mask)
 
 
@@ -344,7 +351,8 @@ def test_a_large_mask_carries_its_tiles() -> None:
     given: dict[str, Any] = {"attention_mask": None, "past_key_values": None, "config": model.config}
     mask = create_chunked_causal_mask(inputs_embeds=torch.zeros(1, 200, 64), **given)
     assert isinstance(mask, Tensor)
-    tiles = mask._foundry_tiles  # type: ignore[attr-defined]
+    tiles = AttentionPlan.of(mask).tiles
+    assert tiles is not None
     assert torch.equal(tiles.dense(), mask)
     assert int((tiles.at(200, 200).tiles == 0).sum()) == 12  # of 4 x 4 all but the diagonal
     q, k, v = (torch.randn(1, 2, 200, 8) for _ in range(3))

@@ -9,17 +9,16 @@ import torch
 from patching import IDS, close
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.masks import padding_layout
-from foundry_kernels.integrations.tiny import tiny_model
-from foundry_kernels.integrations.transformers import attention
+from foundry_kernels.integrations.adapters.tiny import tiny_model
+from foundry_kernels.integrations.attention.functions import attention
+from foundry_kernels.integrations.attention.plan import AttentionPlan
 from foundry_kernels.ops.flash_attention.weights import attention_weights
 
 
 def test_attention_weights() -> None:
     """Each layer's, whatever its mask is; and their gradients."""
-    layout = padding_layout(
-        torch.ones(2, 6, dtype=torch.bool).index_fill(1, torch.arange(2), False), 2, 6, 6, 0, "cpu", False
-    )
+    padding = torch.ones(2, 6, dtype=torch.bool).index_fill(1, torch.arange(2), False)
+    layout = AttentionPlan.of_padding(padding, 2, 6, 6, 0, "cpu", False).mask()
     bias = torch.randn(2, 2, 6, 6, requires_grad=True)
     module = torch.nn.Module()
     for mask, options in (

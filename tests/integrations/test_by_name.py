@@ -68,7 +68,7 @@ def test_both_in_threads_at_once() -> None:
         names = (
             "transformers.modeling_utils",
             "transformers.masking_utils",
-            "foundry_kernels.integrations.transformers",
+            "foundry_kernels.integrations.attention.functions",
         )
         threads = [threading.Thread(target=load, args=(name,)) for name in names]
         [thread.start() for thread in threads]
@@ -85,7 +85,7 @@ def test_an_old_transformers_is_left_alone() -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
         print("foundry" in ALL_ATTENTION_FUNCTIONS)
         try:
-            import foundry_kernels.integrations.transformers
+            import foundry_kernels.integrations.attention.functions
         except ImportError as error:
             print(error)
     """

@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.table import LLAMA_LIKE
-from foundry_kernels.integrations.tiny import tiny_model
+from foundry_kernels.integrations.adapters.table import LLAMA_LIKE
+from foundry_kernels.integrations.adapters.tiny import tiny_model
 
 IDS = torch.randint(3, 128, (3, 12), generator=torch.Generator().manual_seed(0))
 LEFT = torch.ones_like(IDS)

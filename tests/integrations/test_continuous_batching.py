@@ -14,8 +14,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.table import GPT_LIKE
-from foundry_kernels.integrations.tiny import tiny_model
+from foundry_kernels.integrations.adapters.table import GPT_LIKE
+from foundry_kernels.integrations.adapters.tiny import tiny_model
 
 #: One is read in several pieces.
 PROMPTS = [torch.randint(3, 128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 3, 25)]

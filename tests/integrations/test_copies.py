@@ -22,9 +22,9 @@ from transformers import (
 )
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.patch import DENSE_MASKS
-from foundry_kernels.integrations.table import PATCHED
-from foundry_kernels.integrations.tiny import tiny_model
+from foundry_kernels.integrations.adapters.table import PATCHED
+from foundry_kernels.integrations.adapters.tiny import tiny_model
+from foundry_kernels.integrations.patching.patch import DENSE_MASKS
 
 every_family = pytest.mark.parametrize("family", PATCHED)
 
@@ -71,8 +71,8 @@ def test_loaded_where_nothing_was_patched_yet(monkeypatch: pytest.MonkeyPatch) -
     model = tiny_model("llama")
     fk.patch(model)
     expected, pickled = logits(model), pickle.dumps(model)
-    name = "foundry_kernels.integrations.transformers"
-    monkeypatch.setattr(fk.integrations, "transformers", sys.modules[name])  # to be restored
+    name = "foundry_kernels.integrations.attention.functions"
+    monkeypatch.setattr(fk.integrations.attention, "functions", sys.modules[name])  # to be restored
     monkeypatch.delitem(sys.modules, name)
     for interface in (AttentionInterface, AttentionMaskInterface):
         monkeypatch.delitem(interface._global_mapping, "foundry")

@@ -19,9 +19,9 @@ from transformers import (
 from transformers.masking_utils import blockwise_overlay, create_causal_mask, sliding_window_overlay
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.masks import DenseMask
-from foundry_kernels.integrations.tiny import tiny_config, tiny_model
-from foundry_kernels.integrations.transformers import attention_or_eager, attention_or_sdpa
+from foundry_kernels.integrations.adapters.tiny import tiny_config, tiny_model
+from foundry_kernels.integrations.attention.functions import attention_or_eager, attention_or_sdpa
+from foundry_kernels.integrations.attention.plan import DenseMask
 
 # A soft cap or sinks, which SDPA lacks -----------------------------------------------------------------------------
 

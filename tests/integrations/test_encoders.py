@@ -16,12 +16,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.bert import modeling_bert
 
 import foundry_kernels as fk
-from foundry_kernels.integrations import interface
-from foundry_kernels.integrations.causal_lm import LOSS_STAYS
-from foundry_kernels.integrations.encoders import ENCODERS
-from foundry_kernels.integrations.masks import DenseMask
-from foundry_kernels.integrations.table import TABLE
-from foundry_kernels.integrations.tiny_encoders import FAMILIES, tiny_batch, tiny_encoder
+from foundry_kernels.integrations.adapters import interface
+from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS
+from foundry_kernels.integrations.adapters.encoders import ENCODERS
+from foundry_kernels.integrations.adapters.table import TABLE
+from foundry_kernels.integrations.adapters.tiny_encoders import FAMILIES, tiny_batch, tiny_encoder
+from foundry_kernels.integrations.attention.plan import DenseMask
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.table import LLAMA_LIKE
-from foundry_kernels.integrations.tiny import tiny_model
+from foundry_kernels.integrations.adapters.table import LLAMA_LIKE
+from foundry_kernels.integrations.adapters.tiny import tiny_model
 from foundry_kernels.testing import MAX_FACTOR, RMS_FACTOR
 
 TOLERANCE = 1e-5  # of float32 results, relative to the largest value; of a gradient, in norm

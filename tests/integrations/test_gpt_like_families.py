@@ -12,8 +12,8 @@ from slow import rest_slow
 from torch import Tensor, nn
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.table import GPT_LIKE
-from foundry_kernels.integrations.tiny import tiny_model
+from foundry_kernels.integrations.adapters.table import GPT_LIKE
+from foundry_kernels.integrations.adapters.tiny import tiny_model
 from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_scale
 
 every_family = pytest.mark.parametrize("family", GPT_LIKE)

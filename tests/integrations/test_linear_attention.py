@@ -17,8 +17,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import foundry_kernels as fk
+from foundry_kernels.integrations.adapters.tiny import tiny_model
 from foundry_kernels.integrations.families import FAMILIES
-from foundry_kernels.integrations.tiny import tiny_model
 
 FAMILY = pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"])
 IDS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -213,7 +213,7 @@ def test_a_model_of_images_and_text() -> None:
     """Its language model is the same; documents of text are kept apart there too."""
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-    from foundry_kernels.integrations.tiny import tiny_config
+    from foundry_kernels.integrations.adapters.tiny import tiny_config
 
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
     config = Qwen3_5Config(text_config=tiny_config("qwen3_5").to_dict(), vision_config=vision)

@@ -11,8 +11,8 @@ from table import Allocations
 from torch import Tensor, nn
 
 import foundry_kernels as fk
-from foundry_kernels.integrations import log_probs
-from foundry_kernels.integrations.tiny import tiny_model
+from foundry_kernels.integrations.adapters import log_probs
+from foundry_kernels.integrations.adapters.tiny import tiny_model
 
 #: Families that differ in their heads or their bodies; the others are slow.
 TOLD = ("llama", "gemma2", "granite", "mixtral", "gpt2", "bloom")

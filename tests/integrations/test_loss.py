@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.causal_lm import NO_LOGITS
-from foundry_kernels.integrations.table import LLAMA_LIKE
-from foundry_kernels.integrations.tiny import tiny_model
+from foundry_kernels.integrations.adapters.causal_lm import NO_LOGITS
+from foundry_kernels.integrations.adapters.table import LLAMA_LIKE
+from foundry_kernels.integrations.adapters.tiny import tiny_model
 
 
 def train(model: Any, **given: Any) -> tuple[Any, Tensor]:

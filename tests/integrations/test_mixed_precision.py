@@ -16,10 +16,10 @@ from slow import rest_slow
 from torch import Tensor, nn
 
 import foundry_kernels as fk
+from foundry_kernels.integrations.adapters.tiny import tiny_config, tiny_model
+from foundry_kernels.integrations.adapters.tiny_encoders import FAMILIES as ENCODERS
+from foundry_kernels.integrations.adapters.tiny_encoders import tiny_batch, tiny_encoder
 from foundry_kernels.integrations.families import FAMILIES
-from foundry_kernels.integrations.tiny import tiny_config, tiny_model
-from foundry_kernels.integrations.tiny_encoders import FAMILIES as ENCODERS
-from foundry_kernels.integrations.tiny_encoders import tiny_batch, tiny_encoder
 
 LEFT = torch.ones_like(IDS)
 LEFT[0, :4] = 0

@@ -15,10 +15,11 @@ from tiny_hf import SIZES, randomise
 from torch import nn
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.mixing import mixers
-from foundry_kernels.integrations.packing import OTHER_NAMES
-from foundry_kernels.integrations.tiny import tiny_config, tiny_model
-from foundry_kernels.integrations.tiny_encoders import tiny_encoder
+from foundry_kernels.integrations.adapters.base import PATCHABLE
+from foundry_kernels.integrations.adapters.tiny import tiny_config, tiny_model
+from foundry_kernels.integrations.adapters.tiny_encoders import tiny_encoder
+from foundry_kernels.integrations.attention.documents import OTHER_NAMES
+from foundry_kernels.integrations.patching.mixing import mixers
 
 WAYS = OTHERS | {"positions": BY_POSITIONS["positions, mask"]}
 
@@ -210,7 +211,7 @@ def test_the_report_tells_which_losses_and_rotations_stay() -> None:
     vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}
     config = transformers.Qwen2VLConfig(text_config=sizes, vision_config=vision)
     model = transformers.Qwen2VLForConditionalGeneration(config)
-    rest = [op for op in fk.integrations.adapters.PATCHABLE if op != "rope"]
+    rest = [op for op in PATCHABLE if op != "rope"]
     with fk.patch(model) as handle:
         found = {e.module_class: e for e in (*handle.report().replaced, *handle.report().left)}
         for name in ("Qwen2VLAttention", "VisionAttention"):

@@ -16,9 +16,9 @@ from patching import close
 from transformers import StaticCache
 
 import foundry_kernels as fk
-from foundry_kernels.integrations import calls
-from foundry_kernels.integrations.packing import restarts, text_positions
-from foundry_kernels.integrations.tiny import tiny_model
+from foundry_kernels.integrations.adapters.tiny import tiny_model
+from foundry_kernels.integrations.attention import call as calls
+from foundry_kernels.integrations.attention.positions import restarts, text_positions
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import foundry_kernels as fk
-from foundry_kernels.integrations import swap
-from foundry_kernels.integrations.adapters import PATCHABLE
-from foundry_kernels.integrations.tiny import tiny_model
+from foundry_kernels.integrations.adapters.base import PATCHABLE
+from foundry_kernels.integrations.adapters.tiny import tiny_model
+from foundry_kernels.integrations.patching import swap
 
 # Bad input ---------------------------------------------------------------------------------------------------------
 
@@ -421,7 +421,7 @@ def test_transformers_is_not_imported_unless_it_is_needed() -> None:
 
 def test_patch_report(capsys: pytest.CaptureFixture[str]) -> None:
     from foundry_kernels.__main__ import main
-    from foundry_kernels.integrations.table import LLAMA_LIKE
+    from foundry_kernels.integrations.adapters.table import LLAMA_LIKE
 
     assert main(["patch-report"]) == 0
     lines = capsys.readouterr().out.splitlines()

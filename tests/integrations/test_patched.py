@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import foundry_kernels as fk
 from foundry_kernels.integrations import unpatch
-from foundry_kernels.integrations.tiny import tiny_config, tiny_model
+from foundry_kernels.integrations.adapters.tiny import tiny_config, tiny_model
 
 # What stays --------------------------------------------------------------------------------------------------------
 

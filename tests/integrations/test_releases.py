@@ -16,11 +16,11 @@ from patching import BUILDABLE, IDS, close, logits
 from torch import Tensor, nn
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.adapters import ATTENTION_ARGUMENTS
+from foundry_kernels.integrations.adapters.base import ATTENTION_ARGUMENTS
+from foundry_kernels.integrations.adapters.table import PATCHED, TABLE
+from foundry_kernels.integrations.adapters.tiny import tiny_model
+from foundry_kernels.integrations.attention.functions import OF_OTHERS
 from foundry_kernels.integrations.release import OLDEST, check_release
-from foundry_kernels.integrations.table import PATCHED, TABLE
-from foundry_kernels.integrations.tiny import tiny_model
-from foundry_kernels.integrations.transformers import OF_OTHERS
 
 OPS = ("rms_norm", "layer_norm", "swiglu", "geglu", "bias_gelu", "rope", "qk_norm_rope", "flash_attention",
        "grouped_mm", "linear_cross_entropy", "cross_entropy")  # fmt: skip

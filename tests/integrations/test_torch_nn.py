@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import foundry_kernels as fk
-from foundry_kernels.integrations import swap, torch_nn, unpatch
+from foundry_kernels.integrations import unpatch
+from foundry_kernels.integrations.adapters import torch_nn
+from foundry_kernels.integrations.patching import swap
 
 BACKENDS = ("reference", *(("native",) if "native" in fk.OPS["flash_attention"].backends("cpu") else ()))
 

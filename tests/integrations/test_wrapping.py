@@ -9,9 +9,9 @@ from patching import BUILDABLE
 from torch import nn
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.tiny import tiny_model
-from foundry_kernels.integrations.tiny_encoders import FAMILIES as ENCODERS
-from foundry_kernels.integrations.tiny_encoders import tiny_encoder
+from foundry_kernels.integrations.adapters.tiny import tiny_model
+from foundry_kernels.integrations.adapters.tiny_encoders import FAMILIES as ENCODERS
+from foundry_kernels.integrations.adapters.tiny_encoders import tiny_encoder
 
 
 def wrapped(model: nn.Module) -> dict[str, list[str]]:

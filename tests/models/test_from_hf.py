@@ -9,9 +9,9 @@ import torch
 from tiny_hf import SIZES, draw, gradients_are_equal, near, randomise
 from torch import nn
 
-from foundry_kernels.integrations.from_hf import READINGS
-from foundry_kernels.integrations.hf_encoder_config_maps import ENCODERS
-from foundry_kernels.integrations.reading import SILENT, Asked
+from foundry_kernels.integrations.convert.from_hf import READINGS
+from foundry_kernels.integrations.convert.hf_encoder_config_maps import ENCODERS
+from foundry_kernels.integrations.convert.reading import SILENT, Asked
 from foundry_kernels.models import Transformer
 
 transformers = pytest.importorskip("transformers")

@@ -9,8 +9,8 @@ import torch
 from tiny_hf import SIZES, draw, gradients_are_equal, near, randomise
 from torch import Tensor
 
-from foundry_kernels.integrations.hf_encoder_config_maps import ENCODERS, SEQ2SEQ
-from foundry_kernels.integrations.reading import SILENT, Asked
+from foundry_kernels.integrations.convert.hf_encoder_config_maps import ENCODERS, SEQ2SEQ
+from foundry_kernels.integrations.convert.reading import SILENT, Asked
 from foundry_kernels.models import EncoderDecoder, Transformer
 
 transformers = pytest.importorskip("transformers")

@@ -95,7 +95,7 @@ def test_training_loss_and_gradients_are_mixtrals():
 
 def patched(**options: Any) -> tuple[nn.Module, Any]:
     pytest.importorskip("transformers")
-    from foundry_kernels.integrations.tiny import tiny_model
+    from foundry_kernels.integrations.adapters.tiny import tiny_model
 
     model = tiny_model("mixtral")
     return model, fk.patch(model, **options)
@@ -103,7 +103,7 @@ def patched(**options: Any) -> tuple[nn.Module, Any]:
 
 def test_patched_experts_run_grouped_where_that_is_asked_for(monkeypatch):
     calls = []
-    from foundry_kernels.integrations import experts
+    from foundry_kernels.integrations.adapters import experts
 
     monkeypatch.setattr(
         experts, "run_experts", lambda *args, **kw: calls.append(1) or fk.nn.moe.run_experts(*args, **kw)

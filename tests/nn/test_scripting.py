@@ -174,7 +174,7 @@ class Logits(nn.Module):
 @pytest.mark.parametrize("family", rest_slow(["llama", "gpt2", "mixtral"]))
 def test_a_patched_model_of_transformers(family: str) -> None:
     pytest.importorskip("transformers")
-    from foundry_kernels.integrations.tiny import tiny_model
+    from foundry_kernels.integrations.adapters.tiny import tiny_model
 
     torch.compiler.reset()
     model = Logits(tiny_model(family).eval())

@@ -244,7 +244,7 @@ REFUSED: dict[Any, list[Row]] = {
         *(
             ({"x": zeros(1, 5, 6), "cu_seqlens": longs(*ends)}, ValueError, message)
             for ends, message in (
-                ((0, 2, 4), r"cu_seqlens must start at 0, .* end at T, 5; got \[0, 2, 4"),
+                ((0, 2, 4), r"cu_seqlens must start at 0, .* end at T = 5; got \[0, 2, 4"),
                 ((0, 7, 5), r"never decrease .* got \[0, 7, 5\]"),
                 ((), r"cu_seqlens must be \[N \+ 1\], starting with 0"),
             )

@@ -477,7 +477,7 @@ def test_a_model_has_no_fields_but_its_own() -> None:
 
 def test_hooks_of_a_layer_are_all_known() -> None:
     """A layer whose hooks nobody looks at would not be called in decoding."""
-    from foundry_kernels.integrations.adapters import names_of
+    from foundry_kernels.integrations.adapters.base import names_of
 
     plain = vars(torch.nn.Linear(4, 4, bias=False))
     own = {name for name in names_of(torch.nn.Module._call_impl.__code__) if isinstance(plain.get(name), dict)}

@@ -10,8 +10,8 @@ from tiny_hf import randomise
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
+from foundry_kernels.integrations.adapters.table import PATCHED
 from foundry_kernels.integrations.families import text_type
-from foundry_kernels.integrations.table import PATCHED
 
 #: The families without their own row, in this release of transformers.
 WITHOUT_A_ROW = sorted(set(NAMES) - set(PATCHED) - set(map(text_type, PATCHED)))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
+from foundry_kernels.integrations.adapters.table import PATCHED
 from foundry_kernels.integrations.families import text_type
-from foundry_kernels.integrations.table import PATCHED
 
 
 def _can_be_built(family: str) -> bool:

@@ -51,7 +51,7 @@ def entropies(weights: Tensor) -> list[float]:
 def test_a_model_of_transformers_patched_or_not(family: str) -> None:
     """A batch with padding: of eager attention, SDPA and the kernels the same; entropies are those of the weights."""
     pytest.importorskip("transformers")
-    from foundry_kernels.integrations.tiny import tiny_model
+    from foundry_kernels.integrations.adapters.tiny import tiny_model
 
     model: Any = tiny_model(family)
     tokens = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(0))

@@ -231,7 +231,7 @@ def test_what_is_not_finite_is_kept_as_such() -> None:
 
 def hugging_face() -> Any:
     pytest.importorskip("transformers")
-    from foundry_kernels.integrations.tiny import tiny_model
+    from foundry_kernels.integrations.adapters.tiny import tiny_model
 
     return tiny_model("llama")
 

@@ -21,7 +21,7 @@ TRAIN = """
 import json, sys
 import torch, deepspeed
 import foundry_kernels as fk
-from foundry_kernels.integrations.tiny import tiny_model
+from foundry_kernels.integrations.adapters.tiny import tiny_model
 
 ids = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(0))
 stage, families = int(sys.argv[1]), sys.argv[2:]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.tiny import tiny_model
+from foundry_kernels.integrations.adapters.tiny import tiny_model
 
 peft = pytest.importorskip("peft")
 

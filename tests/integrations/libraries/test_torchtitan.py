@@ -73,7 +73,7 @@ def test_chosen_operations_and_backend() -> None:
 
 def test_a_window_and_what_is_made_of_the_lse() -> None:
     """Against softmax on a dense mask; the transform of the output gets its log-sum-exp, ``[B, T, H]``."""
-    from foundry_kernels.integrations.torchtitan import FoundryAttention
+    from foundry_kernels.integrations.trainers.torchtitan import FoundryAttention
 
     attention = FoundryAttention.Config(window_size=(3, 0)).build()
     q, k, v = torch.randn(3, 2, 32, 4, 16).unbind()

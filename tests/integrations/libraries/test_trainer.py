@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.swap import is_patched
-from foundry_kernels.integrations.tiny import tiny_config, tiny_model
+from foundry_kernels.integrations.adapters.tiny import tiny_config, tiny_model
+from foundry_kernels.integrations.patching.swap import is_patched
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
@@ -168,7 +168,9 @@ def test_a_patch_of_the_users_own(tmp_path: Path) -> None:
 
 def test_a_training_does_not_fail_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(tmp_path, PatchCallback(log=None))
-    monkeypatch.setattr("foundry_kernels.integrations.swap.why_not_revertible", lambda module: "has a derived class")
+    monkeypatch.setattr(
+        "foundry_kernels.integrations.patching.swap.why_not_revertible", lambda module: "has a derived class"
+    )
     with pytest.warns(UserWarning, match="the model stays patched: cannot undo: .* has a derived class"):
         trainer.train()
     assert (tmp_path / "checkpoint-3").exists()

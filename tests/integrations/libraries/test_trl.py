@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foundry_kernels.integrations.swap import is_patched
-from foundry_kernels.integrations.tiny import tiny_model
+from foundry_kernels.integrations.adapters.tiny import tiny_model
+from foundry_kernels.integrations.patching.swap import is_patched
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")

@@ -15,7 +15,7 @@ from processes.training import train
 
 
 def make_llama() -> Any:
-    from foundry_kernels.integrations.tiny import tiny_model
+    from foundry_kernels.integrations.adapters.tiny import tiny_model
 
     return tiny_model("llama")
 
@@ -106,7 +106,7 @@ def own_plan(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     heads are sharded by parallel styles, and of one process: whether there are logits, the collectives, the loss and
     every gradient."""
     import foundry_kernels as fk
-    from foundry_kernels.integrations.tiny import tiny_model
+    from foundry_kernels.integrations.adapters.tiny import tiny_model
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,), mesh_dim_names=("tp",))
     tokens = torch.arange(3, 15).view(2, 6)

@@ -1,0 +1,1 @@
+"""Classes of modules of other packages, and how each runs on the operations of this package."""

@@ -1,0 +1,111 @@
+"""Adapters of the experts of transformers' mixtures: see `base.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from foundry_kernels.core.registry import is_dtensor
+from foundry_kernels.integrations.adapters.base import Gated, State, gated, nothing, split_names
+from foundry_kernels.nn.moe import dispatch, run_experts
+
+
+@dataclass(frozen=True)
+class Experts(Gated):
+    """The experts of a mixture: their matmuls, the gated activation between them and the weighted sum of a token's
+    choices.
+
+    Where grouped_mm is not asked for, the activation alone is replaced, which `_apply_gate` is.
+
+    passes: what the gated activation gets besides, of a module.
+    """
+
+    passes: Callable[[Any], dict[str, Any]] = nothing
+
+    names = split_names(
+        "torch zeros_like no_grad nn functional one_hot num_experts permute greater sum nonzero where linear "
+        "gate_up_proj chunk act_fn down_proj index_add_ to dtype"
+    )
+    #: Called by position; GPT-OSS has other names for the last two.
+    arguments = split_names("self hidden_states top_k_index top_k_weights router_indices routing_weights")
+
+    def ops(self, module: nn.Module) -> tuple[str, ...]:
+        return ("grouped_mm", *super().ops(module))
+
+    def why_not(self, module: nn.Module) -> str | None:
+        chosen = _implementation(module)
+        if chosen == "eager":
+            return (
+                "experts_implementation='eager' has its activation inside a loop; 'grouped_mm' and 'batched_mm' do not"
+            )
+        if chosen not in SERVED:
+            return f"experts_implementation={chosen!r} explicitly chooses other kernels"
+        if not all(hasattr(module, name) for name in LAYOUT):
+            return f"it has no {', '.join(LAYOUT)}: another version of it than this package knows"
+        return super().why_not(module)
+
+    def members(self, original: type) -> dict[str, Any]:
+        return {"forward": _experts_forward, "_apply_gate": _apply_gate}
+
+
+@dataclass(frozen=True)
+class ClampedExperts(Experts):
+    """Experts that have no activation module: `passes` says which form of `swiglu` their `_apply_gate` is."""
+
+    names = split_names(
+        "torch zeros_like dtype device no_grad nn functional one_hot num_experts permute greater sum nonzero where "
+        "gate_up_proj gate_up_proj_bias _apply_gate down_proj down_proj_bias index_add_ to"
+    )
+    gate: ClassVar[frozenset[str]] = split_names("clamp limit torch sigmoid alpha")
+
+    def activation(self, module: nn.Module) -> tuple[str, str] | None:
+        return "swiglu", ""
+
+    def why_changed(self, original: Any) -> str | None:
+        unknown = sorted(set(original._apply_gate.__code__.co_names) - self.gate)
+        if unknown:
+            return f"its _apply_gate uses {', '.join(unknown)}: another version of it than this package knows"
+        return super().why_changed(original)
+
+
+#: Of transformers' implementations of experts, those that mean no more than what is fastest with PyTorch alone.
+SERVED = (None, "grouped_mm", "batched_mm")
+#: What says how weights are laid out.
+LAYOUT = ("is_transposed", "has_bias", "_is_expert_parallel")
+
+
+def _implementation(module: Any) -> str | None:
+    found: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return found
+
+
+def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    backends, gate_up, down = self._foundry.backends, self.gate_up_proj, self.down_proj
+    if "grouped_mm" not in backends or _implementation(self) not in SERVED or is_dtensor(gate_up):
+        original = self._foundry_original.forward
+        result: Tensor = original(self, hidden_states, top_k_index, top_k_weights)
+        return result
+    if not self.is_transposed:
+        gate_up, down = gate_up.mT, down.mT
+    return run_experts(
+        hidden_states,
+        top_k_weights,
+        dispatch(top_k_index, self.num_experts, partial=self._is_expert_parallel),
+        gate_up,
+        down,
+        self._apply_gate,
+        backends,
+        gate_up_bias=self.gate_up_proj_bias if self.has_bias else None,
+        down_bias=self.down_proj_bias if self.has_bias else None,
+    )
+
+
+def _apply_gate(self: Any, gate_up: Tensor) -> Tensor:
+    state: State = self._foundry
+    if not state.backends.keys() & {"swiglu", "geglu"}:
+        result: Tensor = self._foundry_original._apply_gate(self, gate_up)
+        return result
+    return gated(state, gate_up, None, **self._foundry_row.passes(self))

@@ -1,0 +1,86 @@
+"""Attention of any model of transformers whose classes ask transformers for the attention function that their config
+names: it needs no row in the table. Their forward stays; projections, rotations and caches are the model's own.
+
+Such a model gets the masks that "sdpa" would give it (`mask_functions.py`), and what its attention function is given
+besides is what SDPA takes or ignores. So a family that runs on SDPA runs here; a family that transformers lets have no
+SDPA is left, because its eager attention may do something that no argument tells.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from foundry_kernels.integrations.adapters.base import Attention, names_of
+
+#: What an attention's forward uses that asks for its function.
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+
+
+@dataclass(frozen=True)
+class InterfaceAttention(Attention):
+    """A class whose forward calls the attention function of its config, and has no row of its own."""
+
+    arguments = frozenset()  # its own forward stays
+
+    def known(self) -> frozenset[str]:
+        return frozenset()
+
+    def why_not(self, module: nn.Module) -> str | None:
+        if not hasattr(vars(module).get("config"), "_attn_implementation"):
+            return "it has no config of its own that names its attention"
+        if not self.may_be_sdpa(module):
+            return "its family does not run on SDPA, so that its eager attention may do what no argument tells"
+        if _knows_two_names(sys.modules[self.home(module)]):
+            return "its family does something else for an attention that is called neither 'sdpa' nor 'eager'"
+        return super().why_not(module)
+
+    def ops(self, module: nn.Module) -> tuple[str, ...]:
+        return ("flash_attention",)
+
+    def rotation(self, module: nn.Module) -> str | None:
+        """Returns the report's text on the rotation of queries and keys, which stays; None where there is none."""
+        cls: Any = type(module)
+        rotates = any("rotary" in name or re.match("apply_.*rope", name) for name in _names(cls))
+        return "its rotation stays: no adapter for this class" if rotates else None
+
+    def members(self, original: type) -> dict[str, Any]:
+        return {}
+
+
+@functools.cache
+def _knows_two_names(home: ModuleType) -> bool:
+    """Returns whether the code of a family compares the name of its attention with "sdpa" and "eager" at once: what any
+    other attention gets is then for kernels of its own. Where "sdpa" alone is named, any other gets what eager does."""
+    lists = re.findall(r"_attn_implementation\s+(?:not\s+)?in\s*[(\[{]([^)\]}]*)", source_of(home))
+    return any("sdpa" in names and "eager" in names for names in lists)
+
+
+def source_of(home: ModuleType) -> str:
+    """Returns the source of a module of Python; empty where there is none."""
+    try:
+        return inspect.getsource(home)
+    except (OSError, TypeError):
+        return ""
+
+
+ANY = InterfaceAttention()
+
+
+@functools.cache
+def _names(cls: type) -> frozenset[str]:
+    """Returns the names that the forward of a class uses."""
+    code = getattr(inspect.unwrap(getattr(cls, "forward", _names)), "__code__", None)
+    return frozenset() if code is None else frozenset(names_of(code))
+
+
+def interface_adapter(cls: type) -> InterfaceAttention | None:
+    """Returns the adapter of a class of modules that has no row, or None where it asks for no attention function."""
+    return ANY if INTERFACE in _names(cls) else None

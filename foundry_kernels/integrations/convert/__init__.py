@@ -1,0 +1,1 @@
+"""`from_hf`: configurations and weights of transformers, read into models of this package."""

@@ -1,0 +1,1 @@
+"""`patch`: what it replaces in a model, its report, its handle."""

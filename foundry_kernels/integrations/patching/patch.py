@@ -1,0 +1,292 @@
+"""`patch`: makes an existing model run on the operations here, and undoes it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from foundry_kernels.core.registry import short_dtype
+from foundry_kernels.integrations.adapters.base import PATCHABLE, Adapter, Attention, Gated, Norm, State
+from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES, NO_LOGITS, CausalLM
+from foundry_kernels.integrations.adapters.interface import InterfaceAttention
+from foundry_kernels.integrations.adapters.linear_attention import DeltaNet
+from foundry_kernels.integrations.adapters.packed_model import PackedModel
+from foundry_kernels.integrations.adapters.table import NO_ROW, adapter_for
+from foundry_kernels.integrations.modules import holders_of, is_model, models_around
+from foundry_kernels.integrations.patching import swap
+from foundry_kernels.integrations.patching.configs import Configs
+from foundry_kernels.integrations.patching.handle import Arguments, PatchHandle, handle_of, keep
+from foundry_kernels.integrations.patching.mixing import gets_masks, lines, mixers, names_in
+from foundry_kernels.integrations.patching.report import Entry, Report
+from foundry_kernels.integrations.release import check_release_of
+from foundry_kernels.nn import Attention as OurAttention
+from foundry_kernels.nn import Experts as OurExperts
+from foundry_kernels.nn import LayerNorm, MultiheadAttention, RMSNorm, RotaryEmbedding, SwiGLU
+from foundry_kernels.nn._backend import Backend, plan, serving, without_extension
+
+OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, MultiheadAttention, OurExperts, OurAttention)
+
+
+def _is_our_model(module: nn.Module) -> bool:
+    """Whether it is a Transformer, without importing that class: a model of it implies that it is imported."""
+    models = sys.modules.get("foundry_kernels.models.transformer")
+    return models is not None and isinstance(module, models.Transformer)
+
+
+#: What `dense_masks` may be, and the attention of transformers that it means where a model may have SDPA, and else.
+DENSE_MASKS = {
+    "kernels": ("foundry", "foundry"),
+    "refuse": ("foundry_or_error", "foundry_or_error"),
+    "sdpa": ("foundry_or_sdpa", "foundry_or_eager"),
+}
+
+
+def patch(
+    model: nn.Module,
+    *,
+    backend: Backend = "auto",
+    ops: Iterable[str] | None = None,
+    dense_masks: str = "kernels",
+    return_logits: bool = False,
+) -> PatchHandle:
+    """Replaces the supported norms, gated activations, rotations, attention, linear attention and loss of `model` in
+    place.
+
+    Supported are the families of `foundry_kernels.integrations.adapters.table.PATCHED` in Hugging Face transformers,
+    ``torch.nn.MultiheadAttention`` and torch.nn's transformer around it, ``torch.nn.RMSNorm`` and
+    ``torch.nn.LayerNorm`` in any model, and this package's own modules, whose backend is set. Every module stays the
+    same object with its parameters, buffers, names and hooks, and its class keeps its name; the state dict, optimizers
+    and wrappers (PEFT, FSDP) are not affected. A patched model can be deep-copied and pickled. transformers itself is
+    not changed: other models in the process are not affected. Packed documents do not see each other in a patched model
+    of transformers, or the call raises ValueError; `report` names layers that mix them. A LayerNorm's result has its
+    input's dtype, where PyTorch's is float32 under autocast on a GPU.
+
+    Attention goes through the model's config: it is set to "foundry" there (see
+    :mod:`foundry_kernels.integrations.attention.functions`). Because models may share a config object, the model gets a
+    copy of its own, which stays after `undo` with the attention that it had. A config with an explicit
+    ``attn_implementation="eager"`` keeps it, which the report says, unless `ops` names flash_attention. (Gemma 2 and
+    GPT-OSS have no other default than "eager", so that an explicit one cannot be told from it and is replaced.)
+
+    Args:
+        model: any module; those inside of it are found wherever they are. Of a model of transformers, the whole: masks
+            are made at its top, and a layer that is patched by itself refuses the dense ones that it then gets.
+        backend: a backend's name, or a mapping of operations to names (as for `foundry_kernels.nn`).
+        ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope, flash_attention, cross_entropy,
+            linear_cross_entropy, layer_norm, grouped_mm, bias_gelu and gated_delta_rule; None for all but an attention
+            that is "eager" by choice. qk_norm_rope is the norm of queries and keys and the rotation in one; without it
+            the two are done one after the other. linear_cross_entropy is the loss of a call with labels in training
+            mode, cross_entropy that of any other. gated_delta_rule is linear attention with its convolution.
+        dense_masks: what happens where a mask is dense, as one that is not causal, a window or padding is: "kernels"
+            has the kernels read it, "refuse" raises ValueError with the reason in the forward pass, "sdpa" runs that
+            call on torch's scaled_dot_product_attention, or on the model's own eager attention where there is a soft
+            cap or sinks, which SDPA lacks.
+        return_logits: whether a call of transformers' language model with labels also returns the logits in training
+            mode, where only its loss needs them. They are the largest tensor of a training step. By default they are
+            None there, and never exist as a whole (:func:`foundry_kernels.linear_cross_entropy`); without labels or in
+            eval mode they are returned as usual. A loss over no labels at all is 0, not NaN.
+
+    Returns:
+        A handle: `report()` tells what was replaced, what was left and why; `undo()` undoes it, as
+        :func:`foundry_kernels.unpatch` does without it. A model that is patched already by the same arguments stays as
+        it is, modules that it got since included, and its handle is returned.
+
+    Raises:
+        TypeError: `model` is no module, `ops` is a string or no iterable of strings.
+        ValueError: an unknown name in `ops`, `backend` or `dense_masks`; the model is patched already, by other
+            arguments, which the message names, or in part.
+        ImportError: transformers is older than 5.4.
+        BackendUnavailable: a mapping names a backend of which the operation has no kernel.
+
+    A model without supported modules is not an error; the report says so. After an error the model is unchanged.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    asked = _wanted(ops)
+    wanted = tuple(op for op in asked if op != "linear_cross_entropy" or not return_logits)
+    if dense_masks not in DENSE_MASKS:
+        raise ValueError(f"dense_masks must be one of {', '.join(DENSE_MASKS)}; got {dense_masks!r}")
+    check_release_of(model)
+    arguments = Arguments(
+        dict(backend) if isinstance(backend, Mapping) else backend,
+        None if ops is None else tuple(op for op in PATCHABLE if op in asked),
+        dense_masks,
+        return_logits,
+    )
+    if (handle := handle_of(model, arguments)) is not None:
+        return handle
+    taken = [name for name, module in model.named_modules() if swap.is_patched(module)]
+    if taken:
+        raise ValueError(f"model is patched already ({taken[0] or 'itself'} is); undo that first")
+    fused = _fused_norms(model, wanted)
+    found = [(module, *_find(name, module, wanted, fused, ops is not None)) for name, module in model.named_modules()]
+    entries = _without_containers([entry for _, _, entry in found if entry is not None])
+    changes = [(module, adapter, entry) for module, adapter, entry in found if entry is not None and entry.ops]
+    used = {op for _, _, entry in changes for op in entry.ops}
+    backends = plan(backend, _with_companions([op for op in PATCHABLE if op in used]))
+    states = [_state(module, adapter, entry, backends) for module, adapter, entry in changes]
+    for state in states:
+        state.dense_masks = dense_masks
+    attending = [
+        (module, adapter, state)
+        for (module, adapter, entry), state in zip(changes, states, strict=True)
+        if isinstance(adapter, Attention) and "flash_attention" in entry.ops
+    ]
+    dense = {adapter.runs_dense_masks(module) for module, adapter, _ in attending} if dense_masks == "sdpa" else ()
+    linear = [module for module, adapter, _ in changes if isinstance(adapter, DeltaNet)]
+    # Without attention only linear attention reads documents.
+    attends = "flash_attention" in wanted
+    around = [m for m in model.modules() if is_model(m)] if attends else models_around(model, linear)
+    found_mixing, untold = mixers(model, {module for module, _, _ in attending}, set(linear)) if attends else ([], [])
+    known = {module for module, _, _ in changes}
+    for module in around:
+        if module not in known and "forward" not in vars(module):
+            changes.append((module, PACKED, Entry("", "")))
+            states.append(State({}))
+    holders = holders_of(linear, around)
+    for (module, adapter, _), state in zip(changes, states, strict=True):
+        if isinstance(adapter, (CausalLM, PackedModel)):
+            state.mixing, state.hands_on = names_in(module, found_mixing), module in holders
+            state.masked = names_in(module, [m for m in found_mixing if gets_masks(m)])
+    mixing = lines(found_mixing, untold)
+    report = _report(model, entries, backends, " and ".join(sorted(dense)), mixing)
+    done: list[nn.Module] = []
+    configs = Configs(model)
+    try:
+        if attending:
+            configs.switch(attending, DENSE_MASKS[dense_masks])
+        for (module, adapter, _), state in zip(changes, states, strict=True):
+            swap.apply(module, adapter, state)
+            done.append(module)
+    except BaseException:
+        for module in done:
+            swap.revert(module)
+        configs.restore()
+        raise
+    return keep(model, done, report, arguments)
+
+
+PACKED = PackedModel()
+
+
+def _wanted(ops: Iterable[str] | None) -> tuple[str, ...]:
+    if ops is None:
+        return PATCHABLE
+    if isinstance(ops, str) or not isinstance(ops, Iterable):
+        raise TypeError(f"ops must be a list of names or None; got {ops!r}")
+    wanted = tuple(ops)
+    for op in wanted:
+        if op not in PATCHABLE:
+            raise ValueError(f"ops names an unknown operation {op!r}; there are {', '.join(PATCHABLE)}")
+    return wanted
+
+
+#: Operations that go with another one and are not named by themselves.
+COMPANIONS = {
+    "rms_norm": ("add_rms_norm",),
+    "layer_norm": ("add_layer_norm",),
+    "flash_attention": ("flash_attention_varlen",),
+    "qk_norm_rope": ("rope",),
+    "grouped_mm": ("combine_experts",),
+    "gated_delta_rule": ("gated_delta_rule_step", "short_conv1d"),
+}
+
+
+def _with_companions(ops: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name for op in ops for name in (op, *COMPANIONS.get(op, ()))))
+
+
+def _fused_norms(model: nn.Module, wanted: tuple[str, ...]) -> set[nn.Module]:
+    """Returns the norms of queries and keys that are done together with the rotation."""
+    if "qk_norm_rope" not in wanted:
+        return set()
+    norms: set[nn.Module] = set()
+    for module in model.modules():
+        adapter: Any = adapter_for(module)
+        if isinstance(adapter, Attention) and "qk_norm_rope" in adapter.ops(module):
+            norms |= {child for name, child in module.named_children() if name in ("q_norm", "k_norm")}
+    return norms
+
+
+def _find(
+    name: str, module: nn.Module, wanted: tuple[str, ...], fused: set[nn.Module], asked: bool
+) -> tuple[Adapter | None, Entry | None]:
+    """Returns the adapter of `module`, None for one of ours; and the line of the report, None where there is none.
+
+    asked: whether the caller named the operations.
+    """
+    cls = type(module).__name__
+    ours: Any = module if isinstance(module, OURS) or _is_our_model(module) else None
+    found = None if ours is not None else adapter_for(module)
+    if isinstance(found, str):
+        stays = found != LOSS_STAYS or any(op in wanted for op in LOSSES)
+        return None, Entry(name, cls, reason=found) if stays else None
+    if ours is not None:
+        ops: tuple[str, ...] = tuple(op for op in ours.backends if op in PATCHABLE)
+    elif found is None:
+        return None, None
+    else:
+        ops = ("qk_norm_rope",) if module in fused else found.ops(module)
+    chosen = tuple(op for op in ops if op in wanted)
+    if isinstance(found, Attention) and "qk_norm_rope" in ops and "qk_norm_rope" not in wanted and "rope" in wanted:
+        chosen = ("rope", *chosen)
+    if isinstance(found, Attention) and not asked and (reason := found.why_not_attend(module)):
+        rest = () if found.whole else tuple(op for op in chosen if op != "flash_attention")
+        return found, Entry(name, cls, rest, reason)
+    if isinstance(found, Attention) and found.whole and "flash_attention" not in chosen:
+        chosen = ()
+    if not chosen:
+        return None, Entry(name, cls, reason=f"{NOT_NAMED} {' or '.join(ops)}")
+    if isinstance(found, CausalLM) and "linear_cross_entropy" in chosen:
+        reason = found.why_not_without_logits(module)
+        chosen = chosen if reason is None else tuple(op for op in chosen if op != "linear_cross_entropy")
+        return found, Entry(name, cls, chosen, reason or NO_LOGITS)
+    if isinstance(found, InterfaceAttention) and "rope" in wanted:
+        return found, Entry(name, cls, chosen, found.rotation(module))
+    return found, Entry(name, cls, chosen)
+
+
+#: How the reason begins for a module whose operations the caller left out.
+NOT_NAMED = "ops does not name"
+
+
+def _without_containers(entries: list[Entry]) -> list[Entry]:
+    """Leaves out the modules that were left, for no reason of their own, but hold others of the list: those tell what
+    there is to know."""
+    names = [e.name for e in entries]
+    own = {e.name for e in entries if e.ops or not str(e.reason).startswith((NO_ROW, NOT_NAMED))}
+    return [e for e in entries if e.name in own or not any(n.startswith(e.name + ".") for n in names)]
+
+
+def _state(module: Any, adapter: Adapter | None, entry: Entry, backends: dict[str, str]) -> State:
+    mine = {op: backends[op] for op in _with_companions(entry.ops)}
+    if adapter is None:
+        return State({**module.backends, **{op: b for op, b in mine.items() if op in module.backends}})
+    if isinstance(adapter, Norm) and "qk_norm_rope" in entry.ops:
+        mine = {op: b for op, b in backends.items() if op == "rms_norm"}  # where it is called by itself after all
+    gelu = adapter.activation(module) if isinstance(adapter, Gated) else None
+    return State(mine, gelu=gelu[1] if gelu else "none")
+
+
+def _report(
+    model: nn.Module, entries: list[Entry], backends: dict[str, str], dense_masks: str, mixing: tuple[str, ...]
+) -> Report:
+    device, dtype = _device_and_dtype(model)
+    replaced, left = tuple(e for e in entries if e.ops), tuple(e for e in entries if not e.ops)
+    used = serving(backends, device, dtype)
+    lacking, reason = without_extension(backends, device, dtype)
+    only = "" if len(lacking) == len(backends) else f" for {', '.join(lacking)}"
+    no_extension = f"reference{only} (no extension: {reason})" if lacking else ""
+    name = type(model).__name__
+    return Report(name, replaced, left, used, device, short_dtype(dtype), dense_masks, mixing, no_extension)
+
+
+def _device_and_dtype(model: nn.Module) -> tuple[str, torch.dtype]:
+    """Returns those of the first floating-point parameter."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            return parameter.device.type, parameter.dtype
+    return "cpu", torch.float32
