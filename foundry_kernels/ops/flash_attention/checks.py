@@ -239,7 +239,7 @@ def make_options(q: Tensor, lengths: Lengths, given: AttentionArguments, pages: 
         packed, n_heads = lengths[0] is not None, q.shape[1]
         batch = q.shape[0] if lengths[0] is None else lengths[0].shape[0] - 1
         scores = Scores(batch, n_heads, lengths[2], lengths[3], q.dtype, q.device)
-        mesh = q.device_mesh if is_dtensor(q) else None  # type: ignore[attr-defined]
+        mesh = q.device_mesh if type(q) is not Tensor and is_dtensor(q) else None  # type: ignore[attr-defined]
         if alibi_slopes is not None:
             check_alibi_slopes(alibi_slopes, scores)
         if sinks is not None:
