@@ -17,7 +17,7 @@ from foundry_kernels.compat.scalars import as_int
 from foundry_kernels.core.inference import cut, without_backward
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, Options
-from foundry_kernels.ops.flash_attention.checks import check_alibi_slopes
+from foundry_kernels.ops.flash_attention.checks import Scores, check_alibi_slopes
 from foundry_kernels.ops.rope import ROPE, rope
 
 
@@ -130,7 +130,7 @@ def append_and_attend(
     new = check_tensors(q, k_cache, v_cache, k, v, where[1] is not None)
     options = check_qv(qv, q, k_cache, v_cache, options)
     if alibi_slopes is not None:
-        check_alibi_slopes(alibi_slopes, q, q.shape[0], q.shape[2])
+        check_alibi_slopes(alibi_slopes, Scores(q.shape[0], q.shape[2], q.shape[1], 0, q.dtype, q.device))
     cached = _cached(q, k_cache, new, *where)
     resolve(FLASH_ATTENTION, backend, q)
     if rotary_cos is not None or rotary_sin is not None:

@@ -16,7 +16,7 @@ from foundry_kernels.core.checks import check_device, check_integer, check_rank,
 from foundry_kernels.core.inference import cut, without_backward
 from foundry_kernels.core.registry import BackendUnavailable, resolve
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION_VARLEN, Options, flash_attention_varlen
-from foundry_kernels.ops.flash_attention.checks import check_alibi_slopes
+from foundry_kernels.ops.flash_attention.checks import Scores, check_alibi_slopes
 from foundry_kernels.ops.rope import ROPE, rope
 
 
@@ -227,7 +227,7 @@ def _lengths(name: str, cu_seqlens: Tensor, x: Tensor, batch: int | None = None)
 
 def _check_slopes(options: Options, q: Tensor, batch: int) -> None:
     if (slopes := options["alibi_slopes"]) is not None:
-        check_alibi_slopes(slopes, q, batch, q.shape[-2])
+        check_alibi_slopes(slopes, Scores(batch, q.shape[-2], q.shape[-3], 0, q.dtype, q.device))
 
 
 def _attend_places(

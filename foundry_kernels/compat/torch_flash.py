@@ -25,8 +25,8 @@ from torch.library import Library
 
 from foundry_kernels.compat.segments import segments
 from foundry_kernels.core import dropout
-from foundry_kernels.ops.flash_attention.checks import make_options
-from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.checks import dense_options, make_options
+from foundry_kernels.ops.flash_attention.options import AttentionArguments, AttentionOptions
 from foundry_kernels.ops.flash_attention.passes import backend_of, backward, forward
 
 NAME = "foundry"
@@ -139,7 +139,7 @@ def _options_on_cpu(
 ) -> AttentionOptions:
     if dropout_p:
         raise RuntimeError("PyTorch's flash attention on the CPU has no dropout")
-    return make_options(q, None, None, q.shape[2], k.shape[2], is_causal, scale, attn_mask=attn_mask, align="top_left")
+    return dense_options(q, k, causal=is_causal, scale=scale, attn_mask=attn_mask, align="top_left")
 
 
 def _on_cpu(
@@ -189,9 +189,9 @@ def _aligned_last(
     q: Tensor, k: Tensor, is_causal: bool, scale: float | None, dropout_p: float, seed: Tensor | None,
     window: tuple[int | None, int | None] | None = None, alibi_slopes: Tensor | None = None,
 ) -> AttentionOptions:  # fmt: skip
-    return make_options(
-        q, None, None, q.shape[2], k.shape[2], is_causal, scale, window, alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p, dropout_seed=seed if dropout_p else None,
+    return dense_options(
+        q, k, causal=is_causal, scale=scale, window=window, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        dropout_seed=seed if dropout_p else None,
     )  # fmt: skip
 
 
@@ -213,10 +213,11 @@ def _tokens_first(
         if alibi_slopes is not None and alibi_slopes.dim() == 2:
             raise RuntimeError("alibi_slopes must be [H] with seqused_k")
         cum_seq_q, cum_seq_k = segments(cum_seq_q, cum_seq_k, max_k, None, seqused_k, 0)
-    return make_options(
-        q, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale, window, alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p, dropout_seed=seed if dropout_p else None,
+    given = AttentionArguments(
+        causal=is_causal, scale=scale, window=window, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        dropout_seed=seed if dropout_p else None,
     )  # fmt: skip
+    return make_options(q, (cum_seq_q, cum_seq_k, max_q, max_k), given)
 
 
 def _forward(

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from foundry_kernels.core.autocast import autocast_dtype, no_autocast
+from foundry_kernels.core.autocast import no_autocast
 from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.checks import check_integer, check_tensor
 from foundry_kernels.core.inference import refuse_second_derivative
@@ -38,7 +38,7 @@ from foundry_kernels.core.registry import is_dtensor, wide_dtype
 from foundry_kernels.distributed.pieces import Piece, plan
 from foundry_kernels.distributed.zigzag import Place
 from foundry_kernels.ops.flash_attention import passes
-from foundry_kernels.ops.flash_attention.checks import check_dense, check_lengths, make_options
+from foundry_kernels.ops.flash_attention.checks import cast, check_dense, check_lengths, dense_options
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
 
@@ -91,8 +91,7 @@ def ring_attention(
         check_tensor(name, x)
         if is_dtensor(x):
             raise TypeError(f"{name} must be a plain tensor, the part of this process; got a DTensor")
-    if (dtype := autocast_dtype(q)) is not None:
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = cast(q, k, v)
     check_dense(q, k, v)
     if q.shape[2] != k.shape[2] or q.shape[2] % 2:
         raise ValueError(
@@ -100,12 +99,10 @@ def ring_attention(
         )
     length = q.shape[2] * place.size
     documents = None if cu_seqlens is None else _documents(cu_seqlens, q, length)
-    options = make_options(
-        q, None, None, q.shape[2], k.shape[2], causal, scale, window, softcap, alibi_slopes, None, None,
-        dropout_p, dropout_seed, "top_left", deterministic,
-    )  # fmt: skip
-    if sinks is not None:  # for its checks
-        make_options(q, None, None, q.shape[2], k.shape[2], sinks=sinks)
+    options = dense_options(
+        q, k, causal=causal, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        dropout_p=dropout_p, dropout_seed=dropout_seed, align="top_left", deterministic=deterministic,
+    )._replace(sinks=None)  # fmt: skip
     pieces = plan(
         place, q.shape[2] // 2, options.window_left, options.window_right, documents, alibi_slopes is not None
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from foundry_kernels.core.checks import check_device, check_integer, check_shape
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
-from foundry_kernels.ops.flash_attention.checks import check_mask
+from foundry_kernels.ops.flash_attention.checks import Scores, check_mask
 
 
 def check_masks(
@@ -26,7 +26,7 @@ def check_masks(
         given = "lengths" if attn_mask is None else "attn_mask"
         raise ValueError(f"{given} and cu_seqlens exclude each other: packed sequences do not support it; got both")
     if attn_mask is not None:
-        check_mask(attn_mask, shape, x, name)
+        check_mask(attn_mask, Scores(*shape, x.dtype, x.device, name))
     if lengths is not None:
         check_integer(name_of_lengths, lengths)
         check_shape(name_of_lengths, lengths, shape[:1], "one for each sequence")

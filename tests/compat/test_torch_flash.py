@@ -16,7 +16,7 @@ import foundry_kernels as fk
 from foundry_kernels import compat
 from foundry_kernels.compat import torch_flash
 from foundry_kernels.ops.flash_attention import passes
-from foundry_kernels.ops.flash_attention.checks import make_options
+from foundry_kernels.ops.flash_attention.checks import dense_options
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(attention, "register_flash_attention_impl"), reason="this torch has no registry"),
@@ -227,7 +227,7 @@ def test_the_passes_of_each_backend(backend: str) -> None:
     shapes = ((1, 2, 5, 8), (1, 1, 6, 8), (1, 1, 6, 4))
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
         q, k, v = given = [x.detach().to(dtype).requires_grad_() for x in inputs(*shapes)]
-        options = make_options(q, None, None, 5, 6, True, dropout_p=0.25, dropout_seed=4)
+        options = dense_options(q, k, causal=True, dropout_p=0.25, dropout_seed=4)
         out, lse = passes.forward(backend, q, k, v, options)
         grads = passes.backward(backend, torch.ones_like(out), q, k, v, out, lse, options)
         expected = fk.flash_attention(q, k, v, causal=True, dropout_p=0.25, dropout_seed=4, backend=backend)

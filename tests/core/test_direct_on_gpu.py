@@ -15,7 +15,7 @@ import foundry_kernels as fk
 from foundry_kernels.core import extension, registry
 from foundry_kernels.core.registry import OPS, BackendUnavailable, OpSpec, override
 from foundry_kernels.ops.flash_attention import hopper
-from foundry_kernels.ops.flash_attention.checks import make_options
+from foundry_kernels.ops.flash_attention.checks import dense_options
 from foundry_kernels.testing import Case
 
 _C = extension._C
@@ -176,7 +176,7 @@ def test_auto_takes_on_hopper_what_its_kernels_take(batch_invariant: bool) -> No
     serve(spec.name, native=ALL, unmeasured=ALL)
     for q, k, v in attention_inputs():
         got = spec.direct(*call_of(spec, q, k, v, batch_invariant))
-        options = make_options(q, None, None, q.shape[2], k.shape[2], batch_invariant=batch_invariant)
+        options = dense_options(q, k, batch_invariant=batch_invariant)
         assert (got is not None) == hopper.takes(q, k, v, options), (q.shape, q.stride(), k.stride(), v.shape)
         taken.append(got is not None)
     assert 0.2 < sum(taken) / len(taken) < 0.9

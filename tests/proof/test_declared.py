@@ -8,7 +8,7 @@ import inspect
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -22,7 +22,8 @@ from foundry_kernels.models import ModelConfig, Transformer
 from foundry_kernels.models.config import CHOICES
 from foundry_kernels.models.validate import EXPERT_FIELDS
 from foundry_kernels.nn._layers import is_plain
-from foundry_kernels.ops.flash_attention.options import SUPPORTED_BY_ALL, AttentionOptions
+from foundry_kernels.ops.flash_attention import Options
+from foundry_kernels.ops.flash_attention.options import AttentionArguments, AttentionOptions
 from foundry_kernels.testing import Case
 
 INTERPRETED = pytest.mark.skipif(not _triton.INTERPRET, reason="launches in Triton's interpreter")
@@ -87,6 +88,7 @@ def test_direct_calls_are_given_every_argument(spec: OpSpec) -> None:
     if not asked:
         return
     (call,) = asked
+    call.args = [name for arg in call.args for name in unpacked(tree, arg)]
     guards = [n.test for n in ast.walk(tree) if isinstance(n, ast.If) and call in list(ast.walk(n))]
     named = {n.id for part in (*guards, call) for n in ast.walk(part) if isinstance(n, ast.Name)}
     assert named >= set(inspect.signature(spec.public).parameters)
@@ -100,6 +102,19 @@ def test_direct_calls_are_given_every_argument(spec: OpSpec) -> None:
     if spec.name not in ("rope", "qk_norm_rope"):  # whose tables have other shapes
         assert native.direct(*common) is not None
         assert native.direct(*common, False) is None
+
+
+def unpacked(tree: ast.AST, arg: ast.expr) -> list[ast.expr]:
+    """An argument, or those that a starred one stands for: a tuple which the function has a name for."""
+    if not isinstance(arg, ast.Starred):
+        return [arg]
+    (given,) = (
+        n.value
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == ast.unparse(arg.value)
+    )
+    assert isinstance(given, ast.Tuple)
+    return given.elts
 
 
 def made(spec: OpSpec, parameter: inspect.Parameter) -> torch.Tensor:
@@ -163,8 +178,17 @@ def test_an_option_of_attention_that_is_not_declared_is_refused(attend: Callable
             attend(q, q, q, Extended(*options, value))
 
 
-def test_every_option_of_attention_is_declared() -> None:
-    assert AttentionOptions._fields == SUPPORTED_BY_ALL
+@pytest.mark.parametrize("public", [fk.flash_attention, fk.flash_attention_varlen], ids=lambda f: f.__name__)
+def test_the_public_functions_take_the_arguments_of_attention(public: Callable[..., Any]) -> None:
+    """In the same order, which is also that of the direct call, with the same types and defaults."""
+    known, types = AttentionArguments._field_defaults, get_type_hints(AttentionArguments)
+    taken = {name: p.default for name, p in inspect.signature(public).parameters.items() if name in known}
+    assert taken == known
+    assert {name: kind for name, kind in get_type_hints(public).items() if name in known} == types
+    order = [name for name in taken if name != "attn_mask"]  # for readers, it comes first there
+    assert order == [name for name in known if name != "attn_mask"]
+    keywords = {name: kind for name, kind in get_type_hints(Options).items() if name != "backend"}
+    assert keywords == {name: kind for name, kind in types.items() if not name.startswith("return_")}
 
 
 def triton_paths() -> dict[str, Callable[[], Any]]:

@@ -35,22 +35,21 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict, Unpack, overload
 
-import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core import invariance
-from foundry_kernels.core.autocast import autocast_dtype
-from foundry_kernels.core.checks import check_tensor
 from foundry_kernels.core.inference import cut, without_backward
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.flash_attention import hopper, reference
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
-from foundry_kernels.ops.flash_attention.checks import check_dense, check_paged, check_varlen, make_options
+from foundry_kernels.ops.flash_attention.checks import cast, check_dense, check_paged, check_varlen, make_options
+from foundry_kernels.ops.flash_attention.options import AttentionArguments
+from foundry_kernels.ops.flash_attention.pages import NO_PAGES
 
 
-# Both functions list all arguments for editors and documentation; the rest is shared.
+# Both functions list all arguments for editors and documentation; a test compares these lists with AttentionArguments.
 class Options(TypedDict, total=False):
     """The keyword arguments of both functions, except those that select the results."""
 
@@ -70,7 +69,7 @@ class Options(TypedDict, total=False):
 
 
 class PagedOptions(Options, total=False):
-    """Those of packed sequences."""
+    """The keyword arguments of packed sequences."""
 
     block_table: Tensor | None
     seqused_k: Tensor | None
@@ -187,21 +186,19 @@ def flash_attention(
     Under ``torch.autocast``, q, k and v (unless float64) are cast to its dtype first, as torch does for its own
     attention. The softmax is always computed in float32 or wider.
     """
+    if batch_invariant is False and invariance.on:
+        batch_invariant = True
+    given = (
+        causal, scale, window, softcap, alibi_slopes, sinks, attn_mask, dropout_p, dropout_seed, align, deterministic,
+        batch_invariant, return_lse, return_stats,
+    )  # fmt: skip
     if not is_dynamo_compiling():
-        batch_invariant = True if batch_invariant is False and invariance.on else batch_invariant
-        out = FLASH_ATTENTION.direct(
-            backend, q, k, v, causal, scale, window, softcap, alibi_slopes, sinks, attn_mask, dropout_p, dropout_seed,
-            align, deterministic, batch_invariant, return_lse, return_stats,
-        )  # fmt: skip
+        out = FLASH_ATTENTION.direct(backend, q, k, v, *given)
         if out is not None:
             return out
-    check_tensor("q", q)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = cast(q, k, v)
     check_dense(q, k, v)
-    options = make_options(
-        q, None, None, q.shape[2], k.shape[2], causal, scale, window, softcap, alibi_slopes, sinks, attn_mask,
-        dropout_p, dropout_seed, align, deterministic, batch_invariant, return_lse, return_stats,
-    )  # fmt: skip
+    options = make_options(q, (None, None, q.shape[2], k.shape[2]), AttentionArguments(*given))
     return resolve(FLASH_ATTENTION, backend, q, hopper.first_backend(q, k, v, options))(q, k, v, options)
 
 
@@ -319,25 +316,25 @@ def flash_attention_varlen(
     materializes the whole ``total_q x total_k`` matrix of scores. It copies pages. The native CUDA kernels do not
     support pages, so "auto" runs on Triton there.
     """
-    check_tensor("q", q)
-    pages = None
+    pages, keys = NO_PAGES, cu_seqlens_k
     wanted: list[Tensor] = []
-    q, k, v = _autocast(q, k, v)
+    q, k, v = cast(q, k, v)
     if block_table is not None:
         pages = check_paged(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k
         )
-        cu_seqlens_k, backend = None, _for_pages(backend, q)
+        keys, backend = None, _for_pages(backend, q)
         wanted, (q, k, v, sinks, alibi_slopes) = cut(q, k, v, sinks, alibi_slopes)
     else:
         for name, x in (("seqused_k", seqused_k), ("leftpad_k", leftpad_k)):
             if x is not None:
                 raise ValueError(f"{name} must be None without block_table; put the lengths into cu_seqlens_k")
         check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = make_options(
-        q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, window, softcap, alibi_slopes, sinks,
-        attn_mask, dropout_p, dropout_seed, align, deterministic, batch_invariant, return_lse, return_stats, pages,
+    given = AttentionArguments(
+        causal, scale, window, softcap, alibi_slopes, sinks, attn_mask, dropout_p, dropout_seed, align, deterministic,
+        batch_invariant, return_lse, return_stats,
     )  # fmt: skip
+    options = make_options(q, (cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k), given, pages)
     results = resolve(FLASH_ATTENTION_VARLEN, backend, q, hopper.first_backend(q, k, v, options))(q, k, v, options)
     if not wanted:
         return results
@@ -355,17 +352,6 @@ def _for_pages(backend: str, q: Tensor) -> str:
     if backend != "auto" or not q.is_cuda:
         return backend
     return "reference" if FLASH_ATTENTION_VARLEN.why_not("triton", "cuda", q.dtype) else "triton"
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v in the dtype of an enabled ``torch.autocast``; float64 is not cast, as in autocast itself."""
-    dtype = autocast_dtype(q)
-    return (q, k, v) if dtype is None else (_cast(q, dtype), _cast(k, dtype), _cast(v, dtype))
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    castable = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-    return x.to(dtype) if castable else x
 
 
 FLASH_ATTENTION = register_op(flash_attention, reference.flash_attention, native_devices=("cpu", "cuda"))

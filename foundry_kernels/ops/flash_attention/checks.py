@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core import dropout, invariance
+from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.checks import (
     check_bool,
     check_device,
@@ -24,11 +26,21 @@ from foundry_kernels.core.checks import (
 )
 from foundry_kernels.core.registry import FLOATS, is_dtensor
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
-from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.options import AttentionArguments, AttentionOptions
 from foundry_kernels.ops.flash_attention.pages import NO_PAGES, Pages, check_pages
 
 ALIGNMENTS = ("bottom_right", "top_left")
 MAX_HEAD_DIM = 512
+
+
+def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v in the dtype of an enabled ``torch.autocast``; float64 is not cast, as in autocast itself."""
+    if not isinstance(q, Tensor):
+        check_tensor("q", q)
+    if (dtype := autocast_dtype(q)) is not None:
+        castable = [isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 for x in (q, k, v)]
+        q, k, v = [x.to(dtype) if yes else x for x, yes in zip((q, k, v), castable, strict=True)]
+    return q, k, v
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -145,9 +157,11 @@ def check_lengths(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int,
 
 def check_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Tensors of one floating-point dtype on one device."""
-    check_float("q", q)
-    check_tensor("k", k)
-    check_tensor("v", v)
+    if not isinstance(q, Tensor) or q.dtype not in FLOATS:
+        check_float("q", q)
+    if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
+        check_tensor("k", k)
+        check_tensor("v", v)
     if not q.dtype == k.dtype == v.dtype:
         check_dtype("k", k, "q", q)
         check_dtype("v", v, "q", q)
@@ -169,79 +183,104 @@ def check_heads(n_heads: int, n_kv_heads: int, head_dim: int, head_dim_k: int, h
         raise ValueError(f"k must have q's head dimension {head_dim}; got {head_dim_k}")
 
 
-def make_options(
-    q: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: bool = False,
-    scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    attn_mask: Tensor | AttentionMask | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | int | None = None,
-    align: str = "bottom_right",
-    deterministic: bool = True,
-    batch_invariant: bool = False,
-    return_lse: bool = False,
-    return_stats: bool = False,
-    pages: Pages | None = None,
-) -> AttentionOptions:
+class Scores(NamedTuple):
+    """What tensors among the options must fit: the sizes of the scores ``[B, H, T, S]``, and the dtype and the device
+    of the tensor `name`."""
+
+    batch: int
+    n_heads: int
+    n_queries: int
+    n_keys: int
+    dtype: torch.dtype
+    device: torch.device
+    name: str = "q"
+
+    def check_device(self, name: str, x: Tensor | AttentionMask) -> None:
+        if x.device != self.device:
+            raise ValueError(f"{name} must be on {self.name}'s device {self.device}; got {x.device}")
+
+    def refuse_float64(self, name: str, x: Tensor) -> None:
+        if x.dtype == torch.float64 != self.dtype:
+            raise TypeError(f"{name} may be float64 only where {self.name} is; got {self.name} of {self.dtype}")
+
+
+#: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k; the first two are None for dense tensors.
+Lengths = tuple[Tensor | None, Tensor | None, int, int]
+
+
+def dense_options(q: Tensor, k: Tensor, **given: Any) -> AttentionOptions:
+    """The options of a dense call with these keyword arguments, checked."""
+    return make_options(q, (None, None, q.shape[2], k.shape[2]), AttentionArguments(**given))
+
+
+def make_options(q: Tensor, lengths: Lengths, given: AttentionArguments, pages: Pages = NO_PAGES) -> AttentionOptions:
     """The options of a call, checked; the tensors and lengths are those of `check_dense` or `check_varlen`."""
-    flags = (
-        ("causal", causal), ("deterministic", deterministic), ("batch_invariant", batch_invariant),
-        ("return_lse", return_lse), ("return_stats", return_stats),
-    )  # fmt: skip
-    for name, flag in flags:
+    for name in ("causal", "deterministic", "batch_invariant", "return_lse", "return_stats"):
+        flag = getattr(given, name)
         if flag is not True and flag is not False:
             check_bool(name, flag)
-    left, right = window_sides(window, causal)
+    left, right = window_sides(given.window, given.causal)
+    scale, softcap, dropout_p = given.scale, given.softcap, given.dropout_p
     if is_dynamo_compiling():
         scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     else:
         check_positive("scale", scale)
-    if align not in ALIGNMENTS:
-        raise ValueError(f"align must be one of {', '.join(ALIGNMENTS)}; got {align!r}")
+    if given.align not in ALIGNMENTS:
+        raise ValueError(f"align must be one of {', '.join(ALIGNMENTS)}; got {given.align!r}")
     if softcap is not None:
         check_positive("softcap", softcap)
         check_positive("scale / softcap", scale / softcap)  # which kernels multiply by
-    if invariance.on:
-        batch_invariant = True
-    if alibi_slopes is not None:
-        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        check_alibi_slopes(alibi_slopes, q, batch, n_heads=q.shape[1])
-    if sinks is not None:
-        _check_sinks(sinks, q, n_heads=q.shape[1])
-    bias = tiles = bits = seed = heads = None
-    if attn_mask is not None:
-        bias, tiles, bits = _mask_tensors(attn_mask, q, cu_seqlens_q is not None, max_seqlen_k)
-    drop: tuple[float, Tensor] | tuple[()] = ()
-    if dropout_p != 0.0 or dropout_seed is not None or type(dropout_p) is not float:
-        drop = dropout.arguments(q, dropout_p, dropout_seed, "q")
-    if drop and pages is not None:
+    alibi_slopes, sinks, attn_mask = given.alibi_slopes, given.sinks, given.attn_mask
+    bias = tiles = bits = seed = heads = mesh = None
+    drops = dropout_p != 0.0 or given.dropout_seed is not None or type(dropout_p) is not float
+    if drops or not alibi_slopes is sinks is attn_mask is None:
+        packed, n_heads = lengths[0] is not None, q.shape[1]
+        batch = q.shape[0] if lengths[0] is None else lengths[0].shape[0] - 1
+        scores = Scores(batch, n_heads, lengths[2], lengths[3], q.dtype, q.device)
+        mesh = q.device_mesh if type(q) is not Tensor and is_dtensor(q) else None  # type: ignore[attr-defined]
+        if alibi_slopes is not None:
+            check_alibi_slopes(alibi_slopes, scores)
+        if sinks is not None:
+            _check_sinks(sinks, scores)
+        if attn_mask is not None:
+            bias, tiles, bits = _mask_tensors(attn_mask, scores, packed, mesh)
+    drop = dropout.arguments(q, dropout_p, given.dropout_seed, "q") if drops else ()
+    if drop and pages is not NO_PAGES:
         raise ValueError(
-            f"dropout_p must be 0, and dropout_seed None, with block_table; got {dropout_p} and {dropout_seed}"
+            f"dropout_p must be 0, and dropout_seed None, with block_table; got {dropout_p} and {given.dropout_seed}"
         )
     if drop:
         seed = drop[1]
-        if is_dtensor(q):
-            heads = _global_heads(q, q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1)
-    return AttentionOptions(  # by position, which takes half the time
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *(pages or NO_PAGES), scale, left, right,
-        softcap, alibi_slopes, sinks,
-        bias, tiles, bits, drop[0] if drop else None, seed, heads,
-        align == "bottom_right", deterministic or batch_invariant, batch_invariant, return_lse, return_stats,
-    )  # fmt: skip
+        if mesh is not None:
+            heads = _global_heads(scores, mesh)
+    batch_invariant = given.batch_invariant or invariance.on
+    return AttentionOptions(
+        *lengths,
+        *pages,
+        scale=scale,
+        window_left=left,
+        window_right=right,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        attn_mask=bias,
+        mask_tiles=tiles,
+        mask_bits=bits,
+        dropout_p=drop[0] if drop else None,
+        dropout_seed=seed,
+        dropout_heads=heads,
+        bottom_right=given.align == "bottom_right",
+        deterministic=given.deterministic or batch_invariant,
+        batch_invariant=batch_invariant,
+        return_lse=given.return_lse,
+        return_stats=given.return_stats,
+    )
 
 
 def _mask_tensors(
-    attn_mask: Tensor | AttentionMask, q: Tensor, packed: bool, n_keys: int
+    attn_mask: Tensor | AttentionMask, scores: Scores, packed: bool, mesh: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """`attn_mask`, `mask_tiles` and `mask_bits` of the options."""
     if packed:
@@ -249,74 +288,71 @@ def _mask_tensors(
             "attn_mask must be None for packed sequences, whose tokens have no common place in a mask; pad them, or "
             "put them in one row with AttentionMask.documents"
         )
-    wanted = (*q.shape[:3], n_keys)
-    check_mask(attn_mask, wanted, q, "q")
+    check_mask(attn_mask, scores)
     if isinstance(attn_mask, AttentionMask):
-        tiles, bits = attn_mask.at(*wanted[2:])
-        return None, _replicated(tiles, q), _replicated(bits, q)
+        tiles, bits = attn_mask.at(scores.n_queries, scores.n_keys)
+        return None, _replicated(tiles, mesh), _replicated(bits, mesh)
     rank = attn_mask.dim()
     return attn_mask[(None,) * (4 - rank)] if rank < 4 else attn_mask, None, None
 
 
-def check_mask(attn_mask: Tensor | AttentionMask, wanted: tuple[int, int, int, int], x: Tensor, name: str) -> None:
-    """A mask or bias of scores ``[B, H, T, S]`` of the sizes `wanted`, for x, which is called `name` in errors."""
+def check_mask(attn_mask: Tensor | AttentionMask, scores: Scores) -> None:
+    """A mask of these scores, or a bias that is added to them."""
+    wanted = scores[:4]
     if isinstance(attn_mask, AttentionMask):
         b, h, t, s = attn_mask.shape
         # Compared one by one: to torch.compile, a size that varies is in no tuple.
         fits = (b == 1 or b == wanted[0]) and (h == 1 or h == wanted[1])
         if not (fits and (t is None or t == wanted[2]) and (s is None or s == wanted[3])):
             raise ValueError(f"attn_mask must broadcast to [B, H, T, S] = {wanted}; got a mask of {attn_mask.shape}")
-        if attn_mask.device != x.device:
-            raise ValueError(f"attn_mask must be on {name}'s device {x.device}; got {attn_mask.device}")
+        scores.check_device("attn_mask", attn_mask)
         return
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a torch.Tensor or an AttentionMask; got {type(attn_mask).__name__}")
     if attn_mask.dtype != torch.bool:
         if attn_mask.dtype not in FLOATS:
             raise TypeError(f"attn_mask must be bool, float32, bfloat16, float16 or float64; got {attn_mask.dtype}")
-        if attn_mask.dtype == torch.float64 != x.dtype:
-            raise TypeError(f"attn_mask may be float64 only where {name} is; got {name} of {x.dtype}")
-    check_device("attn_mask", attn_mask, name, x)
+        scores.refuse_float64("attn_mask", attn_mask)
+    scores.check_device("attn_mask", attn_mask)
     shape = attn_mask.shape
     if len(shape) > 4 or any(n != 1 and n != m for n, m in zip(shape[::-1], wanted[::-1], strict=False)):
         raise ValueError(f"attn_mask must broadcast to [B, H, T, S] = {tuple(wanted)}; got shape {tuple(shape)}")
 
 
-def _global_heads(q: Tensor, n_batch: int) -> Tensor:
-    """``batch << 32 | head`` of each head of the whole, of which each device then gets its own: q is a DTensor."""
-    batch, head = torch.arange(n_batch, device=q.device), torch.arange(q.shape[1], device=q.device)
-    return _replicated((batch[:, None] << 32) + head, q)
+def _global_heads(scores: Scores, mesh: Any) -> Tensor:
+    """``batch << 32 | head`` of each head of the whole, of which each device of the mesh then gets its own."""
+    batch = torch.arange(scores.batch, device=scores.device)
+    return _replicated((batch[:, None] << 32) + torch.arange(scores.n_heads, device=scores.device), mesh)
 
 
-def _replicated(x: Tensor, q: Tensor) -> Tensor:
-    """x, which is the same on all devices, as a DTensor where q is one."""
-    if not is_dtensor(q) or is_dtensor(x):
+def _replicated(x: Tensor, mesh: Any) -> Tensor:
+    """x, which is the same on all devices, as a DTensor where there is a mesh."""
+    if mesh is None or is_dtensor(x):
         return x
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh = q.device_mesh  # type: ignore[attr-defined]
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def check_alibi_slopes(alibi_slopes: Tensor, q: Tensor, batch: int, n_heads: int) -> None:
+def check_alibi_slopes(alibi_slopes: Tensor, scores: Scores) -> None:
     check_float("alibi_slopes", alibi_slopes)
-    if alibi_slopes.dtype != torch.float32 and not alibi_slopes.dtype == q.dtype == torch.float64:
-        raise TypeError(f"alibi_slopes must be float32 (or float64 where q is); got {alibi_slopes.dtype}")
+    if alibi_slopes.dtype != torch.float32 and not alibi_slopes.dtype == scores.dtype == torch.float64:
+        raise TypeError(f"alibi_slopes must be float32 (or float64 where {scores.name} is); got {alibi_slopes.dtype}")
+    batch, n_heads = scores.batch, scores.n_heads
     if alibi_slopes.shape != (n_heads,) and alibi_slopes.shape != (batch, n_heads):
         raise ValueError(
             f"alibi_slopes must be [H] = ({n_heads},) or [B, H] = ({batch}, {n_heads}); got {tuple(alibi_slopes.shape)}"
         )
-    check_device("alibi_slopes", alibi_slopes, "q", q)
+    scores.check_device("alibi_slopes", alibi_slopes)
     if alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi_slopes take no gradient; got a tensor that requires one (pass alibi_slopes.detach())")
 
 
-def _check_sinks(sinks: Tensor, q: Tensor, n_heads: int) -> None:
+def _check_sinks(sinks: Tensor, scores: Scores) -> None:
     check_float("sinks", sinks)
-    check_shape("sinks", sinks, (n_heads,), "one logit a query head")
-    check_device("sinks", sinks, "q", q)
-    if sinks.dtype == torch.float64 != q.dtype:
-        raise TypeError(f"sinks may be float64 only where q is; got q of {q.dtype}")
+    check_shape("sinks", sinks, (scores.n_heads,), "one logit a query head")
+    scores.check_device("sinks", sinks)
+    scores.refuse_float64("sinks", sinks)
 
 
 def window_sides(window: tuple[int | None, int | None] | None, causal: bool) -> tuple[int | None, int | None]:

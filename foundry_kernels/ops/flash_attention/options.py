@@ -1,14 +1,37 @@
-"""The options of one call of attention: made and checked in the public functions, read by every backend.
+"""The options of attention: what a caller gives, and the same checked, which every backend reads.
 
-A new option needs a field here, a check in `checks.py` and support in the kernels. Backends refuse calls that set an
-option which they do not support.
+A new option needs a field in both classes here, a check in `checks.py` and support in the kernels.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from foundry_kernels.core.options import Options
+from foundry_kernels.core.registry import BACKENDS
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
+
+
+class AttentionArguments(NamedTuple):
+    """The keyword arguments of both public functions except `backend`, in the order in which the direct call reads
+    them (csrc/torch/flash_attention_options.h)."""
+
+    causal: bool = False
+    scale: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    attn_mask: Tensor | AttentionMask | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | int | None = None
+    align: str = "bottom_right"
+    deterministic: bool = True
+    batch_invariant: bool = False
+    return_lse: bool = False
+    return_stats: bool = False
 
 
 class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
@@ -48,11 +71,12 @@ class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
         return (out, entropy, max_logit) if self.return_stats else out
 
 
-#: The options that all backends support. A backend that supports one more passes ``(*SUPPORTED_BY_ALL, "its name")`` to
-#: `refuse_others`.
-SUPPORTED_BY_ALL = (
-    "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "block_table", "seqused_k", "leftpad_k",
-    "scale", "window_left", "window_right", "softcap",
-    "alibi_slopes", "sinks", "attn_mask", "mask_tiles", "mask_bits", "dropout_p", "dropout_seed", "dropout_heads",
-    "bottom_right", "deterministic", "batch_invariant", "return_lse", "return_stats",
-)  # fmt: skip
+#: The backends that support an option, if not all do: ``{"an_option": ("reference", "triton")}``. The others refuse
+#: calls that set it.
+ONLY: dict[str, tuple[str, ...]] = {}
+
+#: The options that a backend supports.
+SUPPORTED = {
+    backend: tuple(name for name in AttentionOptions._fields if backend in ONLY.get(name, BACKENDS))
+    for backend in BACKENDS
+}

@@ -17,19 +17,19 @@ from foundry_kernels.core.layout import inverse, storage_order
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.flash_attention.attention_mask import dense
 from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_pairs, keep_scale
-from foundry_kernels.ops.flash_attention.options import SUPPORTED_BY_ALL, AttentionOptions
+from foundry_kernels.ops.flash_attention.options import SUPPORTED, AttentionOptions
 from foundry_kernels.ops.flash_attention.pages import rows_of_all, rows_of_sequence
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
-    options.refuse_others(SUPPORTED_BY_ALL, "flash_attention", "reference")
+    options.refuse_others(SUPPORTED["reference"], "flash_attention", "reference")
     out, *rows = (_each_by_itself if options.batch_invariant else _dense)(q, k, v, options)
     order = storage_order(q)
     return options.select(out.permute(order).contiguous().permute(inverse(order)), *rows)
 
 
 def flash_attention_varlen(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
-    options.refuse_others(SUPPORTED_BY_ALL, "flash_attention", "reference")
+    options.refuse_others(SUPPORTED["reference"], "flash_attention", "reference")
     unknown = torch.compiler.is_compiling() or (options.cu_seqlens_q is not None and options.cu_seqlens_q.is_meta)
     attend = _in_one_matrix if unknown else _one_by_one
     return options.select(*(x.contiguous() for x in attend(q, k, v, options)))

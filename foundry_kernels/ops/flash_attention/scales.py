@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.ops.flash_attention import reference
-from foundry_kernels.ops.flash_attention.checks import make_options
+from foundry_kernels.ops.flash_attention.checks import dense_options
 from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_scale
 from foundry_kernels.ops.flash_attention.pages import rows_of_sequence
 
@@ -102,8 +102,7 @@ def _scales(
     group = q.shape[1] // k.shape[1]
     if q.numel() == 0 or k.numel() == 0:
         return {}
-    t, s = q.shape[2], k.shape[2]
-    asked = make_options(q, None, None, t, s, **options)
+    asked = dense_options(q, k, **options)
     scale, cap, sinks, bias = asked.scale, asked.softcap, asked.sinks, asked.attn_mask
     whole = asked._replace(window_left=None, window_right=None, attn_mask=None, mask_tiles=None, mask_bits=None)
     scores, unmasked = reference.scores(q, k, asked), reference.scores(q, k, whole)

@@ -10,7 +10,7 @@ from torch import Tensor
 from foundry_kernels.core.autocast import autocast_dtype, no_autocast
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.flash_attention import reference
-from foundry_kernels.ops.flash_attention.checks import make_options
+from foundry_kernels.ops.flash_attention.checks import dense_options
 from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_scale
 
 
@@ -32,8 +32,7 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor, *, rounded: bool = Fals
         k: ``[B, Hk, S, D]``, its keys.
         lse: ``[B, H, T]``, what it returned with ``return_lse=True``.
         rounded: whether that call rounded its scores to q's dtype, as the reference does and kernels do not.
-        options: what it was given: `attn_mask`, `causal`, `scale`, `window`, `softcap`, `alibi_slopes`, `sinks`,
-            `align`, `dropout_p` and `dropout_seed`. With dropout the seed must be given, and what was dropped is 0.
+        options: its other keyword arguments. With dropout the seed must be given; dropped weights are 0.
 
     Returns:
         ``[B, H, T, S]``, float32 (float64 for float64 queries); a query that sees no key has weights 0. Gradients reach
@@ -53,7 +52,7 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor, *, rounded: bool = Fals
         q, k = q.to(dtype), k.to(dtype)
         if not rounded:
             q, k = q.to(wide), k.to(wide)
-        made = make_options(q, None, None, q.shape[2], k.shape[2], **options)
+        made = dense_options(q, k, **options)
         scores, at = reference.scores(q, k, made), lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
         with torch.no_grad():  # the rounding error of lse, which beside a large bias has lost the number of keys
             total = (scores - at).exp_().sum(-1, keepdim=True)

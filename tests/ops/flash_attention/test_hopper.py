@@ -16,7 +16,7 @@ from foundry_kernels.core import extension, registry
 from foundry_kernels.core.registry import override
 from foundry_kernels.nn._backend import serving
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN, hopper, passes
-from foundry_kernels.ops.flash_attention.checks import make_options
+from foundry_kernels.ops.flash_attention.checks import dense_options
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
 BF16 = torch.bfloat16
@@ -149,7 +149,7 @@ def test_a_measured_order_goes_first(chosen: list[str], monkeypatch: pytest.Monk
 def test_the_passes_alone_are_given_alike(chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What computes attention in parts, or under PyTorch's own functions."""
     q, few = heads(), heads(1)
-    options = make_options(q, None, None, 256, 256, True)
+    options = dense_options(q, q, causal=True)
     assert passes.serving("auto", q, q, q, options) == "native"
     assert passes.serving("triton", q, q, q, options) == "triton"
     assert passes.serving("auto", few, q, q, options) == "triton"
@@ -174,7 +174,7 @@ def test_the_choice_is_traced() -> None:
     """One graph for all lengths that go one way, without a break; the lengths are guarded on."""
 
     def which(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        options = make_options(q, None, None, q.shape[2], k.shape[2], causal=True)
+        options = dense_options(q, k, causal=True)
         return q + 1 if hopper.takes(q, k, v, options) else q - 1
 
     torch._dynamo.reset()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foundry_kernels._triton.operators import apply, define, requires_grad
 from foundry_kernels.core.inference import refuse_second_derivative
-from foundry_kernels.ops.flash_attention.options import SUPPORTED_BY_ALL, AttentionOptions
+from foundry_kernels.ops.flash_attention.options import SUPPORTED, AttentionOptions
 from foundry_kernels.ops.flash_attention.triton.backward_launch import launch_bwd
 from foundry_kernels.ops.flash_attention.triton.launch import empty_bwd, empty_fwd, fake_rows, launch_fwd, refuse_wide
 
@@ -101,7 +101,7 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
-    options.refuse_others(SUPPORTED_BY_ALL, "flash_attention", "triton")
+    options.refuse_others(SUPPORTED["triton"], "flash_attention", "triton")
     sinks, attn_mask = options.sinks, options.attn_mask
     backward = requires_grad(q, k, v, sinks, attn_mask)
     refuse_wide(q, v, backward)
