@@ -7,6 +7,8 @@ import functools
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import foundry_kernels
 
 ROOT = Path(foundry_kernels.__file__).parent
