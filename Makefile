@@ -55,9 +55,9 @@ test: setup-test
 	$(PYTEST) -m "not slow" $(ARGS)
 
 # The long sweeps that `make test` leaves out: tests that tests/support/slow.py marks as slow, including instruction sets other
-# than this processor's. THIRD=0, 1 or 2 runs a third of them; CI runs another third at each commit.
+# than this processor's. SIXTH=0 to 5 runs a sixth of them; CI runs another sixth at each commit.
 test-slow: setup-all
-	$(PYTEST) -m slow $(if $(THIRD),--third=$(THIRD)) $(ARGS)
+	$(PYTEST) -m slow $(if $(SIXTH),--sixth=$(SIXTH)) $(ARGS)
 
 test-all: setup-all test test-slow
 
@@ -78,7 +78,7 @@ lint: $(VENV)/.test-packages
 
 # Tests that depend most on the versions of torch and Triton: a few minutes, without the extension. They cover kernel launches,
 # ahead-of-time compilation of linear attention, compiled training of patched models, and operators and float32 results
-# in the interpreter. At every third commit .ci/run runs it on the older stack, and at another on the newest.
+# in the interpreter. At every sixth commit .ci/run runs it on the older stack, and at another on the newest.
 test-stack: $(VENV)/.test-packages
 	@$(VERSIONS)
 	$(RUN_TESTS) tests/tools/test_aot.py tests/proof/test_gluon_launch.py $(ARGS) \
@@ -97,7 +97,7 @@ test-integrations: setup-test
 	$(PY) tests/support/libraries.py $(ARGS)
 
 # Tests that depend most on torch: a few minutes, with the extension built for this processor only, like an installation.
-# .ci/run runs it on the newest stack at every third commit.
+# .ci/run runs it on the newest stack at every sixth commit.
 test-native: $(VENV)/.test-packages $(VENV)/.built
 	@$(VERSIONS)
 	$(RUN_TESTS) tests/core tests/compat tests/integrations tests/ops/test_*.py tests/proof/test_parity.py -m "not slow" $(ARGS) \

@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fuzz-seconds", type=float, help="let tests/proof/test_fuzz.py try random cases for so long (make fuzz)"
     )
-    parser.addoption("--third", type=int, choices=range(3), help="of the slow tests this third (tests/support/slow.py)")
+    parser.addoption("--sixth", type=int, choices=range(6), help="of the slow tests this sixth (tests/support/slow.py)")
     parser.addoption(
         "--held-to", metavar="ISA", help="for tests/support/forced_isa.py, which sets the environment (make test-isa)"
     )
@@ -64,8 +64,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     held = config.getoption("--held-to")
     slow.mark(items, every_case=held is not None)  # other sets are tried on no other occasion
     left_out = []
-    if (third := config.getoption("--third")) is not None:
-        left_out = [item for item in items if slow.is_slow(item) and slow.third_of(item.nodeid) != third]
+    if (sixth := config.getoption("--sixth")) is not None:
+        left_out = [item for item in items if slow.is_slow(item) and slow.sixth_of(item.nodeid) != sixth]
     if held is not None:
         left_out += [item for item in items if slow.instruction_set_of(item) in _others_than(held)]
     if left_out:

@@ -3,7 +3,7 @@
 `make test` keeps every operation, backend, dtype and kind of test. From the parity table, it runs the selected cases
 (`telling`). Of a test with several parameters it runs each value, and not each combination (`telling_combinations`).
 Other long tests are marked with `@pytest.mark.slow`, and those that need few values of a parameter with `rest_slow`.
-Slow tests leave out emulated repetitions (`representative`). Each commit's CI runs a third of the slow tests, so three
+Slow tests leave out emulated repetitions (`representative`). Each commit's CI runs a sixth of the slow tests, so six
 consecutive commits run all of them; `make test-all` runs all at once.
 """
 
@@ -199,9 +199,9 @@ def instruction_set_of(item: pytest.Item) -> Any:
     return None if call is None else instruction_set_in(call.params)
 
 
-def third_of(nodeid: str) -> int:
-    """The third of a test, 0 to 2. It depends only on the test's name, so that a new test does not move others."""
-    return zlib.crc32(nodeid.encode()) % 3
+def sixth_of(nodeid: str) -> int:
+    """The sixth of a test, 0 to 5. It depends only on the test's name, so that a new test does not move others."""
+    return zlib.crc32(nodeid.encode()) % 6
 
 
 def is_slow(item: pytest.Item) -> bool:
