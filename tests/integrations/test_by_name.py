@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import fresh
 import pytest
 
 from foundry_kernels.core.late import _WAITING, when_imported
@@ -27,8 +27,8 @@ MODEL = """
 
 def run(*parts: str) -> str:
     """What code prints in a fresh process."""
-    code = "\n".join(textwrap.dedent(part) for part in ("import sys, torch", *parts))
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    begin = "import sys, torch, warnings; warnings.simplefilter('error')"
+    done = fresh.python("-c", "\n".join(textwrap.dedent(part) for part in (begin, *parts)), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -129,6 +129,19 @@ def test_arguments_are_read_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(read) == 1
 
 
+@pytest.mark.parametrize("patched", [False, True])
+def test_nothing_is_put_on_the_callers_tensors(patched: bool) -> None:
+    """Also where attention reads them itself, once for all layers."""
+    model = tiny_model("llama", attn_implementation="foundry")
+    expected = model(IDS, position_ids=POSITIONS, use_cache=False).logits
+    if patched:
+        fk.patch(model)
+    given = {"position_ids": POSITIONS.clone(), "attention_mask": ONES.clone()}
+    for _ in range(2):
+        assert close(model(IDS, **given, use_cache=False).logits, expected)
+        assert not any(map(vars, given.values()))
+
+
 def test_lengths_of_a_cache() -> None:
     """Documents that go on: as many keys as are in the cache and new."""
     model = tiny_model("llama")
