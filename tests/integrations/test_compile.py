@@ -141,12 +141,8 @@ def test_export_for_any_length() -> None:
         assert close(exported.module()(ids), model(ids).logits)
 
 
-#: Norms, MLPs and attention of other kinds than Llama's, which the tests above have; the others are left to `make
-#: test-slow`.
-FIRST = ("gemma2", "gpt_oss")
-
-
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in FIRST else pytest.mark.slow) for f in LLAMA_LIKE])
+#: Quickly for one with a norm, an MLP and attention of other kinds than Llama's, which the tests above have.
+@pytest.mark.parametrize("family", rest_slow(["gpt_oss", *(f for f in LLAMA_LIKE if f != "gpt_oss")]))
 def test_every_family_in_one_graph(family: str) -> None:
     """Tracing only, with recomputation and dynamic shapes: what differs between families is Python."""
     model = tiny_model(family).train()

@@ -125,7 +125,7 @@ def test_documents_by_a_mask_of_numbers_in_bfloat16(autocast: bool) -> None:
         assert float((run(model, autocast) - exact).norm()) <= 1.1 * float((plain - exact).norm())
 
 
-@WITHOUT_SDPA
+@pytest.mark.parametrize("family", rest_slow(["gemma2", "gpt_oss"]))
 @pytest.mark.parametrize("dense_masks", rest_slow(["kernels", "sdpa"]))
 def test_compiled(family: str, dense_masks: str) -> None:
     model = tiny_model(family)
