@@ -84,6 +84,21 @@ def test_a_dense_mask_and_weights() -> None:
     assert not counters["graph_break"]
 
 
+@torch.no_grad()
+def test_packed_sequences_of_a_model_that_names_its_attention() -> None:
+    """They must be given by their lengths; without a patch, attention alone can find that they are not."""
+    plain = tiny_model("llama", num_hidden_layers=1)
+    ids, positions = IDS.view(1, 36), torch.tensor([[*range(20), *range(16)]])
+    model = tiny_model("llama", num_hidden_layers=1, attn_implementation="foundry")
+    run = compiled(model, "eager")
+    totals = torch.tensor([0, 20, 36], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": totals, "cu_seq_lens_k": totals, "max_length_q": 20, "max_length_k": 20}
+    given = {"position_ids": positions, "use_cache": False}
+    assert close(run(ids, **given, **lengths).logits, plain(ids, **given).logits)
+    with pytest.raises(RuntimeError, match="position_ids restart"):
+        run(ids, **given)
+
+
 @pytest.mark.slow
 def test_what_inductor_compiles() -> None:
     model = tiny_model("llama", num_hidden_layers=1)

@@ -140,6 +140,8 @@ def test_nothing_is_put_on_the_callers_tensors(patched: bool) -> None:
     for _ in range(2):
         assert close(model(IDS, **given, use_cache=False).logits, expected)
         assert not any(map(vars, given.values()))
+    given["position_ids"].copy_(torch.arange(18))  # which is read anew
+    assert close(model(IDS, **given, use_cache=False).logits, model(IDS).logits)
 
 
 def test_lengths_of_a_cache() -> None:
