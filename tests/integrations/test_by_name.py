@@ -9,7 +9,6 @@ from pathlib import Path
 
 import fresh
 import pytest
-import transformers
 from transformers import AttentionInterface
 
 import foundry_kernels as fk
@@ -87,7 +86,7 @@ def test_an_old_transformers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(fk.integrations.attention, "functions", sys.modules[name])  # to be restored
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(AttentionInterface._global_mapping, "foundry")
-    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "4.57.1")
     module_above("by_name").register()
     assert name not in sys.modules
     assert "foundry" not in AttentionInterface._global_mapping
