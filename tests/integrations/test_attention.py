@@ -10,6 +10,7 @@ import pytest
 import torch
 from any_family import any_family
 from patching import IDS, close, logits
+from slow import rest_slow
 from tiny_hf import draw
 from torch import Tensor
 from transformers import AutoModelForCausalLM, StaticCache
@@ -182,7 +183,7 @@ def test_queries_that_are_the_same_for_a_batch() -> None:
     assert close(out, attention(torch.nn.Module(), q.expand(3, -1, -1, -1), k, k, None, is_causal=False)[0])
 
 
-@pytest.mark.parametrize("dense_masks", ["kernels", "sdpa"])
+@pytest.mark.parametrize("dense_masks", rest_slow(["kernels", "sdpa"]))
 @torch.no_grad()
 def test_a_model_that_cuts_its_first_queries_off(dense_masks: str) -> None:
     """Gemma 4 keeps the last tokens alone in its last layers, with or without a mask, and asks "sdpa" by its name."""

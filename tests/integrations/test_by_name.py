@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import fresh
 import pytest
+from transformers import AttentionInterface
 
-from foundry_kernels.core.late import _WAITING, when_imported
+import foundry_kernels as fk
+from foundry_kernels.core.late import _WAITING, module_above, when_imported
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,8 +29,8 @@ MODEL = """
 
 def run(*parts: str) -> str:
     """What code prints in a fresh process."""
-    code = "\n".join(textwrap.dedent(part) for part in ("import sys, torch", *parts))
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    begin = "import sys, torch, warnings; warnings.simplefilter('error')"
+    done = fresh.python("-c", "\n".join(textwrap.dedent(part) for part in (begin, *parts)), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -54,6 +56,7 @@ def test_transformers_first() -> None:
     assert run("from transformers import LlamaForCausalLM\nimport foundry_kernels", MODEL) == "works\n"
 
 
+@pytest.mark.slow
 def test_both_in_threads_at_once() -> None:
     threads = """
         import threading
@@ -77,19 +80,18 @@ def test_both_in_threads_at_once() -> None:
     assert run(threads, MODEL) == "works\n"
 
 
-def test_an_old_transformers_is_left_alone() -> None:
-    old = """
-        import transformers
-        transformers.__version__ = "4.57.1"
-        import foundry_kernels
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-        print("foundry" in ALL_ATTENTION_FUNCTIONS)
-        try:
-            import foundry_kernels.integrations.attention.functions
-        except ImportError as error:
-            print(error)
-    """
-    assert run(old) == "False\nfoundry_kernels needs transformers 5.4 or newer; found 4.57.1\n"
+def test_an_old_transformers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "foundry_kernels.integrations.attention.functions"
+    importlib.import_module(name)
+    monkeypatch.setattr(fk.integrations.attention, "functions", sys.modules[name])  # to be restored
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(AttentionInterface._global_mapping, "foundry")
+    monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "4.57.1")
+    module_above("by_name").register()
+    assert name not in sys.modules
+    assert "foundry" not in AttentionInterface._global_mapping
+    with pytest.raises(ImportError, match=r"foundry_kernels needs transformers 5\.4 or newer; found 4\.57\.1"):
+        importlib.import_module(name)
 
 
 def test_actions_run_once_after_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

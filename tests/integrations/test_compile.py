@@ -84,17 +84,19 @@ def test_a_dense_mask_and_weights() -> None:
     assert not counters["graph_break"]
 
 
-def test_packed_sequences_must_be_given_by_their_lengths() -> None:
-    model = tiny_model("llama", num_hidden_layers=1)
+@torch.no_grad()
+def test_packed_sequences_of_a_model_that_names_its_attention() -> None:
+    """They must be given by their lengths; without a patch, attention alone can find that they are not."""
+    plain = tiny_model("llama", num_hidden_layers=1)
     ids, positions = IDS.view(1, 36), torch.tensor([[*range(20), *range(16)]])
-    expected = model(ids, position_ids=positions, use_cache=False).logits
-    fk.patch(model)
-    run = compiled(model)
-    cu_seqlens = torch.tensor([0, 20, 36], dtype=torch.int32)
-    lengths = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 20, "max_length_k": 20}
-    assert close(run(ids, position_ids=positions, use_cache=False, **lengths).logits, expected)
+    model = tiny_model("llama", num_hidden_layers=1, attn_implementation="foundry")
+    run = compiled(model, "eager")
+    totals = torch.tensor([0, 20, 36], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": totals, "cu_seq_lens_k": totals, "max_length_q": 20, "max_length_k": 20}
+    given = {"position_ids": positions, "use_cache": False}
+    assert close(run(ids, **given, **lengths).logits, plain(ids, **given).logits)
     with pytest.raises(RuntimeError, match="position_ids restart"):
-        run(ids, position_ids=positions, use_cache=False)
+        run(ids, **given)
 
 
 @pytest.mark.slow
@@ -154,11 +156,8 @@ def test_export_for_any_length() -> None:
         assert close(exported.module()(ids), model(ids).logits)
 
 
-#: Of the first kinds of norm, MLP and attention; the others are left to `make test-slow`.
-FIRST = ("llama", "gemma2", "gpt_oss")
-
-
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in FIRST else pytest.mark.slow) for f in LLAMA_LIKE])
+#: Quickly for one with a norm, an MLP and attention of other kinds than Llama's, which the tests above have.
+@pytest.mark.parametrize("family", rest_slow(["gpt_oss", *(f for f in LLAMA_LIKE if f != "gpt_oss")]))
 def test_every_family_in_one_graph(family: str) -> None:
     """Tracing only, with recomputation and dynamic shapes: what differs between families is Python."""
     model = tiny_model(family).train()

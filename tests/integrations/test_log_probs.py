@@ -188,10 +188,9 @@ def test_compiled() -> None:
     torch.compiler.reset()
     with fk.patch(model) as handle:
         compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
-        for temperature in (1.0, 0.5):
-            expected = handle.log_probs(IDS, LABELS, temperature=temperature, **OPTIONS)
-            found = handle.log_probs(IDS, LABELS, temperature=temperature, model=compiled, **OPTIONS)
-            assert all(map(close, found, expected))
+        expected = handle.log_probs(IDS, LABELS, temperature=0.5, **OPTIONS)
+        found = handle.log_probs(IDS, LABELS, temperature=0.5, model=compiled, **OPTIONS)
+        assert all(map(close, found, expected))
         assert close(gradients_of(found, model), gradients_of(expected, model))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import inspect
 import itertools
@@ -18,6 +19,7 @@ from transformers import StaticCache
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.tiny import tiny_model
 from foundry_kernels.integrations.attention import call as calls
+from foundry_kernels.integrations.attention import documents
 from foundry_kernels.integrations.attention.positions import restarts, text_positions
 
 
@@ -127,6 +129,33 @@ def test_arguments_are_read_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None
         read.clear()
         model(IDS, **given)
         assert len(read) == 1
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_nothing_is_put_on_the_callers_tensors(patched: bool) -> None:
+    """Also where attention reads them itself, once for all layers."""
+    model = tiny_model("llama", attn_implementation="foundry")
+    expected = model(IDS, position_ids=POSITIONS, use_cache=False).logits
+    if patched:
+        fk.patch(model)
+    given = {"position_ids": POSITIONS.clone(), "attention_mask": ONES.clone()}
+    for _ in range(2):
+        assert close(model(IDS, **given, use_cache=False).logits, expected)
+        assert not any(map(vars, given.values()))
+    given["position_ids"].copy_(torch.arange(18))  # which is read anew
+    assert close(model(IDS, **given, use_cache=False).logits, model(IDS).logits)
+
+
+def test_what_attention_remembers_of_a_tensor_goes_with_it() -> None:
+    model = tiny_model("llama", attn_implementation="foundry")
+    model(IDS, position_ids=POSITIONS.clone(), use_cache=False)
+    totals = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+    model(IDS, position_ids=POSITIONS.clone(), cu_seq_lens_q=totals, cu_seq_lens_k=totals, use_cache=False)
+    known = len(documents._READ)
+    assert known > 0
+    del totals
+    gc.collect()
+    assert len(documents._READ) < known
 
 
 def test_lengths_of_a_cache() -> None:

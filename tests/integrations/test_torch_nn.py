@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from patching import snapshot
+from slow import rest_slow
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -347,7 +348,7 @@ def test_copies_and_undo() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("training", rest_slow([True, False]), ids=["training", "inference"])
 def test_one_graph(training: bool) -> None:
     counters.clear()
     model = transformer(activation="gelu", layers=1).train(training)

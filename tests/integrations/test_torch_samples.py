@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import rest_slow
 from torch import Tensor, nn
 
 import foundry_kernels as fk
@@ -56,7 +57,7 @@ def results(module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
     return [x.detach() for x in (*found, *outputs, *grads)]
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("training", rest_slow([True, False]), ids=["training", "evaluation"])
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.filterwarnings("ignore")  # deprecated masks are among them
 def test_samples(cls: type[nn.Module], training: bool) -> None:

@@ -127,7 +127,7 @@ def from_lengths(given: Mapping[str, Any], batch: int, queries: int, keys: int) 
         raise ValueError(
             f"cu_seq_lens_k must have as many elements as cu_seq_lens_q; got {len(totals[1])} and {len(totals[0])}"
         )
-    totals = [x.to(torch.int32) for x in totals]
+    totals = [x.detach().to(torch.int32) for x in totals]  # other objects: `once` must not keep its owner alive
     documents = Documents(totals[0], totals[1], batch, queries, keys, "cu_seq_lens_q")
     if (seq_idx := given.get("seq_idx")) is not None and can_be_read(totals[0]):
         documents.check_finer(begins_of_ids(seq_idx, batch, queries), "seq_idx")

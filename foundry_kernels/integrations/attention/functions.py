@@ -121,16 +121,21 @@ def attention(
     if plan.documents is None:
         plan = plan.separated(documents_of_layer(module, plan, kwargs, batch, queries, keys), keys, causal, window)
     plan.check_begins()
+    sides = window, 0 if causal else window
+    within = {"causal": causal, "window": None if window is None else sides}
     if plan.totals is not None and not wanted and position_bias is None:
-        return _packed(module, query, key, value, plan.totals, causal, window, kwargs, **options), None
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        most_q, most_k = longest(kwargs, "max_length_q", queries), longest(kwargs, "max_length_k", keys)
+        options |= {**within, "backend": _backend(module, "flash_attention_varlen")}
+        out = flash_attention_varlen(q, k, v, plan.totals[0], plan.totals[1], most_q, most_k, **options)
+        return out.view(batch, queries, *out.shape[1:]), None
     if plan.totals is not None:
-        sides = (None, 0 if causal else None) if window is None else (window, 0 if causal else window)
         plan = AttentionPlan(dense=seen_in(plan.totals, batch, queries, keys, *sides))
     elif not plan.is_dense and causal and queries != keys and not is_passed_on(getattr(module, "config", None)):
         # A model whose masks say so has cut its first queries off.
         options["align"] = "bottom_right" if queries == 1 or makes_masks(type(module)) else "top_left"
     if plan.dense is None:
-        options |= {"causal": causal, "window": None if window is None else (window, 0 if causal else window)}
+        options |= within
     options |= {"attn_mask": plan.combined(position_bias), "backend": _backend(module, "flash_attention")}
     weights = None
     if not wanted:
@@ -148,26 +153,6 @@ def attention(
         out = out.masked_fill(hidden, 0.0)
         weights = None if weights is None else weights.masked_fill(hidden, 0.0)
     return out.transpose(1, 2).contiguous(), weights
-
-
-def _packed(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    totals: Tensor,
-    causal: bool,
-    window: int | None,
-    kwargs: dict[str, Any],
-    **options: Any,
-) -> Tensor:
-    batch, heads, queries, _ = query.shape
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    max_seqlen_q, max_seqlen_k = longest(kwargs, "max_length_q", queries), longest(kwargs, "max_length_k", key.shape[2])
-    sides = None if window is None else (window, 0 if causal else window)
-    options |= {"causal": causal, "window": sides, "backend": _backend(module, "flash_attention_varlen")}
-    out = flash_attention_varlen(q, k, v, totals[0], totals[1], max_seqlen_q, max_seqlen_k, **options)
-    return out.view(batch, queries, heads, value.shape[-1])
 
 
 def _backend(module: nn.Module, op: str) -> str:
@@ -205,7 +190,6 @@ def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
         return True
     if collector is None:
         return False
-    # A compiler cannot look into a ContextVar.
     if is_dynamo_compiling() and not collector.compiling:  # the compiler cannot look into the ContextVar
         return False
     collected: Any = collector.get()
