@@ -26,7 +26,9 @@ def draw(kept: dict[str, Any], target: Path) -> Path | None:
     most = max(by_dtype.values(), key=lambda bars: len(bars))
     names, eager, rivals = zip(*sorted(most, key=lambda one: one[1]), strict=True)
     # Text as text instead of outlines takes a fifth of the size.
-    with matplotlib.rc_context({"svg.hashsalt": target.stem, "svg.fonttype": "none", "font.size": 9}):
+    with matplotlib.rc_context(
+        {"svg.hashsalt": target.stem.removesuffix("-speedups"), "svg.fonttype": "none", "font.size": 9}
+    ):
         figure = Figure(figsize=(6.5, 3.6), layout="constrained")
         axes = figure.subplots()
         heights = range(len(names))

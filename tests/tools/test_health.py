@@ -62,8 +62,10 @@ def health_of(model: nn.Module, x: Tensor) -> Health:
 # --- collapses --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lr", [0.003, 0.2], ids=["healthy", "collapsed"])  # at 0.1 last bits decide over one layer
-@pytest.mark.parametrize("reparametrized", [False, True], ids=["plain", "sigma-reparam"])
+@pytest.mark.parametrize(  # at 0.1 last bits decide over one layer
+    ("lr", "reparametrized"),
+    [(0.003, False), (0.2, False), (0.2, True), pytest.param(0.003, True, marks=pytest.mark.slow)],
+)
 def test_entropy_collapses_at_a_large_learning_rate_but_with_sigma_reparam(lr: float, reparametrized: bool) -> None:
     model = make_model()
     if reparametrized:
@@ -346,6 +348,7 @@ def test_what_cannot_be_reparametrized() -> None:
     assert (qk_ranks(model.layers[0].attention) > 1).all()
 
 
+@pytest.mark.slow
 def test_the_command_reads_a_reparametrized_run_and_says_what_collapsed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

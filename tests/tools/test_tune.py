@@ -96,7 +96,11 @@ def test_winners_are_kept_and_taken(tmp_path: Path, capsys: Captured, timed: Any
 
 
 @pytest.mark.parametrize(
-    "op", [pytest.param(op, id=name, marks=pytest.mark.slow if "gated" in name else ()) for name, op in OPS.items()]
+    "op",
+    [
+        pytest.param(op, id=name, marks=() if name.endswith(("swiglu", "rms_norm", "log_probs")) else pytest.mark.slow)
+        for name, op in OPS.items()
+    ],
 )
 def test_every_operation_is_measured(op: registry.OpSpec, timed: Any) -> None:
     """An operation is measured by being registered: its launchers say what is tried, and all of it is right."""
