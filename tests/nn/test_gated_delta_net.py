@@ -52,13 +52,6 @@ def formula(layer: nn.GatedDeltaNet, x: Tensor) -> Tensor:
     return F.linear(o.flatten(2) * F.silu(F.linear(x, layer.in_proj_z.weight)), layer.out_proj.weight)
 
 
-def gradients_are_close(y: Tensor, expected: Tensor, inputs: tuple[Tensor, ...], error: float) -> None:
-    dy = draw(*y.shape, dtype=y.dtype, seed=2)
-    found, wanted = (torch.autograd.grad(each, inputs, dy) for each in (y, expected))
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=error, atol=error)
-
-
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_formula_and_its_gradients(name: str, dtype: torch.dtype) -> None:

@@ -1,5 +1,4 @@
-"""Cross-entropy: the reference against torch's own, what the table of cases cannot say of the kernels, and what is
-refused."""
+"""Cross-entropy: the reference against torch's own, and what the table of cases cannot say of the kernels."""
 
 from __future__ import annotations
 

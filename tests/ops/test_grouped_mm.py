@@ -1,4 +1,4 @@
-"""grouped_mm beyond parity: what groups may do to each other, what is refused, and what waits for nothing."""
+"""grouped_mm beyond parity: what groups may do to each other, and what waits for nothing."""
 
 from __future__ import annotations
 

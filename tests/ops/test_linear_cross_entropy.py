@@ -1,4 +1,4 @@
-"""linear_cross_entropy: what the table of cases cannot say of the chunks, and what is refused."""
+"""linear_cross_entropy: what the table of cases cannot say of the chunks."""
 
 from __future__ import annotations
 

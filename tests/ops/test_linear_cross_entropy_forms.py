@@ -26,7 +26,6 @@ from foundry_kernels.ops._linear_loss.triton import scale_
 from foundry_kernels.ops.linear_cross_entropy.options import LinearCrossEntropyOptions
 
 TOKENS, WIDTH, CLASSES = 40, 8, 70
-OPS = torch.ops.foundry_kernels
 
 
 def draw(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

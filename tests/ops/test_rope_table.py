@@ -1,4 +1,4 @@
-"""RoPE's tables: against closed forms and transformers' scalings, and what is refused."""
+"""RoPE's tables: against closed forms and transformers' scalings."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""SwiGLU and GEGLU: the references against torch's activations, what the parity cases do not cover of the kernels, and
-what is refused."""
+"""SwiGLU and GEGLU: the references against torch's activations, and what the parity cases do not cover of the
+kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import foundry_kernels as fk
 from foundry_kernels.core import extension
 from foundry_kernels.ops.swiglu import geglu, swiglu
 
-OPS = ("swiglu", "geglu")
 KERNELS = [pytest.param(r.backend, r.device, id=r.id) for r in rows() if r.op.name == "swiglu"]
 kernels = pytest.mark.parametrize(("backend", "device"), KERNELS)
 needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
@@ -153,6 +152,3 @@ def test_the_bare_operators_check_too() -> None:
     with pytest.raises(ValueError, match=r"activation must be one of silu, .*; got tanh"):
         ops.glu_fwd(a, a, "tanh")
     assert ops.swiglu(torch.empty(2, 8, device="meta"), None).shape == (2, 4)
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
