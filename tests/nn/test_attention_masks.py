@@ -200,6 +200,7 @@ def test_checkpointing_drops_the_same_again(backend: str, reentrant: bool) -> No
 # --- compiled, plain, refused -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", rest_slow(BACKENDS[::-1]))
 def test_masks_compile(backend: str) -> None:
     block, x = make(backend), draw(B, T, 16)

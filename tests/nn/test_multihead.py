@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import rest_slow
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -244,7 +245,7 @@ def test_state_dicts_and_copies() -> None:
     assert "backend='auto'" in repr(ours)
 
 
-@pytest.mark.parametrize("weights", [True, False], ids=["weights", ""])
+@pytest.mark.parametrize("weights", rest_slow([False, True]))
 def test_one_graph_for_every_length(weights: bool) -> None:
     counters.clear()
     theirs, ours = pair(batch_first=True)

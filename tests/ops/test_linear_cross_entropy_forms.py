@@ -265,7 +265,7 @@ def test_opcheck(form: Any, dtype: torch.dtype) -> None:
         torch.library.opcheck(func, given)
 
 
-@pytest.mark.parametrize("form", [None, 7, "tiles"], ids=str)
+@pytest.mark.parametrize("form", rest_slow(["tiles", None, 7]), ids=str)
 def test_compile_with_as_many_tokens_as_the_data_says(form: Any) -> None:
     """Which no form depends on: what cannot be told is taken for more than fits."""
 
