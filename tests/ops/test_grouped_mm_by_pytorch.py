@@ -201,6 +201,7 @@ def test_the_backward_pass_takes_them_where_the_rule_says_so(
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_its_kernels_compile() -> None:
     """For the one device that launches them, in a process in which Triton compiles."""
     code = """
