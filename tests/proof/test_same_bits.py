@@ -97,7 +97,7 @@ def test_any_number_of_threads(row: Row, dtype: torch.dtype) -> None:
         cotangents = make_cotangents(call(row.op, args, options, backend="native"), case.cotangent)
         expected = None
         for threads in (1, 2, 5, 2):
-            with cpu_setting(SETS[-1], threads):
+            with cpu_setting(extension.build_info()["instruction_set"], threads):
                 found = results(row, args, options, cotangents)
             for name, value in found.items():
                 assert expected is None or same(value, expected[name]), f"{case.id}: {name} on {threads} threads"
