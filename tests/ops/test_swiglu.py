@@ -124,6 +124,15 @@ def test_extremes_are_those_of_the_reference(
 
 
 @needs_native
+@pytest.mark.parametrize("name", INSTRUCTION_SETS[:-1])
+def test_extremes_with_fewer_instructions(instruction_set: Callable[[str], None], name: str) -> None:
+    instruction_set(name)
+    for dtype in DTYPES:
+        for op, options in OPTIONS:
+            test_extremes_are_those_of_the_reference(op, options, "native", "cpu", dtype)
+
+
+@needs_native
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_the_exponential_keeps_its_relative_error(instruction_set: Callable[[str], None], name: str) -> None:
     """The value of silu(g) for g far below 0 is g e^g: within 2 units in the last place and 8e-8 |g| of it, down to
