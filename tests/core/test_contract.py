@@ -13,7 +13,6 @@ import foundry_kernels as fk
 from foundry_kernels.core.contract import Bench, Cases, Fuzz, Sharding, load, members
 from foundry_kernels.core.registry import OpSpec
 
-ROOT = Path(__file__).parents[2]
 KINDS = (Cases, Bench, Fuzz, Sharding)
 PACKAGES = tuple(dict.fromkeys(op.package for op in fk.OPS.values()))
 

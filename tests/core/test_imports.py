@@ -52,6 +52,7 @@ def test_a_misspelled_name_is_suggested() -> None:
         fk.importlib  # noqa: B018
 
 
+@pytest.mark.slow
 def test_patch_imports_no_model_of_ours() -> None:
     pytest.importorskip("transformers")
     printed = run(

@@ -124,12 +124,14 @@ BLOCK = """
 @pytest.mark.parametrize(
     "names",
     [
-        (),
-        ("triton",),
-        ("foundry_kernels._C",),
-        ("triton", "foundry_kernels._C", "numpy", "matplotlib", "tqdm", "pytest", "transformers"),
+        pytest.param((), id="all-there"),
+        pytest.param(("triton",), id="no-triton", marks=pytest.mark.slow),
+        pytest.param(("foundry_kernels._C",), id="no-extension", marks=pytest.mark.slow),
+        pytest.param(
+            ("triton", "foundry_kernels._C", "numpy", "matplotlib", "tqdm", "pytest", "transformers"),
+            id="nothing-optional",
+        ),
     ],
-    ids=["all-there", "no-triton", "no-extension", "nothing-optional"],
 )
 def test_import_where_something_is_missing(names: tuple[str, ...]) -> None:
     """The package imports and works, forward and backward, through what is left; what is missing explains itself."""
@@ -162,7 +164,12 @@ def test_import_where_something_is_missing(names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compiled", "gpu"), [(False, False), (True, False), (False, True)], ids=["eager", "compiled", "gpu"]
+    ("compiled", "gpu"),
+    [
+        pytest.param(False, False, id="eager"),
+        pytest.param(True, False, id="compiled", marks=pytest.mark.slow),
+        pytest.param(False, True, id="gpu"),
+    ],
 )
 def test_the_first_call_without_the_extension_says_so(compiled: bool, gpu: bool) -> None:
     """Once, and only where the extension would serve the call; a GPU that Triton serves needs none."""

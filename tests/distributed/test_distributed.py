@@ -14,7 +14,7 @@ import torch.distributed as dist
 from processes import EXAMPLES, experts, patched, training
 from processes.example import OPTIONS
 from processes.outcomes import near, outcome, same_training
-from processes.scenarios import PATCHED, RESUMING, TRAINING
+from processes.scenarios import MORE_PATCHED, MORE_RESUMING, MORE_TRAINING, PATCHED, RESUMING, SLOW, TRAINING
 
 import foundry_kernels as fk
 from foundry_kernels.models import ModelConfig, Transformer
@@ -29,9 +29,19 @@ def alone() -> dict[str, Any]:
     return training.train(training.make_model())
 
 
-@pytest.mark.parametrize("name", TRAINING)
-def test_training_equals_that_of_one_process(name, results, alone):
-    for result in outcome(results, name):
+def over(quick, more):
+    """The quick scenarios and the slow ones, each in the processes of its kind."""
+    return pytest.mark.parametrize("name", [*quick, *(pytest.param(name, marks=pytest.mark.slow) for name in more)])
+
+
+@pytest.fixture
+def by_name(request, name):
+    return request.getfixturevalue("slow_results" if name in SLOW else "results")
+
+
+@over(TRAINING, MORE_TRAINING)
+def test_training_equals_that_of_one_process(name, by_name, alone):
+    for result in outcome(by_name, name):
         same_training(result, alone)
 
 
@@ -75,10 +85,10 @@ def patched_llama() -> dict[str, Any]:
         return training.train(model, loss_of=patched.loss_of_llama)
 
 
-@pytest.mark.parametrize("name", PATCHED)
-def test_a_patched_llama_trains_as_in_one_process(name, results, patched_llama):
+@over(PATCHED, MORE_PATCHED)
+def test_a_patched_llama_trains_as_in_one_process(name, by_name, patched_llama):
     """Sharded by torch's own means, with the patch in place; and afterwards the patch is taken back."""
-    for result in outcome(results, name):
+    for result in outcome(by_name, name):
         same_training(result, patched_llama)
         assert result["collectives"], "nothing was sharded"
         near("logits without the patch", *result["logits"])
@@ -131,7 +141,8 @@ def test_operators_on_dtensors_equal_one_process_without_a_collective(results):
         assert found["wrong"] == []
         assert found["collectives"] == {}
         assert found["tried"].keys() == sharded
-        assert min(n for name, n in found["tried"].items() if "triton" not in name) >= 2, found["tried"]
+        assert min(found["tried"].values()) >= 1, found["tried"]
+        assert found["tried"].total() > 2 * len(sharded)
 
 
 def test_norm_under_sequence_parallelism_reduces_the_gradient_of_its_weight_and_nothing_else(results):
@@ -265,17 +276,6 @@ def test_compiled_operation_on_dtensors(slow_results):
         torch.testing.assert_close(found["grads"], [leaf.grad for leaf in leaves])
 
 
-def test_every_operator_of_a_kernel_has_a_rule():
-    from foundry_kernels.distributed.sharding import operators
-
-    ruled = {op._schema.name for op in operators()}
-    ruled |= {f"foundry_kernels::{name}" for op in fk.OPS.values() for name in op.sharding.UNSHARDED}  # no DTensors
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("foundry_kernels::"):
-            composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
-            assert composite or name in ruled, f"{name} has no rule; add it to its operation's sharding module"
-
-
 @pytest.mark.parametrize("name", ["weight", "teacher_weight", "bias"])
 def test_distillation_refuses_sharded_classes(name, mesh_of_three):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -367,9 +367,9 @@ def test_experts_that_cannot_be_sharded_are_refused(make, error, message, mesh_o
 # --- the example ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RESUMING)
-def test_run_is_resumed_by_another_number_of_processes(name, results, resumed):
-    resumed(outcome(results, name)[0])
+@over(RESUMING, MORE_RESUMING)
+def test_run_is_resumed_by_another_number_of_processes(name, by_name, resumed):
+    resumed(outcome(by_name, name)[0])
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from slow import rest_slow
 from torch import Tensor
 
 from foundry_kernels import losses
@@ -220,7 +221,7 @@ def test_loss_and_gradients(name: str, dtype: torch.dtype) -> None:
 
 
 @every_loss
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", rest_slow([math.nan, math.inf, -math.inf]))
 def test_what_does_not_count_changes_no_bit(name: str, value: float) -> None:
     """Hidden states, log-probabilities and advantages of ignored tokens, and what belongs to sequences without any."""
     for lengths in LENGTHS:
@@ -233,7 +234,7 @@ def test_what_does_not_count_changes_no_bit(name: str, value: float) -> None:
 
 
 @every_loss
-@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("scale", rest_slow([100.0, 1.0]))
 def test_extremes(name: str, scale: float) -> None:
     """Unlikely tokens of each policy, with advantages of either sign, of one and of none. Where the loss is finite, so
     are its gradients, and it is infinite only if it exceeds float32."""

@@ -72,6 +72,7 @@ def test_torchscript_is_left_alone() -> None:
         assert "aten::linear" in str(torch.jit.script(linear).graph)
 
 
+@pytest.mark.slow
 @needs_native
 def test_compiled_code_follows_the_switch() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), fk.nn.Attention(16, 2))

@@ -155,6 +155,11 @@ def test_contradictions_are_refused(changes, message):
 def test_types_of_fields(changes, message):
     with pytest.raises(TypeError, match=message):
         dataclasses.replace(TINY, **changes)
+    assert dataclasses.replace(TINY, positions="none", head_dim=5).head_width == 5  # odd without pairs
+    with pytest.raises(TypeError, match="config must be a ModelConfig; got dict"):
+        Transformer({"dim": 16})
+    with pytest.raises(ValueError, match="backend must be one of"):
+        Transformer(TINY, "fast")
 
 
 def test_a_window_of_minus_one_is_no_bound():
@@ -203,27 +208,3 @@ def test_a_published_model_with_other_positions():
     assert not ModelConfig.llama(positions="alibi").rope_interleaved
     with pytest.raises(ValueError, match="rope_interleaved needs positions='rope'; got True"):
         ModelConfig.llama(positions="alibi", rope_interleaved=True)
-
-
-def test_types_and_modules_are_refused():
-    with pytest.raises(TypeError, match="config must be a ModelConfig; got dict"):
-        Transformer({"dim": 16})
-    with pytest.raises(ValueError, match="backend must be one of"):
-        Transformer(TINY, "fast")
-    assert dataclasses.replace(TINY, positions="none", head_dim=5).head_width == 5  # odd without pairs
-    with pytest.raises(ValueError, match="alibi must have a slope for each of n_heads=2; got 4"):
-        fk.nn.Attention(8, 2, alibi=fk.nn.AlibiSlopes(4))
-    with pytest.raises(ValueError, match="sliding_window must be None or at least 1; got 0"):
-        fk.nn.Attention(8, 2, sliding_window=0)
-    with pytest.raises(TypeError, match="sliding_window must be an int; got tuple"):
-        fk.nn.Attention(8, 2, sliding_window=(3, 0))
-    with pytest.raises(TypeError, match="causal must be a bool; got str"):
-        fk.nn.Attention(8, 2, causal="yes")
-    with pytest.raises(TypeError, match="dim must be an int; got str"):
-        fk.nn.Attention("8", 2)
-    with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\); got 1.5"):
-        fk.nn.Attention(8, 2, dropout=1.5)
-    with pytest.raises(ValueError, match="activation must be one of gelu, gelu_tanh, silu, relu; got 'swiglu'"):
-        fk.nn.MLP(8, 16, activation="swiglu")
-    with pytest.raises(ValueError, match="recompute must be one of none, product; got 'projections'"):
-        fk.nn.MLP(8, 16, recompute="projections")

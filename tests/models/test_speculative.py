@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from slow import rest_slow
 
 import foundry_kernels as fk
 from foundry_kernels.core.registry import OPS
@@ -44,9 +45,8 @@ def like(model: Transformer, noise: float) -> Transformer:
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("llama", backend) for backend in BACKENDS]
-    + [("alibi-window", BACKENDS[-1]), ("hybrid", BACKENDS[-1])]
-    + [pytest.param(name, BACKENDS[-1], marks=pytest.mark.slow) for name in ("learned", "experts")],
+    [("llama", BACKENDS[-1]), ("hybrid", BACKENDS[-1]), pytest.param("llama", "reference", marks=pytest.mark.slow)]
+    + [pytest.param(name, BACKENDS[-1], marks=pytest.mark.slow) for name in ("alibi-window", "learned", "experts")],
 )
 def test_greedy_tokens_are_those_without_a_draft(name: str, backend: str) -> None:
     changes = {
@@ -68,7 +68,7 @@ def test_greedy_tokens_are_those_without_a_draft(name: str, backend: str) -> Non
     assert len(rates) > 3, "the other drafts are right at times"
 
 
-@pytest.mark.parametrize("kinds", [None, HYBRID])
+@pytest.mark.parametrize("kinds", rest_slow([HYBRID, None]))
 def test_the_end_of_rows(kinds: tuple[str, ...] | None) -> None:
     """Each number of new tokens, and each stop token, which rows meet at different times."""
     model = model_of(replace(CONFIG, layer_types=kinds))

@@ -83,40 +83,6 @@ def test_queries_of_one_token_and_compiled():
     torch.testing.assert_close(compiled(x, context=kept), expected, rtol=1e-4, atol=1e-5)
 
 
-X, CONTEXT = normal(2, 3, 16), normal(2, 5, 16)
-
-
-@pytest.mark.parametrize(
-    ("options", "arguments", "message"),
-    [
-        ({}, {"context": CONTEXT[:1]}, "context must have x's batch of 2; got 1"),
-        ({}, {"context": CONTEXT[..., :4]}, r"context must have context_dim=16 as its last dimension; got \(2, 5, 4\)"),
-        ({}, {"context": CONTEXT[0]}, r"context must be \[B, S, 16\]; got shape \(5, 16\)"),
-        ({}, {"context_lengths": torch.tensor([1, 2])}, "context_lengths needs a context"),
-        ({}, {"context": CONTEXT, "context_lengths": torch.tensor([1])}, r"context_lengths must have shape \(2,\)"),
-        ({}, {"context": CONTEXT, "lengths": torch.tensor([1, 2])}, "context and lengths exclude each other"),
-        ({}, {"context": CONTEXT, "positions": 3}, "context and positions exclude each other"),
-        ({}, {"context": CONTEXT, "attn_mask": torch.ones(3, 3)}, r"attn_mask must broadcast to .* = \(2, 4, 3, 5\)"),
-        ({"sliding_window": 2}, {"context": CONTEXT}, "context needs sliding_window=None"),
-        ({"rope": fk.nn.RotaryEmbedding(4, 8)}, {"context": CONTEXT}, "context needs rope=None"),
-        ({"alibi": fk.nn.AlibiSlopes(4)}, {"context": CONTEXT}, "context needs alibi=None"),
-        ({"context_dim": 8}, {}, "context must be given: keys are made of width 8, x has 16"),
-        ({"scale": 0.0}, {}, "scale must be finite and > 0; got 0"),
-        ({"qk_norm_over": "tokens"}, {}, "qk_norm_over must be one of head, projection; got 'tokens'"),
-    ],
-)
-def test_what_is_refused_by_name(options, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        attention(**options)(X, **arguments)
-
-
-def test_kinds_of_context():
-    with pytest.raises(TypeError, match=r"context must be a torch\.Tensor; got list"):
-        attention()(X, context=[1])
-    with pytest.raises(TypeError, match="context_lengths must be int32 or int64"):
-        attention()(X, context=CONTEXT, context_lengths=torch.ones(2))
-
-
 # --- relative positions -----------------------------------------------------------------------------------------------
 
 
@@ -139,9 +105,3 @@ def test_a_relative_bias_is_the_weight_of_each_distance():
     dout = normal(1, 3, 6, 6)
     found = [torch.autograd.grad(y, bias.weight, dout)[0] for y in (bias(6, 6), expected)]
     torch.testing.assert_close(*found)
-    for options, message in (
-        ((4, 6), "buckets must be a multiple of 4 in both directions; got 6"),
-        ((4, 8, 2), "max_distance must be above 2, half of a direction's buckets; got 2"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            fk.nn.RelativeBias(*options, causal=False)

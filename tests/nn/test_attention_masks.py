@@ -200,6 +200,7 @@ def test_checkpointing_drops_the_same_again(backend: str, reentrant: bool) -> No
 # --- compiled, plain, refused -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", rest_slow(BACKENDS[::-1]))
 def test_masks_compile(backend: str) -> None:
     block, x = make(backend), draw(B, T, 16)
@@ -222,43 +223,3 @@ def test_a_plain_call_has_neither_mask_nor_dropout(monkeypatch: pytest.MonkeyPat
     block(draw(B, T, 16))
     assert torch.equal(torch.get_rng_state(), before)
     assert seen == [(None, 0.0)]
-
-
-X = torch.zeros(2, 3, 16)
-REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "shape": ({"attn_mask": torch.ones(3, 4)}, ValueError, r"attn_mask must broadcast to .* = \(2, 4, 3, 3\)"),
-    "heads": ({"attn_mask": torch.ones(2, 3, 3)}, ValueError, r"attn_mask must broadcast to .*; got shape \(2, 3, 3\)"),
-    "dtype": ({"attn_mask": torch.ones(3, 3).int()}, TypeError, "attn_mask must be bool, float32, .* got torch.int32"),
-    "wide": ({"attn_mask": torch.ones(3, 3).double()}, TypeError, "attn_mask may be float64 only where x is"),
-    "list": ({"attn_mask": [1]}, TypeError, "attn_mask must be a torch.Tensor or an AttentionMask; got list"),
-    "device": ({"attn_mask": torch.ones(3, 3, device="meta")}, ValueError, "attn_mask must be on x's device cpu"),
-    "tiles": (
-        {"attn_mask": fk.AttentionMask(torch.ones(4, 3, dtype=torch.bool))},
-        ValueError,
-        r"attn_mask must broadcast to .* got a mask of \(1, 1, 4, 3\)",
-    ),
-    "lengths": (
-        {"lengths": torch.ones(3).long()},
-        ValueError,
-        r"lengths must have shape \(2,\) .one for each sequence",
-    ),
-    "one length": ({"lengths": torch.ones(1).long()}, ValueError, r"lengths must have shape \(2,\)"),
-    "float lengths": ({"lengths": torch.ones(2)}, TypeError, "lengths must be int32 or int64; got torch.float32"),
-    "list of lengths": ({"lengths": [1, 2]}, TypeError, "lengths must be a torch.Tensor; got list"),
-    "lengths' device": ({"lengths": torch.ones(2, device="meta").long()}, ValueError, "lengths must be on x's device"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_before_anything_is_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options, error, message = REFUSED[name]
-    block = make()
-    monkeypatch.setattr(block, "_queries_keys_values", None)
-    with pytest.raises(error, match=message):
-        block(X, **options)
-
-
-@pytest.mark.parametrize("options", [{"attn_mask": torch.ones(3, 3)}, {"lengths": torch.tensor([3])}])
-def test_packed_sequences_take_no_masks(options: dict[str, Tensor]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(options))} and cu_seqlens exclude each other"):
-        make()(X[:1], cu_seqlens=torch.tensor([0, 2, 3]), **options)

@@ -52,13 +52,6 @@ def formula(layer: nn.GatedDeltaNet, x: Tensor) -> Tensor:
     return F.linear(o.flatten(2) * F.silu(F.linear(x, layer.in_proj_z.weight)), layer.out_proj.weight)
 
 
-def gradients_are_close(y: Tensor, expected: Tensor, inputs: tuple[Tensor, ...], error: float) -> None:
-    dy = draw(*y.shape, dtype=y.dtype, seed=2)
-    found, wanted = (torch.autograd.grad(each, inputs, dy) for each in (y, expected))
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=error, atol=error)
-
-
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_formula_and_its_gradients(name: str, dtype: torch.dtype) -> None:
@@ -185,40 +178,3 @@ def test_initial_gates() -> None:
     assert 0.01 <= layer.A_log.exp().min() < layer.A_log.exp().max() <= 16.0
     assert torch.equal(layer.dt_bias, torch.ones(64))
     assert nn.GatedDeltaNet(16, 2, device="meta").A_log.is_meta
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"n_v_heads": 3, "n_k_heads": 2}, ValueError, "n_v_heads must be a multiple of n_k_heads=2; got 3"),
-        ({"n_v_heads": 0}, ValueError, "n_v_heads must be"),
-        ({"n_v_heads": 2.0}, TypeError, "n_v_heads must be an int"),
-        ({"n_v_heads": 2, "head_k_dim": 257}, ValueError, "head_k_dim must be at most 256; got 257"),
-        ({"n_v_heads": 2, "head_v_dim": 300}, ValueError, "head_v_dim must be at most 256; got 300"),
-        ({"n_v_heads": 2, "conv_size": 9}, ValueError, "conv_size must be at most 8; got 9"),
-        ({"n_v_heads": 2, "norm_eps": -1.0}, ValueError, "norm_eps"),
-        ({"n_v_heads": 2, "negative_eigenvalues": 1}, TypeError, "negative_eigenvalues must be a bool"),
-        ({"n_v_heads": 2, "backend": "fast"}, ValueError, "backend must be one of"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        nn.GatedDeltaNet(16, **options)
-
-
-def test_bad_calls() -> None:
-    layer, x = make(), draw(2, 3, 20)
-    with pytest.raises(ValueError, match="x must have dim=20"):
-        layer(x[..., :19])
-    with pytest.raises(ValueError, match=r"x must be \[1, total, 20\] with cu_seqlens"):
-        layer(x, cu_seqlens=torch.tensor([0, 3]))
-    with pytest.raises(TypeError, match="cu_seqlens"):
-        layer(x[:1], cu_seqlens=torch.tensor([0.0, 3.0]))
-    with pytest.raises(ValueError, match=r"state\.conv must have shape \(2, 58, 2\)"):
-        layer(x, state=layer.make_state(3))
-    with pytest.raises(TypeError, match="state must be a GatedDeltaState; got tuple"):
-        layer(x, state=(1, 2))
-    with pytest.raises(
-        ValueError, match=r"state\.conv must have the projection's dtype torch\.float32; got torch\.bfloat16"
-    ):
-        layer(x[:, :1], state=layer.make_state(2, dtype=torch.bfloat16))

@@ -62,23 +62,6 @@ def test_serving_resolves_auto_and_keeps_names():
     assert found == {"rms_norm": "reference", "rope": "triton"}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda b: nn.RMSNorm(8, backend=b),
-        lambda b: nn.LayerNorm(8, backend=b),
-        lambda b: nn.SwiGLU(8, 16, backend=b),
-        lambda b: nn.RotaryEmbedding(8, backend=b),
-        lambda b: nn.Attention(8, 2, backend=b),
-    ],
-    ids=["RMSNorm", "LayerNorm", "SwiGLU", "RotaryEmbedding", "Attention"],
-)
-def test_unknown_backend_is_refused_at_construction(make):
-    with pytest.raises(ValueError, match=r"backend must be one of auto, .*'fast'"):
-        make("fast")
-    assert "backend='auto'" in repr(make("auto"))
-
-
 # --- RotaryEmbedding --------------------------------------------------------------------------------------------------
 
 
@@ -118,23 +101,6 @@ def test_rotary_positions_as_int_tensor_and_table(interleaved):
         assert torch.equal(got, want)
 
 
-def test_positions_below_0_are_refused():
-    q = torch.randn(1, 1, 5, 8)
-    with pytest.raises(ValueError, match="positions must not be below 0; got -1"):
-        nn.RotaryEmbedding(8, 32)(q, q, -1)
-    with pytest.raises(ValueError, match="positions must not be below 0; got -2"):
-        nn.SinusoidalEmbedding(8, 32)(q[0], -2)
-
-
-def test_rotary_refuses_an_odd_width():
-    with pytest.raises(ValueError, match="dim must be even"):
-        nn.RotaryEmbedding(7)
-    with pytest.raises(TypeError, match="dim must be an int; got str"):
-        nn.RotaryEmbedding("8")
-    with pytest.raises(TypeError, match="interleaved must be a bool; got str"):
-        nn.RotaryEmbedding(8, interleaved="yes")
-
-
 # --- SwiGLU and Attention ---------------------------------------------------------------------------------------------
 
 
@@ -148,10 +114,6 @@ def test_swiglu_formula_and_names():
     x = torch.randn(2, 3, 6)
     w1, w2, w3 = block.w1.weight, block.w2.weight, block.w3.weight
     torch.testing.assert_close(block(x), (F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T)
-    with pytest.raises(ValueError, match="hidden_dim must be at least 1"):
-        nn.SwiGLU(6, 0)
-    with pytest.raises(ValueError, match="recompute must be one of none, product, projections; got 'all'"):
-        nn.SwiGLU(6, 10, recompute="all")
 
 
 def feed_forward(recompute, backend="native", frozen=(), **options):
@@ -329,30 +291,6 @@ def test_attention_passes_views(monkeypatch):
         assert tensor.transpose(1, 2).is_contiguous()
 
 
-STARTS = torch.tensor([0, 2, 3])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: nn.Attention(16, 4, 3), "n_heads must be a multiple of n_kv_heads=3"),
-        (lambda: nn.Attention(18, 4), "dim must be a multiple of n_heads=4"),
-        (lambda: nn.Attention(16, 4, 0), "n_kv_heads must be at least 1"),
-        (lambda: nn.Attention(16, 4, rope=nn.RotaryEmbedding(8)), "rope must rotate at most head_dim=4"),
-        (lambda: nn.Attention(16, 4)(torch.zeros(2, 16)), "x must be"),
-        (lambda: nn.Attention(16, 4)(torch.zeros(2, 3, 12)), "x must have dim=16"),
-        (lambda: nn.Attention(16, 4)(torch.zeros(2, 3, 16), cu_seqlens=STARTS), "x must be .1, total, 16. with cu_seq"),
-        (lambda: nn.Attention(16, 4)(torch.zeros(1, 3, 16), cu_seqlens=STARTS, cache=object()), "exclude each other"),
-        (lambda: nn.Attention(16, 4)(torch.zeros(1, 3, 16), max_seqlen=3), "max_seqlen needs cu_seqlens"),
-        (lambda: nn.Attention(16, 4)(torch.zeros(1, 4, 16), cu_seqlens=STARTS), "cu_seqlens_q must start at 0"),
-    ],
-    ids=["groups", "dim", "zero", "rope", "rank", "width", "rows", "cache", "maximum", "total"],
-)
-def test_attention_refuses(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
@@ -373,5 +311,3 @@ def test_linear_cross_entropy_is_a_linear_layer_with_its_loss(bias):
         torch.testing.assert_close(ours.grad, theirs.grad)
     assert "in_features=8, out_features=21" in repr(head)
     assert "backend='auto'" in repr(head)
-    with pytest.raises(ValueError, match="backend must be one of"):
-        nn.LinearCrossEntropy(8, 21, backend="gpu")

@@ -54,23 +54,6 @@ def test_rms_norm_llama_order_promotes():
     assert nn.RMSNorm(8)(x).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: nn.RMSNorm(8, -1.0), "eps must be finite and >= 0"),
-        (lambda: nn.RMSNorm(0), "normalized_shape must hold sizes of at least 1"),
-        (lambda: nn.RMSNorm(8, elementwise_affine=False, weight_offset=1.0), "weight_offset needs"),
-        (lambda: nn.RMSNorm((2, 8))(torch.zeros(3, 8)), r"x must end in normalized_shape \(2, 8\)"),
-        (lambda: nn.RMSNorm(8)(torch.zeros(3, 7)), r"x must end in normalized_shape \(8,\)"),
-        (lambda: nn.RMSNorm(8)(torch.zeros(3, 8), torch.zeros(1, 8)), "residual must have shape"),
-    ],
-    ids=["eps", "zero width", "offset alone", "2-d width", "width", "residual"],
-)
-def test_rms_norm_refuses(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 # --- LayerNorm --------------------------------------------------------------------------------------------------------
 
 
@@ -89,18 +72,3 @@ def test_layer_norm_is_torchs(dtype, shape, options):
     y, h = ours(x, x)
     torch.testing.assert_close(h, x + x)
     torch.testing.assert_close(y, theirs(x + x))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: nn.LayerNorm(8, -1.0), "eps must be finite and >= 0"),
-        (lambda: nn.LayerNorm(0), "normalized_shape must hold sizes of at least 1"),
-        (lambda: nn.LayerNorm((2, 8))(torch.zeros(3, 8)), r"x must end in normalized_shape \(2, 8\)"),
-        (lambda: nn.LayerNorm(8)(torch.zeros(3, 8), torch.zeros(1, 8)), "residual must have shape"),
-    ],
-    ids=["eps", "zero width", "width", "residual"],
-)
-def test_layer_norm_refuses(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.core import extension
 
 #: Two arguments, and what eager PyTorch makes of them.
 EAGER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -22,7 +21,6 @@ EAGER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "bias_relu": lambda x, bias: (x + bias).relu(),
 }
 BACKENDS = [pytest.param(name, b, id=f"{name}-{b}") for name in EAGER for b in fk.OPS[name].backends("cpu")]
-needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 SPECIAL = (-math.inf, -1e30, -50.0, -1.0, -0.0, 0.0, 2.0, 50.0, 1e30, math.inf, math.nan)
 
 

@@ -1,4 +1,4 @@
-"""combine_experts beyond parity: slots without a row, what is refused, and the gather whose gradient it is."""
+"""combine_experts beyond parity: slots without a row, and the gather whose gradient it is."""
 
 from __future__ import annotations
 

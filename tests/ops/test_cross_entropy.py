@@ -1,5 +1,4 @@
-"""Cross-entropy: the reference against torch's own, what the table of cases cannot say of the kernels, and what is
-refused."""
+"""Cross-entropy: the reference against torch's own, and what the table of cases cannot say of the kernels."""
 
 from __future__ import annotations
 
@@ -105,16 +104,6 @@ def test_a_confident_token_keeps_its_digits(row: Row, margin: float) -> None:
         torch.testing.assert_close(at_target, torch.expm1(-nll), rtol=2e-5, atol=0)
 
 
-@checked
-def test_logits_in_the_thousands_have_exact_gradients(row: Row) -> None:
-    """There a float32 lse alone is off by 2^-11, and so would be every probability."""
-    x, target = normal(4, 300, dtype=torch.float32) + 1e4, integers(300, 4)
-    expected = step(x.double(), target, reduction="sum", backend="reference")
-    found = step(x.to(row.device), target.to(row.device), reduction="sum", backend=row.backend)
-    for a, e in zip(found, expected, strict=True):
-        torch.testing.assert_close(a.cpu().double(), e, rtol=2e-5, atol=1e-7)
-
-
 # --- what is infinite, ignored or nothing -----------------------------------------------------------------------------
 
 INFINITE = {
@@ -182,15 +171,6 @@ def test_a_gradient_of_one_number_for_all_tokens(row: Row) -> None:
     assert torch.equal(grad, step(x, target, torch.full((6,), 0.5, device=row.device), **options)[1])
 
 
-@backends
-def test_one_class(backend: str, device: str) -> None:
-    x = torch.tensor([[3.0], [-1e4], [0.0]], device=device)
-    target = torch.zeros(3, dtype=torch.int64, device=device)
-    loss, grad = step(x, target, reduction="none", label_smoothing=0.3, backend=backend)
-    assert (loss == 0).all()
-    assert (grad == 0).all()
-
-
 @pytest.mark.parametrize("bad", [-1, 7, 2**40, -(2**40)])
 @pytest.mark.parametrize(
     "backend", [b for b in ("reference", "native") if b in fk.OPS["cross_entropy"].backends("cpu")]
@@ -229,17 +209,6 @@ def test_only_the_loss_is_differentiable(backend: str, device: str) -> None:
     assert not z.requires_grad
     assert loss.dtype == lse.dtype == z.dtype == torch.float32
     assert cross_entropy(x.bfloat16(), target, backend=backend).dtype == torch.float32
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_what_is_timed_is_checked_on_a_call_that_is_valid(kind: str) -> None:
-    bench = fk.OPS["cross_entropy"].bench
-    assert bench is not None
-    for case in bench.bench_cases("cross_entropy", kind):
-        logits, target = (bench.parity_case(case).args[name] for name in ("logits", "target"))
-        assert logits is not None
-        assert target is not None
-        assert target.shape == logits.shape[:-1] <= (256,)
 
 
 @pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))

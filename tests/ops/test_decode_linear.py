@@ -1,4 +1,4 @@
-"""decode_linear beyond the parity suite: every instruction set, bits, and what is refused."""
+"""decode_linear beyond the parity suite: bits, layouts, and the operator."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from typing import Any
 import fresh
 import pytest
 import torch
+from slow import rest_slow
 from torch import Tensor
 from torch.nn import functional
 
@@ -128,7 +129,7 @@ def gradients(dy: Tensor, x: Tensor, weight: Tensor, ends: tuple[int, ...] = OFF
 
 @needs_interpreter
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("layout", rest_slow(LAYOUTS[::-1], 4), ids=lambda f: f.__name__)
 @pytest.mark.parametrize("which", ["dy", "x", "weight"])
 def test_gradients(which: str, layout: Callable[[Tensor], Tensor], products: Products) -> None:
     """An empty group, rows of none, any strides; and what PyTorch is given is what it takes on a GPU."""
@@ -200,6 +201,7 @@ def test_the_backward_pass_takes_them_where_the_rule_says_so(
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_its_kernels_compile() -> None:
     """For the one device that launches them, in a process in which Triton compiles."""
     code = """

@@ -26,7 +26,6 @@ from foundry_kernels.ops._linear_loss.triton import scale_
 from foundry_kernels.ops.linear_cross_entropy.options import LinearCrossEntropyOptions
 
 TOKENS, WIDTH, CLASSES = 40, 8, 70
-OPS = torch.ops.foundry_kernels
 
 
 def draw(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,9 +238,9 @@ def test_the_gradient_of_a_retained_graph_is_not_scaled_in_place(
 def test_what_is_kept_for_the_backward_pass(form: Any) -> None:
     """Inputs, gradients and two numbers a token: nothing of the logits' size."""
     hidden, weight, target = draw()
-    many = [x.detach().repeat(6, 1).requires_grad_() for x in (hidden, weight)]
+    many = [x.detach().repeat(2, 1).requires_grad_() for x in (hidden, weight)]
     with saved_tensors() as saved:
-        loss_of(6 * form if form == TOKENS else form, *many, target.repeat(6))
+        loss_of(2 * form if form == TOKENS else form, *many, target.repeat(2))
     assert max(t.numel() for t in saved) == max(x.numel() for x in many)
 
 
@@ -266,7 +265,7 @@ def test_opcheck(form: Any, dtype: torch.dtype) -> None:
         torch.library.opcheck(func, given)
 
 
-@pytest.mark.parametrize("form", [None, 7, "tiles"], ids=str)
+@pytest.mark.parametrize("form", rest_slow(["tiles", None, 7]), ids=str)
 def test_compile_with_as_many_tokens_as_the_data_says(form: Any) -> None:
     """Which no form depends on: what cannot be told is taken for more than fits."""
 

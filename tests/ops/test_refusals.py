@@ -195,6 +195,11 @@ REFUSED: dict[Any, list[Row]] = {
     fk.rope: ROTATIONS,
     fk.qk_norm_rope: [
         *ROTATIONS,
+        (
+            {name: x[..., :0] for name, x in ROTATED.items()} | {"q_weight": None, "k_weight": None},
+            ValueError,
+            "q must have a last dimension of at least 2, for it is normalised",
+        ),
         *(
             ({name: None, "weight_offset": 1.0}, ValueError, f"weight_offset needs weights.*{name}=None")
             for name in ("q_weight", "k_weight")

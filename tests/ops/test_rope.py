@@ -120,28 +120,6 @@ def test_dimensions_that_are_not_rotated_are_copied_beside_infinities(backend: s
             assert torch.equal(y[..., 8:].nan_to_num(7e7), x[..., 8:].nan_to_num(7e7))
 
 
-@over_backends
-@pytest.mark.parametrize("where", ["rows", "positions", "table-BT"])
-@pytest.mark.parametrize("empty", ["B", "H", "Hk", "T", "D"])
-def test_any_dimension_may_be_zero(backend: str, empty: str, where: str) -> None:
-    size = {"B": 2, "H": 4, "Hk": 3, "T": 5, "D": 12} | {empty: 0}
-    q, k = (torch.randn(size["B"], size[h], size["T"], size["D"]).requires_grad_() for h in ("H", "Hk"))
-    rows = (size["B"], size["T"]) if where == "table-BT" else (9,)
-    cos, sin = (torch.randn(*rows, size["D"] // 2) for _ in range(2))
-    positions = torch.arange(size["T"]) if where == "positions" else None
-    outputs = rope(q, k, cos, sin, interleaved=where == "rows", positions=positions, backend=backend)
-    grads = torch.autograd.grad(outputs, (q, k), [torch.ones_like(o) for o in outputs])
-    for x, y, dx in zip((q, k), outputs, grads, strict=True):
-        assert y.shape == dx.shape == x.shape
-        assert y.isfinite().all()
-    if empty == "D":
-        with pytest.raises(ValueError, match="q must have a last dimension of at least 2, for it is normalised"):
-            qk_norm_rope(q, k, None, None, cos, sin, positions=positions, backend=backend)
-    else:
-        q_out, k_out = qk_norm_rope(q, k, None, None, cos, sin, positions=positions, backend=backend)
-        assert (q_out.shape, k_out.shape) == (q.shape, k.shape)
-
-
 NORMS: list[dict[str, Any]] = [{}, {"eps": 0.1}, {"weight_offset": 1.0}, {"round_before_weight": True}]
 
 

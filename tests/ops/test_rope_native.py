@@ -1,5 +1,5 @@
-"""What the parity cases do not cover of the native rope and qk_norm_rope: instruction sets, threads, streamed outputs,
-storage order, positions outside the table, what is computed and what is saved."""
+"""What the parity cases do not cover of the native rope and qk_norm_rope: storage order, positions outside the table,
+and the operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from foundry_kernels.testing import call
 
 OPS = ("rope", "qk_norm_rope")
 SETS = extension.build_info().get("usable_instruction_sets", [])
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = [r for r in checked_rows() if r.op.name in OPS and r.backend == "native"]
 over_rows = pytest.mark.parametrize("row", [pytest.param(r, id=r.id) for r in ROWS])
 pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))

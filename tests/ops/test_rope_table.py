@@ -1,4 +1,4 @@
-"""RoPE's tables: against closed forms and transformers' scalings, and what is refused."""
+"""RoPE's tables: against closed forms and transformers' scalings."""
 
 from __future__ import annotations
 
@@ -203,6 +203,7 @@ def test_table_follows_the_device() -> None:
     assert fk.rope_table is rope_table
 
 
+@pytest.mark.slow
 def test_compiles_whole() -> None:
     """With each scaling; with dynamic shapes, where numbers are symbols, in parts that are checkpointed too."""
     common = {"factor": 2.0, "original_max_position_embeddings": 8}

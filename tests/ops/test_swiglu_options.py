@@ -1,5 +1,5 @@
-"""The options of swiglu (GPT-OSS's gate): the reference against plain PyTorch, what the parity cases do not cover of
-the kernels, and what is refused."""
+"""The options of swiglu (GPT-OSS's gate): the reference against plain PyTorch, and what the parity cases do not cover
+of the kernels."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ BF16 = next(iter(CPUS))
 RANDOM = "tests/proof/test_fuzz.py::test_random_cases"
 SUITE = [
     "tests/proof/test_parity.py::test_parity",
-    "tests/ops/test_rms_norm.py::test_every_half_precision_number_survives",
+    "tests/ops/test_norms.py::test_every_half_precision_number_survives",
     "tests/ops/test_swiglu.py::test_the_exponential_keeps_its_relative_error",
     "tests/ops/flash_attention/test_native.py::test_error_of_the_exponential",
     "tests/ops/flash_attention/test_native.py::test_errors_are_those_of_the_reference",

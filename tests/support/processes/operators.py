@@ -15,8 +15,11 @@ from processes import SIZE, Collectives, full
 
 
 def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
-    """Up to three cases for each letter that the rule shards; in the interpreter the smallest one, because Triton's
-    operators have the same rule. Each is the case, the axis of each tensor with the letter, and a name."""
+    """Up to three cases for each letter that the rule shards, of operations with the kernels of another one; in the
+    interpreter the smallest, because Triton's operators have the same rule. Each is the case, the axis of each tensor
+    with the letter, and a name."""
+    from table import is_twin
+
     from foundry_kernels.distributed.sharding import letters
     from foundry_kernels.tools.check import numel
 
@@ -40,7 +43,8 @@ def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
                 continue
             kind = tuple((name, t.dim(), t.requires_grad) for name, t in args.items()), frozenset(case.options)
             kinds.setdefault(letter, {}).setdefault(kind, (case, axes, f"{row.id} {case.id} {letter}"))
-    chosen = [each for found in kinds.values() for each in [*found.values()][:: -(-len(found) // 3)][:3]]
+    most = 1 if is_twin(row.op) else 3
+    chosen = [each for found in kinds.values() for each in [*found.values()][:: -(-len(found) // most)][:most]]
     return chosen if row.backend != "triton" else sorted(chosen, key=lambda each: numel(each[0]))[:1]
 
 

@@ -16,15 +16,18 @@ TRAINING: dict[str, Callable[..., Any]] = {
     "tp": Train("tp"),
     "ddp, accumulated": Train("ddp", parts=2),
     "fsdp, accumulated": Train("fsdp", parts=2),
-    "tp, accumulated": Train("tp", parts=2),
     "loss parallel": training.loss_parallel,
-    "ddp, log_probs": Train("ddp", loss_of=training.loss_of_log_probs),
-    "fsdp, log_probs": Train("fsdp", loss_of=training.loss_of_log_probs),
     "tp, log_probs": Train("tp", loss_of=training.loss_of_log_probs),
 }
-PATCHED = {f"patched, {kind}": patched.Sharded(kind) for kind in ("ddp", "fsdp", "tp")}
-RESUMING = {
-    "fsdp 2 to 1": Resume(("fsdp", 2), ("fsdp", 1)),
+MORE_TRAINING: dict[str, Callable[..., Any]] = {
+    "tp, accumulated": Train("tp", parts=2),
+    "ddp, log_probs": Train("ddp", loss_of=training.loss_of_log_probs),
+    "fsdp, log_probs": Train("fsdp", loss_of=training.loss_of_log_probs),
+}
+PATCHED = {"patched, tp": patched.Sharded("tp")}
+MORE_PATCHED = {f"patched, {kind}": patched.Sharded(kind) for kind in ("ddp", "fsdp")}
+RESUMING = {"fsdp 2 to 1": Resume(("fsdp", 2), ("fsdp", 1))}
+MORE_RESUMING = {
     "ddp 1 to tp 2": Resume(("ddp", 1), ("tp", 2)),
     "cp 2 to ddp 1": Resume(("cp", 2), ("ddp", 1)),
 }
@@ -43,8 +46,11 @@ OTHERS = {
     "mixtures of experts": experts.mixtures,
     "experts": experts.trained,
 }
-#: These compile for long. The last follows losses on a mesh that is equal to its own.
+#: Those of slow tests. Three compile for long, of which the last follows losses on a mesh that is equal to its own.
 SLOW = {
+    **MORE_TRAINING,
+    **(MORE_PATCHED if importlib.util.find_spec("transformers") is not None else {}),
+    **MORE_RESUMING,
     "compiled": operators.compiled,
     "vocabulary": operators.vocabulary,
     "compiled vocabulary": operators.compiled_vocabulary,
