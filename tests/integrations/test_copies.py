@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from patching import IDS, close, logits
+from patching import IDS, KINDS, close, logits
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -25,9 +25,6 @@ import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.table import PATCHED
 from foundry_kernels.integrations.adapters.tiny import tiny_model
 from foundry_kernels.integrations.patching.patch import DENSE_MASKS
-
-#: Families of other classes than these differ from one of them in what adapters are given; they are slow.
-KINDS = ("llama", "gemma2", "gpt_oss", "gpt2", "bloom", "falcon", "qwen3_5")
 
 LEFT, HOLE = torch.ones_like(IDS), torch.ones_like(IDS)
 LEFT[0, :4] = HOLE[1, 5] = 0

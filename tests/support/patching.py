@@ -25,6 +25,10 @@ def _can_be_built(family: str) -> bool:
 #: The families of the table that this release of transformers can build; all, except in its oldest releases.
 BUILDABLE = tuple(family for family in PATCHED if _can_be_built(family))
 
+#: Families that differ in their classes. In the others, adapters are only given something else: some tests leave these
+#: to `make test-slow`.
+KINDS = ("llama", "gemma2", "gpt_oss", "gpt2", "bloom", "falcon", "qwen3_5")
+
 IDS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(0))
 LABELS = IDS.clone()
 LABELS[0, :5] = LABELS[1, 9:] = -100
