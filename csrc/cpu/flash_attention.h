@@ -5,7 +5,7 @@
 // the same keys and values.
 #pragma once
 
-#include "../common/flash_attention.h"
+#include "../common/score.h"
 #include "isa.h"
 
 namespace foundry {
@@ -48,13 +48,7 @@ struct AttentionInputs {
   AttentionPages pages;          // of k and v in the forward pass
   int64_t group;                 // query heads per key-value head
   int64_t head_dim, head_dim_v;  // D, Dv
-  float scale;
-  float softcap;                      // 0 for none
-  const float* alibi_slopes;          // [H] or [B, H], or null
-  int64_t alibi_slopes_batch_stride;  // 0 or H
-  const float* sinks;                 // [H] or null
-  int64_t window_left, window_right;  // kUnbounded for none
-  bool bottom_right;
+  FK_SCORE_OPTIONS
   // A row's result depends only on the keys that it sees, not on other rows or sequences of the call.
   bool batch_invariant;
   Dtype type;               // of q, k, v and outputs

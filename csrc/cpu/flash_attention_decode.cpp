@@ -101,7 +101,7 @@ void softmax_row(const AttentionForward& a, DecodeRows& b, int row, const RowOpt
   Vec top = splat(kNone);
   each([&](float* p, Vec index, [[maybe_unused]] int64_t j) FK_INLINE {
     Vec s = Whole::load(p);
-    if (bias) s = capped(a, s);
+    if (bias) s = bent(a, s);
     if (a.alibi_slopes) s -= b.slope[row] * (index > q_pos ? index - q_pos : q_pos - index);
     if constexpr (kOptions) {
       if (with.bias) s += Whole::load(with.bias + j);

@@ -120,13 +120,10 @@ void differentiate_tile(const AttentionBackward& a, const GradientBlock& b, cons
       ds = Whole::load(gradients + j * kAttentionRows);
       if constexpr (kDrops) ds = lanes.pick(with.kept + j, ds * a.dropout.scale, 0.0f);
       ds -= delta;
-      [[maybe_unused]] Vec slope{};  // derivative of the soft cap
+      [[maybe_unused]] Vec slope{};
       if constexpr (kBias) {
-        s = capped(a, s);
-        if (a.softcap > 0.0f) {
-          const Vec t = s * (1.0f / a.softcap);  // its square is at most 1, even if that of the cap underflows
-          slope = 1.0f - t * t;
-        }
+        s = bent(a, s);
+        if (FK_BENDS(a)) slope = bent_slope(a, s);
         if (a.alibi_slopes) s -= alibi(b, v, key + int32_t(j));
         if (with.bias) s += Whole::load(with.bias + j * kAttentionRows + v * kLanes);
       }
@@ -136,7 +133,7 @@ void differentiate_tile(const AttentionBackward& a, const GradientBlock& b, cons
       ds *= p;
       if constexpr (kBias) {
         if (with.dbias) Whole::store(with.dbias + j * kAttentionRows + v * kLanes, ds);
-        if (a.softcap > 0.0f) ds *= slope;
+        if (FK_BENDS(a)) ds *= slope;
       }
       if constexpr (kDrops) p = lanes.pick(with.kept + j, p * a.dropout.scale, 0.0f);
     };

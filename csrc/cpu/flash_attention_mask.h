@@ -1,4 +1,4 @@
-// Which keys the rows of a block see, and how scores become logits: scale, soft cap, ALiBi.
+// Which keys the rows of a block see, and how scores become logits (common/score.h).
 #pragma once
 
 #include <algorithm>
@@ -50,11 +50,11 @@ struct BlockRows {
 };
 
 // Whether logits are more than the scaled score.
-inline bool has_bias(const AttentionInputs& a) { return a.softcap > 0.0f || a.alibi_slopes || a.bias; }
+inline bool has_bias(const AttentionInputs& a) { return has_score_options(a) || a.bias; }
 
-// The logit of score s without ALiBi and bias: softcap * tanh(scale * s / softcap), or scale * s.
-inline Vec capped(const AttentionInputs& a, Vec s) {
-  return a.softcap > 0.0f ? a.softcap * tanh(s * a.scale * (1.0f / a.softcap)) : s * a.scale;
+// The logit of score s without ALiBi and bias.
+inline Vec bent(const AttentionInputs& a, Vec s) {
+  return foundry::bent(a, s, [](Vec x) FK_INLINE { return tanh(x); });
 }
 
 // ALiBi's term of the logits of register v for a key.

@@ -55,7 +55,7 @@ void softmax_tile(const AttentionForward& a, Block& b, const TileOptions& with, 
     const auto logit = [&](int64_t j) FK_INLINE {
       Vec s = Whole::load(column + j * kAttentionRows);
       if constexpr (kBias) {
-        s = capped(a, s);
+        s = bent(a, s);
         if (a.alibi_slopes) s -= alibi(b, v, key + int32_t(j));
         if (with.bias) s += Whole::load(with.bias + j * kAttentionRows + v * kLanes);
       }

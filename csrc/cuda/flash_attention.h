@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "../common/flash_attention.h"
+#include "../common/score.h"
 
 namespace foundry {
 namespace cuda {
@@ -27,13 +27,7 @@ struct AttentionInputs {
   int64_t total_q, total_k;   // of packed tensors
   int64_t group;              // query heads per key-value head
   int head_dim, head_dim_v;   // D, Dv
-  float scale;
-  float softcap;                      // 0 for none
-  const float* alibi_slopes;          // [H] or [B, H], or null
-  int64_t alibi_slopes_batch_stride;  // 0 or H
-  const float* sinks;                 // [H] or null
-  int64_t window_left, window_right;  // kUnbounded for none
-  bool bottom_right;
+  FK_SCORE_OPTIONS
   bool batch_invariant;     // tiles and splits do not depend on the rest of the batch
   HeadStrides row_strides;  // of lse and the other per-row numbers
   const uint8_t* mask;      // not 0 where a pair is seen, or null

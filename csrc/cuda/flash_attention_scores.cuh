@@ -1,5 +1,5 @@
-// Turns the matmul of a query and a key into its weight: scale, soft cap, ALiBi, bias, masks and dropout. All attention
-// kernels use this, one pair at a time.
+// Turns the matmul of a query and a key into its weight: common/score.h, masks and dropout. All attention kernels use
+// this, one pair at a time.
 #pragma once
 
 #include "dispatch.cuh"
@@ -86,7 +86,7 @@ __device__ __forceinline__ int64_t pair_at(const PairStrides& s, const Head& h, 
 
 // Whether scores need more than the scale and a window.
 inline bool has_options(const AttentionInputs& a) {
-  return a.softcap > 0.f || a.alibi_slopes || a.mask || a.tiles.index || a.bias || a.dropout.threshold;
+  return has_score_options(a) || a.mask || a.tiles.index || a.bias || a.dropout.threshold;
 }
 
 // Whether the mask shows key j, which lies in the window, to query i.
@@ -108,13 +108,7 @@ __device__ __forceinline__ float bias_of(const AttentionInputs& a, const Head& h
 // The logit of query i and key j from their dot product. `derivative` is d logit / d (scaled product).
 __device__ __forceinline__ float logit(const AttentionInputs& a, const Head& h, float product, int i, int j,
                                        float& derivative) {
-  float s = product * a.scale;
-  derivative = 1.f;
-  if (a.softcap > 0.f) {
-    const float t = tanhf(s / a.softcap);
-    s = a.softcap * t;
-    derivative = 1.f - t * t;
-  }
+  float s = bent(a, product, derivative);
   if (a.alibi_slopes) {
     const int distance = i + h.offset - j;
     s -= h.slope * static_cast<float>(distance < 0 ? -distance : distance);

@@ -39,9 +39,6 @@ inline bool takes_inputs(const AttentionInputs& a) {
          can_map(a.v, a.v_strides, a, a.n_heads / a.group, a.head_dim_v);
 }
 
-// Whether scores need more than the scale and the edges of the window.
-inline bool has_score_options(const AttentionInputs& a) { return a.softcap > 0.f || a.alibi_slopes; }
-
 inline cudaError_t encode(TensorMap& map, const MapOf& of) {
   const cudaError_t error = encode_map(map, of);
   if (error != cudaSuccess) refused_map = of.data;

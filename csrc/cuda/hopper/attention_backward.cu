@@ -65,8 +65,8 @@ cudaError_t attention_backward(const AttentionBackward& a, bool deterministic, i
   work.done = integers;
   work.ticket = integers + a.n_heads / a.group * a.n_sequences;
   work.turns = work.ticket + 1;
-  work.scale_log2 = a.scale * kLog2e;
-  if (a.softcap > 0.f) work.cap_in = a.scale / a.softcap, work.cap_out_log2 = a.softcap * kLog2e;
+  work.score.scale = a.scale * kLog2e;
+  if (FK_BENDS(a)) work.score.set_bend(a);
 
   cudaError_t error = launch_before_backward(a, work, stream);
   if (error == cudaSuccess)

@@ -190,14 +190,15 @@ __device__ __forceinline__ void soften(float (&s)[kKeys / 2], Rows& rows, float 
   }
 }
 
-// Turns scores into logits in powers of 2: soft cap and ALiBi. i: the thread's first row; j: the key of its first
+// Turns scores into logits in powers of 2: bending and ALiBi. i: the thread's first row; j: the key of its first
 // column.
 template <int kKeys>
 __device__ __forceinline__ void to_logits(float (&s)[kKeys / 2], const AttentionForward& a, const Head& h, int i,
                                           int j) {
-  if (a.softcap > 0.f) {
-    const float inner = a.scale / a.softcap, outer = a.softcap * kLog2e;
-    FK_UNROLL for (int x = 0; x < kKeys / 2; ++x) s[x] = outer * tanhf(s[x] * inner);
+  if (FK_BENDS(a)) {
+    Log2Score score;
+    score.set_bend(a);
+    FK_UNROLL for (int x = 0; x < kKeys / 2; ++x) s[x] = score.outer * score.bend(s[x]);
   } else {
     FK_UNROLL for (int x = 0; x < kKeys / 2; ++x) s[x] *= a.scale * kLog2e;
   }

@@ -41,8 +41,7 @@ struct BackwardWork {
   int units;           // tiles of keys, or pairs of them, of one head of all sequences
   int writers;         // of dq, of each of these
   bool pairs, in_order;
-  float scale_log2;            // from a score to its logit in powers of 2
-  float cap_in, cap_out_log2;  // the soft cap takes tanh of cap_in times the score
+  Log2Score score;
 };
 
 // Words in shared memory that a block's first thread computes for all.

@@ -169,3 +169,11 @@ def bias_arg(
     grad: bool = True,
 ) -> Arg:
     return Arg(shape, layout, values, dtype, grad)
+
+
+#: Options of a score alone, in small cases; and those that the cases of every length take in turns.
+SCORE_OPTIONS = (
+    dense_case(1, (2, 1), (33, 65), 32, "softcap", softcap=5.0, return_lse=True),
+    dense_case(1, (2, 1), (65, 65), 32, "softcap-saturated", softcap=2.0, causal=True, q_values=normal(30.0)),
+)
+BENT: dict[str, dict[str, Any]] = {"": {}, "-softcap": {"softcap": 15.0}}

@@ -12,7 +12,9 @@ from foundry_kernels.core.contract import Saved
 from foundry_kernels.ops.flash_attention.bench import bench_case
 from foundry_kernels.ops.flash_attention.case_makers import (
     ALL_OPTIONS,
+    BENT,
     DROPOUT,
+    SCORE_OPTIONS,
     PartlyBiased,
     dense_case,
     one_huge,
@@ -56,8 +58,7 @@ _DENSE = (
     dense_case(1, (2, 1), (129, 129), 32, "window-causal", window=(16, None), causal=True),
     dense_case(1, (2, 1), (40, 97), 32, "window-top-left", window=(8, 8), align="top_left"),
     dense_case(1, (2, 1), (33, 33), 32, "scale", scale=0.05),
-    dense_case(1, (2, 1), (33, 65), 32, "softcap", softcap=5.0, return_lse=True),
-    dense_case(1, (2, 1), (65, 65), 32, "softcap-saturated", softcap=2.0, causal=True, q_values=normal(30.0)),
+    *SCORE_OPTIONS,
     dense_case(2, (4, 2), (33, 65), 32, "alibi", alibi_slopes=(4,), causal=True, return_lse=True),
     dense_case(2, (4, 2), (65, 33), 32, "alibi-per-sequence", alibi_slopes=(2, 4)),
     dense_case(2, (3, 1), (33, 65), 32, "alibi-top-left", alibi_slopes=(3,), align="top_left"),
@@ -167,13 +168,12 @@ _TOKENS = (
 )
 _HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (2, 1)}
 _MASKS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}, "window": {"window": (64, 16)}}
-_CAPS: dict[str, dict[str, Any]] = {"": {}, "-softcap": {"softcap": 15.0}}
 _HEAD_DIMS = (32, 40, 59, 64, 96, 111, 128, 192, 256)
 
 
 def _field(tokens: tuple[int, int], heads: str, mask: str, cap: str, head_dim: int) -> Case:
     small = tokens[0] * tokens[1] <= 16_000 and head_dim <= 64 and heads != "gqa"
-    options = {**_MASKS[mask], **_CAPS[cap]}
+    options = {**_MASKS[mask], **BENT[cap]}
     return dense_case(1, _HEADS[heads], tokens, head_dim, f"field-{mask}{cap}", interpreted=small, **options)
 
 
@@ -182,12 +182,12 @@ def _paired() -> Iterator[Case]:
     for i, tokens in enumerate(_TOKENS):
         for j, heads in enumerate(_HEADS):
             mask = list(_MASKS)[(i + j) % 3]
-            yield _field(tokens, heads, mask, list(_CAPS)[(i // 2 + j) % 2], _HEAD_DIMS[(i + 3 * j + i // 9) % 9])
+            yield _field(tokens, heads, mask, list(BENT)[(i // 2 + j) % 2], _HEAD_DIMS[(i + 3 * j + i // 9) % 9])
 
 
 def field_cases() -> Iterator[Case]:
     """All combinations, for a GPU."""
-    return (_field(*one) for one in product(_TOKENS, _HEADS, _MASKS, _CAPS, (*_HEAD_DIMS, 320, 512)))
+    return (_field(*one) for one in product(_TOKENS, _HEADS, _MASKS, BENT, (*_HEAD_DIMS, 320, 512)))
 
 
 CASES: dict[str, tuple[Case, ...]] = {

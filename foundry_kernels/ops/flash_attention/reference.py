@@ -165,14 +165,23 @@ def _scores(q: Tensor, k: Tensor, options: AttentionOptions, bias: _Bias) -> Ten
     hk, s = k.shape[1:3]
     folded = q.reshape(b, hk, (h // hk) * t, d)
     scores = torch.matmul(folded, k.transpose(-1, -2)).view(b, h, t, s).to(wide_dtype(q.dtype)) * options.scale
-    if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = _bent(scores, options)
     if slopes is not None:
         assert rel_pos is not None
         scores = scores - slopes.to(scores.dtype) * rel_pos.abs()
     if added is not None:
         scores = scores + added.to(scores.dtype)
     return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+
+
+def _bent(scores: Tensor, options: AttentionOptions) -> Tensor:
+    """The scaled products after the soft cap."""
+    return scores if options.softcap is None else options.softcap * torch.tanh(scores / options.softcap)
+
+
+def bent_slope(scores: Tensor, options: AttentionOptions) -> Tensor | float:
+    """The derivative of `_bent`, from its result."""
+    return 1.0 if options.softcap is None else 1 - (scores / options.softcap).square()
 
 
 def weighted(weights: Tensor, v: Tensor) -> Tensor:

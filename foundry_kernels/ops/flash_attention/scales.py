@@ -103,15 +103,14 @@ def _scales(
     if q.numel() == 0 or k.numel() == 0:
         return {}
     asked = dense_options(q, k, **options)
-    scale, cap, sinks, bias = asked.scale, asked.softcap, asked.sinks, asked.attn_mask
+    scale, sinks, bias = asked.scale, asked.sinks, asked.attn_mask
     whole = asked._replace(window_left=None, window_right=None, attn_mask=None, mask_tiles=None, mask_bits=None)
     scores, unmasked = reference.scores(q, k, asked), reference.scores(q, k, whole)
     unbiased = reference.scores(q, k, whole._replace(alibi_slopes=None))
     hidden = scores == -torch.inf
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     error2 = scale**2 * q.square() @ k.square().transpose(-1, -2)  # of a score, as tiny() counts errors
-    if cap is not None:
-        error2 = error2 * (1 - (unbiased / cap).square()).square()
+    error2 = error2 * reference.bent_slope(unbiased, asked) ** 2
     error2 = error2 + (_ROUNDING * (unbiased - unmasked)).square()
     if bias is not None and bias.dtype != torch.bool:
         of_bias = (_ROUNDING * bias.nan_to_num(0.0, 0.0, 0.0)).square()

@@ -44,14 +44,18 @@ _NAMES = {
 }
 
 
+#: An argument, or an element of one that is a tuple.
+Name = str | tuple[str, int]
+
+
 @dataclass(frozen=True)
 class Launch:
     """A kernel and its specialisation."""
 
     kernel: Any
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, Any], ...]
-    divisible: tuple[str, ...]
+    signature: tuple[tuple[str, Any], ...]  # a tuple of types for a tuple of values
+    constants: tuple[tuple[Name, Any], ...]
+    divisible: tuple[Name, ...]
     options: tuple[tuple[str, int], ...]
     case: str = field(compare=False)
     small: tuple[str, ...] = field(compare=False, default=())  # pointers to tensors below 2 GB
@@ -67,7 +71,8 @@ class Launch:
     @property
     def settings(self) -> str:
         """The constants that are numbers and flags; they distinguish configs."""
-        shown = [f"{k}={v}" for k, v in (*self.constants, *self.options) if isinstance(v, int) and k.isupper()]
+        given = (*self.constants, *self.options)
+        shown = [f"{k}={v}" for k, v in given if isinstance(v, int) and isinstance(k, str) and k.isupper()]
         return " ".join([*shown, *(f"{k}={v}" for k, v in self.options)])
 
 
@@ -228,44 +233,52 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: st
     """Triton's specialisation: types, constants, and arguments that are multiples of 16."""
     given = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in kernel.arg_names}
     signature, constants, divisible, small = [], [], [], []
-    for parameter in kernel.params:
-        name, value = parameter.name, given[parameter.name]
-        specialized = not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and specialized):
-            signature.append((name, "constexpr"))
+
+    def type_of(name: Any, value: Any, constant: bool, specialized: bool) -> Any:
+        if constant or value is None or (isinstance(value, int) and value == 1 and specialized):
             constants.append((name, value))
-        elif hasattr(value, "block_shape"):  # a tensor descriptor
-            signature.append((name, f"tensordesc<{_NAMES[value.base.dtype]}{value.block_shape},{value.layout!r}>"))
-        elif isinstance(value, Tensor):
-            signature.append((name, "*" + _NAMES[value.dtype]))
+            return "constexpr"
+        if isinstance(value, tuple):
+            types = [type_of((name, i), each, False, specialized) for i, each in enumerate(value)]
+            return type(value)(*types)  # a NamedTuple
+        if hasattr(value, "block_shape"):  # a tensor descriptor
+            return f"tensordesc<{_NAMES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
+        if isinstance(value, Tensor):
             divisible.append(name)  # PyTorch's allocator aligns to more than 16 bytes
             if value.untyped_storage().size() < 2**31:
                 small.append(name)
-        elif isinstance(value, int):
-            signature.append((name, "i32" if -(2**31) <= value < 2**31 else "i64"))
+            return "*" + _NAMES[value.dtype]
+        if isinstance(value, int):
             if value % 16 == 0 and specialized:
                 divisible.append(name)
-        else:
-            signature.append((name, "fp32"))
+            return "i32" if -(2**31) <= value < 2**31 else "i64"
+        return "fp32"
+
+    for p in kernel.params:
+        signature.append((p.name, type_of(p.name, given[p.name], p.is_constexpr, not p.do_not_specialize)))
     options = tuple((k, kwargs[k]) for k in ("num_warps", "num_stages", "maxnreg") if k in kwargs)
     return Launch(kernel, tuple(signature), tuple(constants), tuple(divisible), options, case, tuple(small))
 
 
-def source_of(launch: Launch, more: dict[str, list[list[Any]]] = {}) -> Any:  # noqa: B006
+def source_of(launch: Launch, more: dict[Name, list[list[Any]]] = {}) -> Any:  # noqa: B006
     """Triton's compiler input: the kernel, its specialisation, and `more` attributes by argument."""
     if launch.gluon:
         from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     else:
         from triton.compiler import ASTSource
     names = [name for name, _ in launch.signature]
-    attributes = {name: [["tt.divisibility", 16]] for name in launch.divisible}
+
+    def path(name: Name) -> tuple[int, ...]:
+        return (names.index(name),) if isinstance(name, str) else (names.index(name[0]), name[1])
+
+    attributes: dict[Name, list[list[Any]]] = {name: [["tt.divisibility", 16]] for name in launch.divisible}
     for name, each in more.items():
         attributes[name] = attributes.get(name, []) + each
     return ASTSource(
         launch.kernel,
         dict(launch.signature),
-        constexprs={(names.index(k),): v for k, v in launch.constants},
-        attrs={(names.index(name),): each for name, each in attributes.items()},
+        constexprs={path(name): value for name, value in launch.constants},
+        attrs={path(name): each for name, each in attributes.items()},
     )
 
 

@@ -22,14 +22,19 @@ from foundry_kernels.ops.flash_attention.triton.bundles import (
     Range,
     Rows,
     Saved,
-    Scoring,
     Sizes,
 )
 from foundry_kernels.ops.flash_attention.triton.dense import add_bias, fixed_part, hide_by_dense
 from foundry_kernels.ops.flash_attention.triton.dropout import dropout_scale, kept, load_dropout
 from foundry_kernels.ops.flash_attention.triton.mask import in_window, seeing_queries
 from foundry_kernels.ops.flash_attention.triton.order import program_order
-from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
+from foundry_kernels.ops.flash_attention.triton.scores import (
+    load_scoring,
+    of_head,
+    product_gradient,
+    score_factor,
+    scores,
+)
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E, powers, split_lse
 from foundry_kernels.ops.flash_attention.triton.tile_io import (
@@ -45,7 +50,7 @@ from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_keys, list_
 def flash_attention_preprocess_kernel(
     dout_ptr, out_ptr, lse_ptr, dlse_ptr, sinks_ptr, delta_ptr, lse_high_ptr, lse_low_ptr, dsinks_ptr,
     n_batch, n_heads, tokens_q,
-    stride_dob, stride_doh, stride_dot, stride_ob, stride_oh, stride_ot, stride_dlseb, stride_dlseh, stride_dlset,
+    do_strides, o_strides, dlse_strides,
     HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, NEED_DSINKS: tl.constexpr, LSE_LOW: tl.constexpr,
     COMPUTE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -65,15 +70,15 @@ def flash_attention_preprocess_kernel(
     rows = i0 + tl.arange(0, BLOCK_M)  # [M]
     m_rows = rows < tokens_q
     first = i0.to(tl.int64)
-    dout = head_rows(dout_ptr, stride_dob, stride_doh, stride_dot, n, head, first)
+    dout = head_rows(dout_ptr, do_strides, n, head, first)
     b_dout = load_rows(dout, tokens_q - i0, BLOCK_M, BLOCK_DV, DV, True)
-    out = head_rows(out_ptr, stride_ob, stride_oh, stride_ot, n, head, first)
+    out = head_rows(out_ptr, o_strides, n, head, first)
     b_out = load_rows(out, tokens_q - i0, BLOCK_M, BLOCK_DV, DV, True)
     at = (n * n_heads + head) * tokens_q + rows
     b_lse = tl.load(lse_ptr + at, mask=m_rows, other=-float("inf"))
     b_delta = tl.sum(b_dout.to(COMPUTE) * b_out.to(COMPUTE), 1)
     if HAS_DLSE:
-        p_dlse = dlse_ptr + n * stride_dlseb + head * stride_dlseh + rows.to(tl.int64) * stride_dlset
+        p_dlse = dlse_ptr + n * dlse_strides.b + head * dlse_strides.h + rows.to(tl.int64) * dlse_strides.t
         b_delta -= tl.load(p_dlse, mask=m_rows, other=0.0)
     b_delta = tl.where(b_lse == -float("inf"), 0.0, b_delta)
     tl.store(delta_ptr + at, b_delta, mask=m_rows)
@@ -92,7 +97,7 @@ def flash_attention_preprocess_kernel(
 
 
 @triton.jit
-def _hide(b_z, i0, k_pos, scoring, mask, bits, j0, n_keys, sizes):
+def _hide(b_z, i0, k_pos, mask, bits, j0, n_keys, HAS: tl.constexpr, sizes):
     """The transposed scores [N, M] of the queries from i0 on, -inf where they do not see the key at k_pos [N, 1]. There
     are three equivalent variants; each case uses the one that does not spill registers."""
     rows = tl.arange(0, sizes.BLOCK_M)[None, :]
@@ -102,7 +107,7 @@ def _hide(b_z, i0, k_pos, scoring, mask, bits, j0, n_keys, sizes):
         m_seen = rows >= 0
     elif sizes.BLOCK_D > 128:
         m_seen = in_window(k_pos - (i0 + rows), mask)
-    elif scoring.softcap is not None:
+    elif HAS.bent:
         m_seen = seeing_queries(rows, k_pos, i0, mask)
     else:
         m_seen = seeing_queries(i0 + rows, k_pos, 0, mask)
@@ -112,7 +117,7 @@ def _hide(b_z, i0, k_pos, scoring, mask, bits, j0, n_keys, sizes):
 @triton.jit
 def _accumulate_dkdv(
     b_dk, b_dv, b_k, b_v, j0, k_pos, q, dout, saved, order, queries, seqlen_q, n_keys, scoring, mask, pairs,
-    dense, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, DELTA_FIRST: tl.constexpr, sizes,
+    dense, HAS: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, DELTA_FIRST: tl.constexpr, sizes,
 ):  # fmt: skip
     """Adds the queries of one head in the `Range` queries, or those of the tiles in the list `order`. k_pos [N, 1] is
     the position of each key among the queries.
@@ -121,7 +126,7 @@ def _accumulate_dkdv(
     no mask: they only affect rows of dk and dv that are not stored. The queries full_start .. full_stop - 1 need none
     either, but a separate loop for them would take registers, which are scarcest here.
     """
-    factor = score_factor(scoring)
+    factor = score_factor(scoring, HAS)
     STEP: tl.constexpr = sizes.BLOCK_M if order is None else 1
     for at in range(queries.start, queries.stop, STEP):
         i0 = at if order is None else tile_at(order, at) * sizes.BLOCK_M
@@ -133,21 +138,21 @@ def _accumulate_dkdv(
         b_lse = tl.load(saved.lse_high + rows, mask=m_rows, other=float("inf"))
         if DELTA_FIRST:  # loads it here and not where it is used if that avoids spills
             b_delta = tl.load(saved.delta + rows, mask=m_rows, other=0.0)
-        b_s, b_t = scores(dot(b_k, tl.trans(b_q)), k_pos - rows, scoring)
+        b_s, b_t = scores(dot(b_k, tl.trans(b_q)), k_pos - rows, scoring, HAS)
         places = tl.arange(0, sizes.BLOCK_M)[None, :]
-        if scoring.bias is not None:
+        if HAS.bias:
             b_s = add_bias(b_s, dense, i0, places, seqlen_q, True)
-        b_z = powers(b_s, factor, b_lse, scoring.bias is not None)
+        b_z = powers(b_s, factor, b_lse, HAS.bias)
         if saved.lse_low is not None:
             b_z -= tl.load(saved.lse_low + rows, mask=m_rows, other=0.0)
-        if pairs.allowed is not None:
+        if HAS.mask:
             b_z = hide_by_dense(b_z, dense, i0, places, seqlen_q, True)
         if mask.left is not None or mask.right is not None or pairs.bits is not None:
             # The compiler evaluates the first condition, and a branch at run time takes registers.
-            if sizes.BLOCK_D > 128 or scoring.softcap is not None:  # noqa: SIM114
-                b_z = _hide(b_z, i0, k_pos, scoring, mask, pairs.bits, j0, n_keys, sizes)
+            if sizes.BLOCK_D > 128 or HAS.bent:  # noqa: SIM114
+                b_z = _hide(b_z, i0, k_pos, mask, pairs.bits, j0, n_keys, HAS, sizes)
             elif (at < queries.full_start) | (at >= queries.full_stop):
-                b_z = _hide(b_z, i0, k_pos, scoring, mask, pairs.bits, j0, n_keys, sizes)
+                b_z = _hide(b_z, i0, k_pos, mask, pairs.bits, j0, n_keys, HAS, sizes)
         b_p = tl.exp2(b_z)
         b_dout = load_rows(rows_from(dout, first), seqlen_q - i0, sizes.BLOCK_M, sizes.BLOCK_DV, sizes.DV, True)
         if pairs.dropout is not None:
@@ -164,10 +169,7 @@ def _accumulate_dkdv(
             b_dp = dot(b_v, tl.trans(b_dout))
             if pairs.dropout is not None:
                 b_dp = tl.where(m_kept, b_dp * pairs.dropout.scale, 0.0)
-            b_ds = b_p * (b_dp - b_delta)
-            if scoring.softcap is not None:
-                b_ds = b_ds * (1.0 - b_t * b_t)
-            b_ds = round_to(b_ds, b_q.dtype)
+            b_ds = round_to(product_gradient(b_p * (b_dp - b_delta), b_t, HAS), b_q.dtype)
             b_dk = dot(b_ds, b_q, b_dk)
     return b_dk, b_dv
 
@@ -178,17 +180,11 @@ def flash_attention_dkdv_kernel(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
     attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr, lists_ptr,
     n_batch, n_parts, members, num_splits, section, tokens_q, tokens_k,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_dob, stride_doh, stride_dot, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
-    stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
-    stride_maskb, stride_maskh, stride_maskt, stride_masks, stride_tileb, stride_tileh, stride_tilet, stride_tiles,
-    stride_listb, stride_listh, stride_listr, threshold, keep_scale,
-    VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, QUERIES_DIFFER: tl.constexpr, KEYS_DIFFER: tl.constexpr,
-    HAS_TILES: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DROPOUT_HEADS: tl.constexpr, PTX: tl.constexpr,
-    LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr,
-    NEED_DV: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    q_strides, k_strides, v_strides,
+    do_strides, dk_strides, dv_strides,
+    stride_lseb, score, natural_scale, window, mask_strides, tile_strides, list_strides, threshold, keep_scale,
+    HAS: tl.constexpr, VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, PTX: tl.constexpr, LSE_LOW: tl.constexpr,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Programs with the most work come first in their section: under a causal mask the first tiles, and in packed
@@ -196,16 +192,15 @@ def flash_attention_dkdv_kernel(
 
     A part is `members` query heads of one key-value head. A key-value head has `num_splits` parts, and as many heads in
     dk and dv."""
-    b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
-    scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
-    mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
+    scoring = load_scoring(score, COMPUTE)
+    mask = Mask(window.left if HAS.left else None, window.right if HAS.right else None)
     sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PTX)
     n, part, tile, tiles = program_order(n_batch, n_parts, section)
     kv_head = part // num_splits
     start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
         n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN
     )
-    if VARLEN and HAS_RIGHT:
+    if VARLEN and HAS.right:
         tile -= tiles - tl.cdiv(seqlen_k, BLOCK_N)
     j0 = tile * BLOCK_N
     if j0 < 0 or j0 >= seqlen_k:
@@ -213,62 +208,61 @@ def flash_attention_dkdv_kernel(
     first = tl.cast(start_k, tl.int64) + j0
     offset = seqlen_k - seqlen_q if BOTTOM_RIGHT else 0
     k_pos = (j0 + tl.arange(0, BLOCK_N) - offset)[:, None]  # [N, 1]
-    k = head_rows(k_ptr, stride_kb, stride_kh, stride_ks, n, kv_head, first)
+    k = head_rows(k_ptr, k_strides, n, kv_head, first)
     b_k = load_rows(k, seqlen_k - j0, BLOCK_N, BLOCK_D, D, True)
-    v = head_rows(v_ptr, stride_vb, stride_vh, stride_vs, n, kv_head, first)
+    v = head_rows(v_ptr, v_strides, n, kv_head, first)
     b_v = load_rows(v, seqlen_k - j0, BLOCK_N, BLOCK_DV, DV, True)
     b_dk = tl.zeros([BLOCK_N, BLOCK_D], COMPUTE)
     b_dv = tl.zeros([BLOCK_N, BLOCK_DV], COMPUTE)
     # For a key the window is mirrored: it is seen by the queries from `right` before it to `left` after it.
     mirrored = Mask(mask.right, mask.left)
     queries = block_range(j0, seqlen_k, seqlen_q, -offset, mirrored, BLOCK_N, BLOCK_M)
-    PLAIN_128: tl.constexpr = VARLEN and D == 128 and DV == 128 and not HAS_SOFTCAP and not HAS_ALIBI and not LSE_LOW
-    DELTA_FIRST: tl.constexpr = PLAIN_128 or (HAS_BIAS and HAS_DROPOUT and BLOCK_D > 128)
+    PLAIN_128: tl.constexpr = VARLEN and D == 128 and DV == 128 and not HAS.bent and not HAS.alibi and not LSE_LOW
+    DELTA_FIRST: tl.constexpr = PLAIN_128 or (HAS.bias and HAS.dropout and BLOCK_D > 128)
     n_heads = n_parts * members
     j_places = j0 + tl.arange(0, BLOCK_N)[:, None]
     for head in range(part * members, part * members + members):
-        q = head_rows(q_ptr, stride_qb, stride_qh, stride_qt, n, head, start_q)
-        dout = head_rows(dout_ptr, stride_dob, stride_doh, stride_dot, n, head, start_q)
+        q = head_rows(q_ptr, q_strides, n, head, start_q)
+        dout = head_rows(dout_ptr, do_strides, n, head, start_q)
         at = n * stride_lseb + head * tokens_q + start_q
-        slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_BIAS, COMPUTE) if HAS_ALIBI else None
         dense = Dense(
-            fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_masks, n, head, j_places, seqlen_k,
-                       KEYS_DIFFER, False),
-            j_places < seqlen_k if KEYS_DIFFER else None, stride_maskt if QUERIES_DIFFER else None,
-        ) if HAS_BIAS or HAS_MASK else None  # fmt: skip
+            fixed_part(attn_mask_ptr, mask_strides.b, mask_strides.h, mask_strides.s, n, head, j_places, seqlen_k,
+                       HAS.keys_differ, False),
+            j_places < seqlen_k if HAS.keys_differ else None, mask_strides.t if HAS.queries_differ else None,
+        ) if HAS.bias or HAS.mask else None  # fmt: skip
         bits = Bits(
-            mask_tiles_ptr + n * stride_tileb + head * stride_tileh, mask_bits_ptr, (stride_tilet, stride_tiles)
-        ) if HAS_TILES else None  # fmt: skip
+            mask_tiles_ptr + n * tile_strides.b + head * tile_strides.h, mask_bits_ptr, (tile_strides.t, tile_strides.s)
+        ) if HAS.tiles else None  # fmt: skip
         dropout = load_dropout(
-            dropout_seed_ptr, dropout_heads_ptr, n, head, n_heads, threshold, keep_scale, HAS_DROPOUT_HEADS, COMPUTE
-        ) if HAS_DROPOUT else None  # fmt: skip
-        pairs = Pairs(scale if HAS_MASK else None, bits, dropout)
-        scoring = Scoring(scale, softcap, slope, scale if HAS_BIAS else None)
-        if HAS_TILES:
-            p_list = list_of(lists_ptr, stride_listb, stride_listh, stride_listr, n, head, tile)
+            dropout_seed_ptr, dropout_heads_ptr, n, head, n_heads, threshold, keep_scale, HAS.dropout_heads, COMPUTE
+        ) if HAS.dropout else None  # fmt: skip
+        pairs = Pairs(bits, dropout)
+        head_scoring = of_head(scoring, score, alibi_slopes_ptr, n, head, HAS)
+        if HAS.tiles:
+            p_list = list_of(lists_ptr, list_strides.b, list_strides.h, list_strides.r, n, head, tile)
             order, visited = p_list + 2, Range(0, 0, tl.load(p_list), tl.load(p_list + 1))
         else:
             order, visited = None, queries
         saved = Saved(lse_high_ptr + at, lse_low_ptr + at if LSE_LOW else None, delta_ptr + at)
         b_dk, b_dv = _accumulate_dkdv(
-            b_dk, b_dv, b_k, b_v, j0, k_pos, q, dout, saved, order, visited, seqlen_q, seqlen_k, scoring, mask,
-            pairs, dense, NEED_DK, NEED_DV, DELTA_FIRST, sizes,
+            b_dk, b_dv, b_k, b_v, j0, k_pos, q, dout, saved, order, visited, seqlen_q, seqlen_k, head_scoring, mask,
+            pairs, dense, HAS, NEED_DK, NEED_DV, DELTA_FIRST, sizes,
         )  # fmt: skip
     if NEED_DK:
         b_dk = round_to(b_dk * natural_scale, dk_ptr.dtype.element_ty)
-        dk = head_rows(dk_ptr, stride_dkb, stride_dkh, stride_dks, n, part, first)
+        dk = head_rows(dk_ptr, dk_strides, n, part, first)
         store_rows(dk, seqlen_k - j0, b_dk, BLOCK_N, BLOCK_D, D)
     if NEED_DV:
-        if HAS_DROPOUT:
+        if HAS.dropout:
             b_dv = b_dv * dropout_scale(keep_scale, COMPUTE)
         b_dv = round_to(b_dv, dv_ptr.dtype.element_ty)
-        dv = head_rows(dv_ptr, stride_dvb, stride_dvh, stride_dvs, n, part, first)
+        dv = head_rows(dv_ptr, dv_strides, n, part, first)
         store_rows(dv, seqlen_k - j0, b_dv, BLOCK_N, BLOCK_DV, DV)
 
 
 @triton.jit
 def flash_attention_sum_splits_kernel(
-    parts_ptr, sum_ptr, n_heads, num_splits, tokens, stride_sb, stride_sh, stride_st, scale,
+    parts_ptr, sum_ptr, n_heads, num_splits, tokens, s_strides, scale,
     COMPUTE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """dk or dv: `scale` times the sum of the partial results [B, Hk, splits, tokens, D] over the splits, in order.
@@ -286,5 +280,5 @@ def flash_attention_sum_splits_kernel(
         b_sum += load_rows(Rows(p_parts, D), tokens - i0, BLOCK_M, BLOCK_D, D, True)
         p_parts += stride_split
     b_sum = round_to(b_sum * scale, sum_ptr.dtype.element_ty)
-    rows = head_rows(sum_ptr, stride_sb, stride_sh, stride_st, n, head, first)
+    rows = head_rows(sum_ptr, s_strides, n, head, first)
     store_rows(rows, tokens - i0, b_sum, BLOCK_M, BLOCK_D, D)

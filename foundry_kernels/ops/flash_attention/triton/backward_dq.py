@@ -7,12 +7,18 @@ import triton.language as tl
 
 from foundry_kernels._triton.functions import dot, round_to
 from foundry_kernels.ops.flash_attention.triton.block_range import block_range
-from foundry_kernels.ops.flash_attention.triton.bundles import Bits, Dense, Mask, Pairs, Saved, Scoring, Sizes
+from foundry_kernels.ops.flash_attention.triton.bundles import Bits, Dense, Mask, Pairs, Saved, Sizes
 from foundry_kernels.ops.flash_attention.triton.dense import add_bias, fixed_part, hide_by_dense
 from foundry_kernels.ops.flash_attention.triton.dropout import kept, load_dropout
 from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
 from foundry_kernels.ops.flash_attention.triton.order import program_order
-from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
+from foundry_kernels.ops.flash_attention.triton.scores import (
+    load_scoring,
+    of_head,
+    product_gradient,
+    score_factor,
+    scores,
+)
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import powers
 from foundry_kernels.ops.flash_attention.triton.tile_io import head_keys, head_rows, load_rows, rows_from, store_rows
@@ -22,10 +28,10 @@ from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_rows, list_
 @triton.jit
 def _accumulate_dq(
     b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, begin, end, scoring, mask, pairs, dense,
-    MASKED: tl.constexpr, sizes,
+    HAS: tl.constexpr, MASKED: tl.constexpr, sizes,
 ):  # fmt: skip
     """Adds the keys begin .. end - 1, or the keys of the tiles at these places of the list `order`."""
-    factor = score_factor(scoring)
+    factor = score_factor(scoring, HAS)
     STEP: tl.constexpr = sizes.BLOCK_N if order is None else 1
     for at in range(begin, end, STEP):
         j0 = at if order is None else tile_at(order, at) * sizes.BLOCK_N
@@ -34,14 +40,14 @@ def _accumulate_dq(
         cols = j0 + tl.arange(0, sizes.BLOCK_N)[None, :]  # [1, N]
         b_k = load_rows(rows_from(keys.k, first), keys.seqlen - j0, sizes.BLOCK_N, sizes.BLOCK_D, sizes.D, MASKED)
         b_v = load_rows(rows_from(keys.v, first), keys.seqlen - j0, sizes.BLOCK_N, sizes.BLOCK_DV, sizes.DV, MASKED)
-        b_s, b_t = scores(dot(b_q, tl.trans(b_k)), cols - q_pos, scoring)
+        b_s, b_t = scores(dot(b_q, tl.trans(b_k)), cols - q_pos, scoring, HAS)
         places = tl.arange(0, sizes.BLOCK_N)[None, :]
-        if scoring.bias is not None:
+        if HAS.bias:
             b_s = add_bias(b_s, dense, j0, places, keys.seqlen, MASKED)
-        b_z = powers(b_s, factor, saved.lse_high, scoring.bias is not None)
+        b_z = powers(b_s, factor, saved.lse_high, HAS.bias)
         if saved.lse_low is not None:
             b_z -= saved.lse_low
-        if pairs.allowed is not None:
+        if HAS.mask:
             b_z = hide_by_dense(b_z, dense, j0, places, keys.seqlen, MASKED)
         if MASKED:
             m_seen = seen_keys(j0, sizes.BLOCK_N, q_pos, keys.seqlen, mask)
@@ -52,9 +58,7 @@ def _accumulate_dq(
         if pairs.dropout is not None:
             rows = tl.arange(0, sizes.BLOCK_M)[:, None]
             b_dp = tl.where(kept(pairs.dropout, i0, rows, j0, places, sizes), b_dp * pairs.dropout.scale, 0.0)
-        b_ds = b_p * (b_dp - saved.delta)
-        if scoring.softcap is not None:
-            b_ds = b_ds * (1.0 - b_t * b_t)
+        b_ds = product_gradient(b_p * (b_dp - saved.delta), b_t, HAS)
         b_dq = dot(round_to(b_ds, b_k.dtype), b_k, b_dq)
     return b_dq
 
@@ -65,26 +69,19 @@ def flash_attention_dq_kernel(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
     attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr, lists_ptr,
     n_batch, n_heads, group, section, tokens_q, tokens_k,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_dob, stride_doh, stride_dot, stride_dqb, stride_dqh, stride_dqt,
-    stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
-    stride_maskb, stride_maskh, stride_maskt, stride_masks, stride_tileb, stride_tileh, stride_tilet, stride_tiles,
-    stride_listb, stride_listh, stride_listr, threshold, keep_scale,
-    VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, QUERIES_DIFFER: tl.constexpr, KEYS_DIFFER: tl.constexpr,
-    HAS_TILES: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DROPOUT_HEADS: tl.constexpr, PTX: tl.constexpr,
-    LSE_LOW: tl.constexpr, COMPUTE: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    q_strides, k_strides, v_strides,
+    do_strides, dq_strides,
+    stride_lseb, score, natural_scale, window, mask_strides, tile_strides, list_strides, threshold, keep_scale,
+    HAS: tl.constexpr, VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, PTX: tl.constexpr, LSE_LOW: tl.constexpr,
+    COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Programs are ordered as in the forward kernel."""
-    b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
-    scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
-    mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
+    scoring = load_scoring(score, COMPUTE)
+    mask = Mask(window.left if HAS.left else None, window.right if HAS.right else None)
     sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PTX)
     n, head, tile, tiles = program_order(n_batch, n_heads, section)
-    if HAS_RIGHT:
+    if HAS.right:
         tile = tiles - 1 - tile
     start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
         n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN
@@ -97,42 +94,41 @@ def flash_attention_dq_kernel(
     m_rows = rows < seqlen_q
     offset = seqlen_k - seqlen_q if BOTTOM_RIGHT else 0
     q_pos = rows + offset
-    q = head_rows(q_ptr, stride_qb, stride_qh, stride_qt, n, head, first)
+    q = head_rows(q_ptr, q_strides, n, head, first)
     b_q = load_rows(q, seqlen_q - i0, BLOCK_M, BLOCK_D, D, True)
-    dout = head_rows(dout_ptr, stride_dob, stride_doh, stride_dot, n, head, first)
+    dout = head_rows(dout_ptr, do_strides, n, head, first)
     b_dout = load_rows(dout, seqlen_q - i0, BLOCK_M, BLOCK_DV, DV, True)
-    keys = head_keys(k_ptr, v_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-                     n, head, group, start_k, seqlen_k)  # fmt: skip
+    keys = head_keys(k_ptr, v_ptr, k_strides, v_strides, n, head, group, start_k, seqlen_k)
     at = n * stride_lseb + head * tokens_q + start_q + rows
     b_lse = tl.load(lse_high_ptr + at, mask=m_rows, other=float("inf"))
     b_low = tl.load(lse_low_ptr + at, mask=m_rows, other=0.0) if LSE_LOW else None
     saved = Saved(b_lse, b_low, tl.load(delta_ptr + at, mask=m_rows, other=0.0))
-    slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_BIAS, COMPUTE) if HAS_ALIBI else None
     dense = Dense(
-        fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_maskt, n, head, rows, seqlen_q, QUERIES_DIFFER),
-        None, stride_masks if KEYS_DIFFER else None,
-    ) if HAS_BIAS or HAS_MASK else None  # fmt: skip
-    scoring = Scoring(scale, softcap, slope, scale if HAS_BIAS else None)
+        fixed_part(attn_mask_ptr, mask_strides.b, mask_strides.h, mask_strides.t, n, head, rows, seqlen_q,
+                   HAS.queries_differ),
+        None, mask_strides.s if HAS.keys_differ else None,
+    ) if HAS.bias or HAS.mask else None  # fmt: skip
+    scoring = of_head(scoring, score, alibi_slopes_ptr, n, head, HAS)
     bits = Bits(
-        fixed_part(mask_tiles_ptr, stride_tileb, stride_tileh, stride_tilet, n, head, rows // 64,
+        fixed_part(mask_tiles_ptr, tile_strides.b, tile_strides.h, tile_strides.t, n, head, rows // 64,
                    tl.cdiv(seqlen_q, 64), True),
-        mask_bits_ptr + rows % 64, stride_tiles,
-    ) if HAS_TILES else None  # fmt: skip
+        mask_bits_ptr + rows % 64, tile_strides.s,
+    ) if HAS.tiles else None  # fmt: skip
     dropout = load_dropout(
-        dropout_seed_ptr, dropout_heads_ptr, n, head, n_heads, threshold, keep_scale, HAS_DROPOUT_HEADS, COMPUTE
-    ) if HAS_DROPOUT else None  # fmt: skip
-    pairs = Pairs(scale if HAS_MASK else None, bits, dropout)
+        dropout_seed_ptr, dropout_heads_ptr, n, head, n_heads, threshold, keep_scale, HAS.dropout_heads, COMPUTE
+    ) if HAS.dropout else None  # fmt: skip
+    pairs = Pairs(bits, dropout)
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], COMPUTE)
-    if HAS_TILES:
-        p_list = list_of(lists_ptr, stride_listb, stride_listh, stride_listr, n, head, tile)
+    if HAS.tiles:
+        p_list = list_of(lists_ptr, list_strides.b, list_strides.h, list_strides.r, n, head, tile)
         order, full_start, full_stop, stop = p_list + 2, 0, tl.load(p_list), tl.load(p_list + 1)
     else:
         cols = block_range(i0, seqlen_q, seqlen_k, offset, mask, BLOCK_M, BLOCK_N)
         order, full_start, full_stop, stop = None, cols.full_start, cols.full_stop, cols.stop
-    if HAS_LEFT and not HAS_TILES:
+    if HAS.left and not HAS.tiles:
         b_dq = _accumulate_dq(
             b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, cols.start, tl.minimum(full_start, stop), scoring, mask,
-            pairs, dense, True, sizes,
+            pairs, dense, HAS, True, sizes,
         )  # fmt: skip
     b_dq = _accumulate_dq(
         b_dq,
@@ -149,13 +145,14 @@ def flash_attention_dq_kernel(
         mask,
         pairs,
         dense,
+        HAS,
         False,
         sizes,
     )
     start = tl.maximum(full_start, full_stop)
     b_dq = _accumulate_dq(
-        b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, start, stop, scoring, mask, pairs, dense, True, sizes
+        b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, start, stop, scoring, mask, pairs, dense, HAS, True, sizes
     )
     b_dq = round_to(b_dq * natural_scale, dq_ptr.dtype.element_ty)
-    dq = head_rows(dq_ptr, stride_dqb, stride_dqh, stride_dqt, n, head, first)
+    dq = head_rows(dq_ptr, dq_strides, n, head, first)
     store_rows(dq, seqlen_q - i0, b_dq, BLOCK_M, BLOCK_D, D)

@@ -21,6 +21,7 @@ from foundry_kernels.ops.flash_attention.triton.backward import (
 )
 from foundry_kernels.ops.flash_attention.triton.backward_dq import flash_attention_dq_kernel
 from foundry_kernels.ops.flash_attention.triton.bias_launch import launch_dbias
+from foundry_kernels.ops.flash_attention.triton.bundles import HeadStrides
 from foundry_kernels.ops.flash_attention.triton.kernel_options import pair_tensors
 from foundry_kernels.ops.flash_attention.triton.launch import (
     Gradients,
@@ -95,7 +96,8 @@ def _plan_preprocess(
     config = p.config("preprocess")
     tiles = triton.cdiv(p.tokens_q, config["BLOCK_M"]) * n_batch
     dlse_strides = (0, 0, 0) if dlse is None else (*[0] * (3 - len(dlse)), *dlse)
-    numbers = (n_batch, p.n_heads, p.tokens_q, *dout[:3], *out[:3], *dlse_strides)
+    strides = (HeadStrides(*each) for each in (dout[:3], out[:3], dlse_strides))
+    numbers = (n_batch, p.n_heads, p.tokens_q, *strides)
     flags = {"HAS_DLSE": dlse is not None, "NEED_DSINKS": need_dsinks, "LSE_LOW": p.wide_lse}
     shared = {name: p.constants[name] for name in ("HAS_BIAS", "COMPUTE", "DV", "BLOCK_DV")}
     return tiles, Plan((tiles * p.n_heads,), numbers, flags | shared | config)

@@ -10,11 +10,11 @@ import triton.language as tl
 
 from foundry_kernels._triton.functions import dot, round_to
 from foundry_kernels.ops.flash_attention.triton.block_range import block_range
-from foundry_kernels.ops.flash_attention.triton.bundles import Bits, Dense, Mask, Scoring, Sizes
+from foundry_kernels.ops.flash_attention.triton.bundles import Bits, Dense, Mask, Sizes
 from foundry_kernels.ops.flash_attention.triton.dense import add_bias, fixed_part
 from foundry_kernels.ops.flash_attention.triton.dropout import kept, load_dropout
 from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
-from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
+from foundry_kernels.ops.flash_attention.triton.scores import load_scoring, of_head, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.softmax import powers
 from foundry_kernels.ops.flash_attention.triton.tile_io import head_rows, load_rows
 from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_rows
@@ -25,22 +25,17 @@ def flash_attention_dbias_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_high_ptr, lse_low_ptr, delta_ptr, dbias_ptr, alibi_slopes_ptr,
     attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr,
     own_heads, tiles_q, tiles_k, each_n, each_head, each_q, each_k, n_heads, group, tokens_q, tokens_k,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_dob, stride_doh, stride_dot, stride_dbb, stride_dbh, stride_dbt, stride_dbs,
-    stride_lseb, stride_alibi, scale, softcap, left, right,
-    stride_maskb, stride_maskh, stride_maskt, stride_masks, stride_tileb, stride_tileh, stride_tilet, stride_tiles,
-    threshold, keep_scale,
-    BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, QUERIES_DIFFER: tl.constexpr, KEYS_DIFFER: tl.constexpr,
-    HAS_TILES: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DROPOUT_HEADS: tl.constexpr, PTX: tl.constexpr,
-    LSE_LOW: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    q_strides, k_strides, v_strides,
+    do_strides, db_strides,
+    stride_lseb, score, window, mask_strides, tile_strides, threshold, keep_scale,
+    HAS: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, PTX: tl.constexpr, LSE_LOW: tl.constexpr, COMPUTE: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The bias has `own_heads` heads, and tiles_q x tiles_k tiles for each head. The program of a tile visits `each_n`
     sequences, `each_head` heads, `each_q` tiles of queries and `each_k` tiles of keys."""
-    b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
-    scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
-    mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
+    scoring = load_scoring(score, COMPUTE)
+    mask = Mask(window.left if HAS.left else None, window.right if HAS.right else None)
     sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PTX)
     pid = tl.program_id(0)
     own_j = pid % tiles_k
@@ -50,7 +45,7 @@ def flash_attention_dbias_kernel(
     places_q, places = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
     offset = tokens_k - tokens_q if BOTTOM_RIGHT else 0
     steps = each_n * each_head * each_q * each_k
-    if QUERIES_DIFFER and KEYS_DIFFER:
+    if HAS.queries_differ and HAS.keys_differ:
         cols = block_range(own_i * BLOCK_M, tokens_q, tokens_k, offset, mask, BLOCK_M, BLOCK_N)
         if (own_j * BLOCK_N < cols.start) | (own_j * BLOCK_N >= cols.stop):
             steps = 0  # no query sees these keys
@@ -60,51 +55,50 @@ def flash_attention_dbias_kernel(
         i0 = tl.multiple_of((own_i + step // each_k % each_q) * BLOCK_M, BLOCK_M)
         head = (own_head + step // each_k // each_q % each_head).to(tl.int64)
         n = (own_n + step // each_k // each_q // each_head).to(tl.int64)
-        q = head_rows(q_ptr, stride_qb, stride_qh, stride_qt, n, head, i0)
-        k = head_rows(k_ptr, stride_kb, stride_kh, stride_ks, n, head // group, j0)
+        q = head_rows(q_ptr, q_strides, n, head, i0)
+        k = head_rows(k_ptr, k_strides, n, head // group, j0)
         b_q = load_rows(q, tokens_q - i0, BLOCK_M, BLOCK_D, D, True)
         b_k = load_rows(k, tokens_k - j0, BLOCK_N, BLOCK_D, D, True)
-        slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, True, COMPUTE) if HAS_ALIBI else None
         rows = i0 + places_q
         m_rows, q_pos = rows < tokens_q, rows + offset
         bias = Dense(
-            fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_maskt, n, head, rows, tokens_q,
-                       QUERIES_DIFFER),
-            None, stride_masks if KEYS_DIFFER else None,
+            fixed_part(attn_mask_ptr, mask_strides.b, mask_strides.h, mask_strides.t, n, head, rows, tokens_q,
+                       HAS.queries_differ),
+            None, mask_strides.s if HAS.keys_differ else None,
         )  # fmt: skip
-        scoring = Scoring(scale, softcap, slope, scale)
-        b_s, _b_t = scores(dot(b_q, tl.trans(b_k)), j0 + places - q_pos, scoring)
+        head_scoring = of_head(scoring, score, alibi_slopes_ptr, n, head, HAS)
+        b_s, _b_t = scores(dot(b_q, tl.trans(b_k)), j0 + places - q_pos, head_scoring, HAS)
         b_s = add_bias(b_s, bias, j0, places, tokens_k, True)
         at = n * stride_lseb + head * tokens_q + rows
         b_lse = tl.load(lse_high_ptr + at, mask=m_rows, other=float("inf"))
-        b_z = powers(b_s, score_factor(scoring), b_lse, True)
+        b_z = powers(b_s, score_factor(head_scoring, HAS), b_lse, True)
         if LSE_LOW:
             b_z -= tl.load(lse_low_ptr + at, mask=m_rows, other=0.0)
         m_seen = m_rows & seen_keys(j0, BLOCK_N, q_pos, tokens_k, mask)
-        if HAS_TILES:
+        if HAS.tiles:
             bits = Bits(
-                fixed_part(mask_tiles_ptr, stride_tileb, stride_tileh, stride_tilet, n, head, rows // 64,
+                fixed_part(mask_tiles_ptr, tile_strides.b, tile_strides.h, tile_strides.t, n, head, rows // 64,
                            tl.cdiv(tokens_q, 64), True),
-                mask_bits_ptr + rows % 64, stride_tiles,
+                mask_bits_ptr + rows % 64, tile_strides.s,
             )  # fmt: skip
             m_seen = m_seen & bits_of_rows(bits, j0, BLOCK_N)
         b_p = tl.exp2(tl.where(m_seen, b_z, -float("inf")))
-        dout = head_rows(dout_ptr, stride_dob, stride_doh, stride_dot, n, head, i0)
-        v = head_rows(v_ptr, stride_vb, stride_vh, stride_vs, n, head // group, j0)
+        dout = head_rows(dout_ptr, do_strides, n, head, i0)
+        v = head_rows(v_ptr, v_strides, n, head // group, j0)
         b_dout = load_rows(dout, tokens_q - i0, BLOCK_M, BLOCK_DV, DV, True)
         b_v = load_rows(v, tokens_k - j0, BLOCK_N, BLOCK_DV, DV, True)
         b_dp = dot(b_dout, tl.trans(b_v))
-        if HAS_DROPOUT:
+        if HAS.dropout:
             dropout = load_dropout(dropout_seed_ptr, dropout_heads_ptr, n, head, n_heads, threshold, keep_scale,
-                                   HAS_DROPOUT_HEADS, COMPUTE)  # fmt: skip
+                                   HAS.dropout_heads, COMPUTE)  # fmt: skip
             b_dp = tl.where(kept(dropout, i0, places_q, j0, places, sizes), b_dp * dropout.scale, 0.0)
         b_sum += b_p * (b_dp - tl.load(delta_ptr + at, mask=m_rows, other=0.0))
-    if not QUERIES_DIFFER:
+    if not HAS.queries_differ:
         b_sum = tl.sum(b_sum, 0)[None, :]
-    if not KEYS_DIFFER:
+    if not HAS.keys_differ:
         b_sum = tl.sum(b_sum, 1)[:, None]
-    rows = own_i * BLOCK_M + places_q if QUERIES_DIFFER else tl.zeros([1, 1], tl.int32)
-    keys = own_j * BLOCK_N + places if KEYS_DIFFER else tl.zeros([1, 1], tl.int32)
-    p_dbias = dbias_ptr + own_n.to(tl.int64) * stride_dbb + own_head.to(tl.int64) * stride_dbh
-    p_dbias += rows.to(tl.int64) * stride_dbt + keys.to(tl.int64) * stride_dbs
+    rows = own_i * BLOCK_M + places_q if HAS.queries_differ else tl.zeros([1, 1], tl.int32)
+    keys = own_j * BLOCK_N + places if HAS.keys_differ else tl.zeros([1, 1], tl.int32)
+    p_dbias = dbias_ptr + own_n.to(tl.int64) * db_strides.b + own_head.to(tl.int64) * db_strides.h
+    p_dbias += rows.to(tl.int64) * db_strides.t + keys.to(tl.int64) * db_strides.s
     tl.store(p_dbias, round_to(b_sum, dbias_ptr.dtype.element_ty), mask=(rows < tokens_q) & (keys < tokens_k))

@@ -11,11 +11,11 @@ from foundry_kernels._triton.devices import device_of
 from foundry_kernels._triton.launch import Plan, launch
 from foundry_kernels._triton.plans import planned
 from foundry_kernels.ops.flash_attention.triton.bias_gradient import flash_attention_dbias_kernel
+from foundry_kernels.ops.flash_attention.triton.bundles import PairStrides
 from foundry_kernels.ops.flash_attention.triton.problem import _Problem
 
-#: Constants of a problem for which the kernel has no parameter: it always has a bias, and no packed sequences.
-_IMPLIED = ("VARLEN", "HAS_BIAS", "HAS_MASK")
-
+#: What the kernel has no parameter for: it has no packed sequences.
+_IMPLIED = ("VARLEN",)
 
 #: BLOCK_M, BLOCK_N, warps and stages for 16-bit inputs by the head dimension, for GPUs with asynchronous matmuls and
 #: for others. None of them spills registers.
@@ -53,8 +53,8 @@ def _plan_dbias(p: _Problem, shape: tuple[int, ...], dout: tuple[int, ...], dbia
     own = [n if size > 1 else 1 for n, size in zip(every, shape, strict=True)]
     each = [n // m for n, m in zip(every, own, strict=True)]
     numbers = (
-        *own[1:], *each, p.n_heads, p.group, p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(dout), *dbias,
-        p.stride_lseb,
+        *own[1:], *each, p.n_heads, p.group, p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(dout),
+        PairStrides(*dbias), p.stride_lseb,
     )  # fmt: skip
     flags = {"LSE_LOW": p.wide_lse}
     return p.plan(math.prod(own), numbers, flags, config, without=_IMPLIED)

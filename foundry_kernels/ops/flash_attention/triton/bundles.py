@@ -1,5 +1,4 @@
-"""Tuples of values that the kernels of attention pass to their functions. A kernel makes each once, and the compiler
-removes them.
+"""Tuples of values that the kernels of attention get and pass to their functions. The compiler removes them.
 
 In a tuple of values, None means absent, and the compiler evaluates `is not None`. An assignment turns the constants in
 a tuple into values, so constants have a tuple of their own: `sizes: tl.constexpr = Sizes(...)`. A function may take a
@@ -12,21 +11,36 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Scoring(NamedTuple):
-    """The parameters that turn matmul results into scores, in units of log2(e) or, with a bias, in natural units; see
-    `scores`."""
-
-    scale: Any
-    softcap: Any
-    slope: Any  # ALiBi's, for the current head or for each row [M, 1]
-    bias: Any  # not None if a bias is added
-
-
 class Mask(NamedTuple):
     """How far a query sees to the left and right of its position; None is unlimited."""
 
     left: Any
     right: Any
+
+
+class HeadStrides(NamedTuple):
+    """The strides of a sequence, a head and a token; of pages, the first is that of a page."""
+
+    b: Any
+    h: Any
+    t: Any
+
+
+class PairStrides(NamedTuple):
+    """The strides of a tensor over pairs of a query and a key, 0 for a broadcast dimension; None without the tensor."""
+
+    b: Any
+    h: Any
+    t: Any
+    s: Any
+
+
+class ListStrides(NamedTuple):
+    """The strides of the lists of tiles; None without lists."""
+
+    b: Any
+    h: Any
+    r: Any  # from one tile of rows to the next
 
 
 class Dense(NamedTuple):
@@ -60,7 +74,6 @@ class Dropout(NamedTuple):
 class Pairs(NamedTuple):
     """Options that decide about single pairs of a query and a key; None if an option is off."""
 
-    allowed: Any  # not None if there is a dense bool mask
     bits: Any  # Bits
     dropout: Any  # Dropout
 

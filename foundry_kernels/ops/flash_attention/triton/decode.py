@@ -22,7 +22,6 @@ from foundry_kernels.ops.flash_attention.triton.bundles import (
     Pages,
     Results,
     Rows,
-    Scoring,
     Sizes,
     State,
 )
@@ -31,7 +30,7 @@ from foundry_kernels.ops.flash_attention.triton.dropout import kept, load_dropou
 from foundry_kernels.ops.flash_attention.triton.finish import finish_rows
 from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
 from foundry_kernels.ops.flash_attention.triton.pages import load_from_pages
-from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
+from foundry_kernels.ops.flash_attention.triton.scores import load_scoring, of_head, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import fall, online_softmax
 from foundry_kernels.ops.flash_attention.triton.tile_io import head_keys, load_rows, rows_from
@@ -93,14 +92,9 @@ def flash_attention_decode_kernel(
     attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr,
     block_table_ptr, leftpad_k_ptr,
     arrived_ptr, n_batch, n_kv_heads, group, n_rows, tokens_q, tokens_k, split_keys, num_splits, n_states,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_ob, stride_oh, stride_ot, stride_lseb, stride_alibi, scale, softcap, left, right,
-    stride_maskb, stride_maskh, stride_maskt, stride_masks, stride_tileb, stride_tileh, stride_tilet, stride_tiles,
-    threshold, keep_scale, stride_table, n_pages,
-    VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, QUERIES_DIFFER: tl.constexpr, KEYS_DIFFER: tl.constexpr,
-    HAS_TILES: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DROPOUT_HEADS: tl.constexpr, PTX: tl.constexpr,
+    q_strides, k_strides, v_strides, o_strides, stride_lseb,
+    score, window, mask_strides, tile_strides, threshold, keep_scale, stride_table, n_pages,
+    HAS: tl.constexpr, VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_SINKS: tl.constexpr, PTX: tl.constexpr,
     SAVE_LSE: tl.constexpr, SAVE_STATS: tl.constexpr, SPLIT: tl.constexpr, COMPUTE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -111,9 +105,8 @@ def flash_attention_decode_kernel(
     it writes the results. With BLOCK_SPLITS, the last program of a head then computes the results. `arrived` counts the
     programs of each head; it is zero before the launch, and the last program resets it. ROWS is a power of two, at
     least n_rows. All tiles are masked, because the time goes into reading keys."""
-    b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
-    scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
-    mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
+    scoring = load_scoring(score, COMPUTE)
+    mask = Mask(window.left if HAS.left else None, window.right if HAS.right else None)
     sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PTX)
     pid = tl.program_id(0)
     kv_head = (pid % n_kv_heads).to(tl.int64)
@@ -131,35 +124,33 @@ def flash_attention_decode_kernel(
     m_rows = tokens < seqlen_q
     offset = seqlen_k - seqlen_q if BOTTOM_RIGHT else 0
     q_pos = (tokens + offset)[:, None]
-    p_q = q_ptr + n * stride_qb + (tl.cast(start_q, tl.int64) + tokens) * stride_qt + heads * stride_qh
+    p_q = q_ptr + n * q_strides.b + (tl.cast(start_q, tl.int64) + tokens) * q_strides.t + heads * q_strides.h
     dims = tl.arange(0, BLOCK_D)[None, :]
     m_q = m_rows[:, None] & (dims < D)
     if not Q_AHEAD:
         b_q = tl.load(p_q[:, None] + dims, mask=m_q, other=0.0)  # [M, D]
     if PAGE_SIZE:
-        k, v = Rows(k_ptr + kv_head * stride_kh, stride_ks), Rows(v_ptr + kv_head * stride_vh, stride_vs)
+        k, v = Rows(k_ptr + kv_head * k_strides.h, k_strides.t), Rows(v_ptr + kv_head * v_strides.h, v_strides.t)
         keys = Keys(k, v, seqlen_k)
-        pages = Pages(block_table_ptr + n * stride_table, start_k, n_pages - 1, stride_kb, stride_vb)
+        pages = Pages(block_table_ptr + n * stride_table, start_k, n_pages - 1, k_strides.b, v_strides.b)
     else:
-        keys = head_keys(k_ptr, v_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-                         n, kv_head, 1, start_k, seqlen_k)  # fmt: skip
-    slope = load_slope(alibi_slopes_ptr, stride_alibi, n, heads[:, None], HAS_BIAS, COMPUTE) if HAS_ALIBI else None
+        keys = head_keys(k_ptr, v_ptr, k_strides, v_strides, n, kv_head, 1, start_k, seqlen_k)
     dense = Dense(
-        fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_maskt, n, heads[:, None], tokens[:, None],
-                   seqlen_q, QUERIES_DIFFER),
-        None, stride_masks if KEYS_DIFFER else None,
-    ) if HAS_BIAS or HAS_MASK else None  # fmt: skip
-    scoring = Scoring(scale, softcap, slope, scale if HAS_BIAS else None)
+        fixed_part(attn_mask_ptr, mask_strides.b, mask_strides.h, mask_strides.t, n, heads[:, None], tokens[:, None],
+                   seqlen_q, HAS.queries_differ),
+        None, mask_strides.s if HAS.keys_differ else None,
+    ) if HAS.bias or HAS.mask else None  # fmt: skip
+    scoring = of_head(scoring, score, alibi_slopes_ptr, n, heads[:, None], HAS)
     bits = Bits(
-        fixed_part(mask_tiles_ptr, stride_tileb, stride_tileh, stride_tilet, n, heads[:, None], tokens[:, None] // 64,
-                   tl.cdiv(seqlen_q, 64), True),
-        mask_bits_ptr + tokens[:, None] % 64, stride_tiles,
-    ) if HAS_TILES else None  # fmt: skip
+        fixed_part(mask_tiles_ptr, tile_strides.b, tile_strides.h, tile_strides.t, n, heads[:, None],
+                   tokens[:, None] // 64, tl.cdiv(seqlen_q, 64), True),
+        mask_bits_ptr + tokens[:, None] % 64, tile_strides.s,
+    ) if HAS.tiles else None  # fmt: skip
     dropout = load_dropout(
         dropout_seed_ptr, dropout_heads_ptr, n, heads[:, None], n_kv_heads * group, threshold, keep_scale,
-        HAS_DROPOUT_HEADS, COMPUTE,
-    ) if HAS_DROPOUT else None  # fmt: skip
-    factor = score_factor(scoring)
+        HAS.dropout_heads, COMPUTE,
+    ) if HAS.dropout else None  # fmt: skip
+    factor = score_factor(scoring, HAS)
     b_acc = tl.zeros([BLOCK_M, BLOCK_DV], COMPUTE)
     b_m = tl.full([BLOCK_M], -float("inf"), COMPUTE)
     state = State(b_m, tl.zeros([BLOCK_M], COMPUTE), tl.zeros([BLOCK_M], COMPUTE))
@@ -173,7 +164,7 @@ def flash_attention_decode_kernel(
         if Q_AHEAD:
             # The queries are copied with the keys: a load to registers before the loop would delay the copies of keys.
             # The address depends on the round, or the compiler would move the load out of the loop.
-            same_q = p_q + tl.where(j0 < begin, stride_qt, 0)
+            same_q = p_q + tl.where(j0 < begin, q_strides.t, 0)
             b_q = tl.load(same_q[:, None] + dims, mask=m_q, other=0.0)
         if PAGE_SIZE:
             b_k = load_from_pages(keys.k, pages, pages.stride_k, j0, seqlen_k, BLOCK_N, BLOCK_D, D, True, PAGE_SIZE)
@@ -182,15 +173,15 @@ def flash_attention_decode_kernel(
             b_k = load_rows(rows_from(keys.k, j0), seqlen_k - j0, BLOCK_N, BLOCK_D, D, True)  # [N, D]
             b_v = load_rows(rows_from(keys.v, j0), seqlen_k - j0, BLOCK_N, BLOCK_DV, DV, True)  # [N, DV]
         places = tl.arange(0, BLOCK_N)[None, :]
-        b_s, _b_t = scores(dot(b_q, tl.trans(b_k)), j0 + places - q_pos, scoring)  # [M, N]
-        if HAS_BIAS:
+        b_s, _b_t = scores(dot(b_q, tl.trans(b_k)), j0 + places - q_pos, scoring, HAS)  # [M, N]
+        if HAS.bias:
             b_s = add_bias(b_s, dense, j0, places, seqlen_k, True)
-        if HAS_MASK:
+        if HAS.mask:
             b_s = hide_by_dense(b_s, dense, j0, places, seqlen_k, True)
-        if HAS_TILES:
+        if HAS.tiles:
             b_s = tl.where(bits_of_rows(bits, j0, BLOCK_N), b_s, -float("inf"))
         b_s = tl.where(seen_keys(j0, BLOCK_N, q_pos, seqlen_k, mask), b_s, -float("inf"))
-        b_p, b_shrink, state = online_softmax(b_s, factor, state, True, HAS_BIAS, SAVE_STATS)
+        b_p, b_shrink, state = online_softmax(b_s, factor, state, True, HAS.bias, SAVE_STATS)
         if dropout is not None:
             b_p = tl.where(kept(dropout, 0, tokens[:, None], j0, places, sizes), b_p, dropout.zero)
         b_acc = dot(round_to(b_p, b_v.dtype), b_v, b_acc * b_shrink[:, None])
@@ -217,24 +208,24 @@ def flash_attention_decode_kernel(
         m_rows = (tokens < seqlen_q) & (rows < n_rows)
         b_acc, state = _add_splits(
             sums_ptr, states_ptr, (place * n_kv_heads + kv_head) * n_rows + rows, m_rows,
-            tl.cast(n_kv_heads, tl.int64) * n_rows, n_states, used, COMPUTE, HAS_BIAS, SAVE_STATS, DV,
+            tl.cast(n_kv_heads, tl.int64) * n_rows, n_states, used, COMPUTE, HAS.bias, SAVE_STATS, DV,
             BLOCK_DV, ROWS, BLOCK_SPLITS,
         )  # fmt: skip
     if BLOCK_SPLITS or not SPLIT:
         tokens += start_q
-        p_out = out_ptr + n * stride_ob + tokens.to(tl.int64) * stride_ot + heads * stride_oh
+        p_out = out_ptr + n * o_strides.b + tokens.to(tl.int64) * o_strides.t + heads * o_strides.h
         at = n * stride_lseb + heads * tokens_q + tokens
         results = Results(lse_ptr if SAVE_LSE else None, entropy_ptr if SAVE_STATS else None,
                           max_logit_ptr if SAVE_STATS else None)  # fmt: skip
         sinks_ptr = sinks_ptr if HAS_SINKS else None
-        finish_rows(b_acc, state, m_rows, heads, p_out[:, None], at, results, sinks_ptr, HAS_BIAS, DV, BLOCK_DV)
+        finish_rows(b_acc, state, m_rows, heads, p_out[:, None], at, results, sinks_ptr, HAS.bias, DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
 def flash_attention_combine_kernel(
     sums_ptr, states_ptr, out_ptr, lse_ptr, entropy_ptr, max_logit_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, sinks_ptr,
     leftpad_k_ptr, n_batch, n_kv_heads, group, n_rows, tokens_q, tokens_k, split_keys, num_splits, n_states,
-    stride_ob, stride_oh, stride_ot, stride_lseb,
+    o_strides, stride_lseb,
     VARLEN: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_LSE: tl.constexpr,
     SAVE_STATS: tl.constexpr, COMPUTE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -258,7 +249,7 @@ def flash_attention_combine_kernel(
     )  # fmt: skip
     token += start_q
     head = kv_head * group + row % group + tl.zeros([1], tl.int64)  # [1]
-    p_out = out_ptr + n * stride_ob + tl.cast(token, tl.int64) * stride_ot + head * stride_oh
+    p_out = out_ptr + n * o_strides.b + tl.cast(token, tl.int64) * o_strides.t + head * o_strides.h
     results = Results(lse_ptr if SAVE_LSE else None, entropy_ptr if SAVE_STATS else None,
                       max_logit_ptr if SAVE_STATS else None)  # fmt: skip
     sinks_ptr = sinks_ptr if HAS_SINKS else None

@@ -21,7 +21,6 @@ from foundry_kernels.ops.flash_attention.triton.bundles import (
     Pairs,
     Results,
     Rows,
-    Scoring,
     Sizes,
     State,
 )
@@ -31,7 +30,7 @@ from foundry_kernels.ops.flash_attention.triton.finish import finish_rows
 from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
 from foundry_kernels.ops.flash_attention.triton.order import program_order
 from foundry_kernels.ops.flash_attention.triton.pages import load_from_pages, offsets_in_pages
-from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
+from foundry_kernels.ops.flash_attention.triton.scores import load_scoring, of_head, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import online_softmax
 from foundry_kernels.ops.flash_attention.triton.tile_io import head_keys, head_rows, load_rows, rows_from
@@ -66,7 +65,8 @@ def _products(b_q, keys, pages, tile, m_keys, CHECK: tl.constexpr, sizes, PAGE_S
 @triton.jit
 def _attend_range(
     b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, begin, end, scoring, mask, pairs, dense,
-    pages, MASKED: tl.constexpr, SAVE_STATS: tl.constexpr, AHEAD: tl.constexpr, sizes, PAGE_SIZE: tl.constexpr,
+    pages, HAS: tl.constexpr, MASKED: tl.constexpr, SAVE_STATS: tl.constexpr, AHEAD: tl.constexpr, sizes,
+    PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Attends to the key tiles end - 1, .., begin, or to the tiles at these places of the list `order`. q_pos [M, 1] is
     the position of each query among the keys, i0 the first query.
@@ -75,7 +75,7 @@ def _attend_range(
     matmul of each tile starts before the softmax of the tile to its right, and overlaps with it if matmuls are
     asynchronous. Scores beyond `first_tile` are not used. This takes the registers of one more tile of scores.
     """
-    factor = score_factor(scoring)
+    factor = score_factor(scoring, HAS)
     rows = tl.arange(0, sizes.BLOCK_M)[:, None]
     for tile in range(end - 1, begin - 1, -1):
         j0 = tl.multiple_of(tile_at(order, tile) * sizes.BLOCK_N, sizes.BLOCK_N)
@@ -87,19 +87,18 @@ def _attend_range(
             m_keys = tl.arange(0, sizes.BLOCK_N)[:, None] < keys.seqlen - j0
             b_now = _products(b_q, keys, pages, tile_at(order, tile), m_keys, MASKED, sizes, PAGE_SIZE)
         places = tl.arange(0, sizes.BLOCK_N)[None, :]
-        b_s, _b_t = scores(b_now, j0 + places - q_pos, scoring)
-        if scoring.bias is not None:
+        b_s, _b_t = scores(b_now, j0 + places - q_pos, scoring, HAS)
+        if HAS.bias:
             b_s = add_bias(b_s, dense, j0, places, keys.seqlen, MASKED)
-        if pairs.allowed is not None:
+        if HAS.mask:
             b_s = hide_by_dense(b_s, dense, j0, places, keys.seqlen, MASKED)
         if MASKED:
             m_seen = seen_keys(j0, sizes.BLOCK_N, q_pos, keys.seqlen, mask)
             if pairs.bits is not None:
                 m_seen = m_seen & bits_of_rows(pairs.bits, j0, sizes.BLOCK_N)
             b_s = tl.where(m_seen, b_s, -float("inf"))
-        HAS_BIAS: tl.constexpr = scoring.bias is not None
-        SOME_EMPTY: tl.constexpr = MASKED or HAS_BIAS or pairs.allowed is not None
-        b_p, b_shrink, state = online_softmax(b_s, factor, state, SOME_EMPTY, HAS_BIAS, SAVE_STATS)
+        SOME_EMPTY: tl.constexpr = MASKED or HAS.bias or HAS.mask
+        b_p, b_shrink, state = online_softmax(b_s, factor, state, SOME_EMPTY, HAS.bias, SAVE_STATS)
         if pairs.dropout is not None:
             b_p = tl.where(kept(pairs.dropout, i0, rows, j0, places, sizes), b_p, pairs.dropout.zero)
         if PAGE_SIZE:
@@ -120,26 +119,21 @@ def flash_attention_fwd_kernel(
     attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr, lists_ptr,
     block_table_ptr, leftpad_k_ptr,
     n_batch, n_heads, group, section, tokens_q, tokens_k,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_ob, stride_oh, stride_ot, stride_lseb, stride_alibi, scale, softcap, left, right,
-    stride_maskb, stride_maskh, stride_maskt, stride_masks, stride_tileb, stride_tileh, stride_tilet, stride_tiles,
-    stride_listb, stride_listh, stride_listr, threshold, keep_scale, stride_table, n_pages,
-    VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, QUERIES_DIFFER: tl.constexpr, KEYS_DIFFER: tl.constexpr,
-    HAS_TILES: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DROPOUT_HEADS: tl.constexpr, PTX: tl.constexpr,
+    q_strides, k_strides, v_strides, o_strides, stride_lseb,
+    score, window, mask_strides, tile_strides, list_strides, threshold, keep_scale, stride_table, n_pages,
+    HAS: tl.constexpr, VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_SINKS: tl.constexpr, PTX: tl.constexpr,
     SAVE_LSE: tl.constexpr, SAVE_STATS: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Under a causal mask the last tiles have the most work, so they come first in their section. `stride_lseb` is the
-    batch stride of lse, entropy and max_logit, `stride_alibi` that of the slopes."""
+    batch stride of lse, entropy and max_logit. `score` is a `Score`, `HAS` a `Has` (see `kernel_options`), and `mask`
+    a `Mask`."""
+    scoring = load_scoring(score, COMPUTE)
+    mask = Mask(window.left if HAS.left else None, window.right if HAS.right else None)
     sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PTX)
-    b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
-    scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
-    mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
     n, head, tile, tiles = program_order(n_batch, n_heads, section)
-    if HAS_RIGHT:
+    if HAS.right:
         tile = tiles - 1 - tile
     start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
         n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN, leftpad_k_ptr, PAGE_SIZE
@@ -151,38 +145,36 @@ def flash_attention_fwd_kernel(
     rows = i0 + tl.arange(0, BLOCK_M)  # [M]
     offset = seqlen_k - seqlen_q if BOTTOM_RIGHT else 0
     q_pos = (rows + offset)[:, None]
-    q = head_rows(q_ptr, stride_qb, stride_qh, stride_qt, n, head, first)
+    q = head_rows(q_ptr, q_strides, n, head, first)
     b_q = load_rows(q, seqlen_q - i0, BLOCK_M, BLOCK_D, D, True)
     if PAGE_SIZE:
         kv_head = head // group
-        k, v = Rows(k_ptr + kv_head * stride_kh, stride_ks), Rows(v_ptr + kv_head * stride_vh, stride_vs)
+        k, v = Rows(k_ptr + kv_head * k_strides.h, k_strides.t), Rows(v_ptr + kv_head * v_strides.h, v_strides.t)
         keys = Keys(k, v, seqlen_k)
-        pages = Pages(block_table_ptr + n * stride_table, start_k, n_pages - 1, stride_kb, stride_vb)
+        pages = Pages(block_table_ptr + n * stride_table, start_k, n_pages - 1, k_strides.b, v_strides.b)
     else:
-        keys = head_keys(k_ptr, v_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-                         n, head, group, start_k, seqlen_k)  # fmt: skip
+        keys = head_keys(k_ptr, v_ptr, k_strides, v_strides, n, head, group, start_k, seqlen_k)
         pages = None
-    slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_BIAS, COMPUTE) if HAS_ALIBI else None
     dense = Dense(
-        fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_maskt, n, head, rows[:, None], seqlen_q,
-                   QUERIES_DIFFER),
-        None, stride_masks if KEYS_DIFFER else None,
-    ) if HAS_BIAS or HAS_MASK else None  # fmt: skip
-    scoring = Scoring(scale, softcap, slope, scale if HAS_BIAS else None)
+        fixed_part(attn_mask_ptr, mask_strides.b, mask_strides.h, mask_strides.t, n, head, rows[:, None], seqlen_q,
+                   HAS.queries_differ),
+        None, mask_strides.s if HAS.keys_differ else None,
+    ) if HAS.bias or HAS.mask else None  # fmt: skip
+    scoring = of_head(scoring, score, alibi_slopes_ptr, n, head, HAS)
     bits = Bits(
-        fixed_part(mask_tiles_ptr, stride_tileb, stride_tileh, stride_tilet, n, head, rows[:, None] // 64,
+        fixed_part(mask_tiles_ptr, tile_strides.b, tile_strides.h, tile_strides.t, n, head, rows[:, None] // 64,
                    tl.cdiv(seqlen_q, 64), True),
-        mask_bits_ptr + rows[:, None] % 64, stride_tiles,
-    ) if HAS_TILES else None  # fmt: skip
+        mask_bits_ptr + rows[:, None] % 64, tile_strides.s,
+    ) if HAS.tiles else None  # fmt: skip
     dropout = load_dropout(
-        dropout_seed_ptr, dropout_heads_ptr, n, head, n_heads, threshold, keep_scale, HAS_DROPOUT_HEADS, COMPUTE
-    ) if HAS_DROPOUT else None  # fmt: skip
-    pairs = Pairs(scale if HAS_MASK else None, bits, dropout)
+        dropout_seed_ptr, dropout_heads_ptr, n, head, n_heads, threshold, keep_scale, HAS.dropout_heads, COMPUTE
+    ) if HAS.dropout else None  # fmt: skip
+    pairs = Pairs(bits, dropout)
     b_acc = tl.zeros([BLOCK_M, BLOCK_DV], COMPUTE)
     b_m = tl.full([BLOCK_M], -float("inf"), COMPUTE)
     state = State(b_m, tl.zeros([BLOCK_M], COMPUTE), tl.zeros([BLOCK_M], COMPUTE))
-    if HAS_TILES:
-        p_list = list_of(lists_ptr, stride_listb, stride_listh, stride_listr, n, head, tile)
+    if HAS.tiles:
+        p_list = list_of(lists_ptr, list_strides.b, list_strides.h, list_strides.r, n, head, tile)
         order, first_tile, full_tile = p_list + 2, 0, 0
         full_stop, end = tl.load(p_list), tl.load(p_list + 1)
         masked_tile = full_stop
@@ -192,30 +184,30 @@ def flash_attention_fwd_kernel(
         first_tile, full_tile, end = cols.start // BLOCK_N, cols.full_start // BLOCK_N, tl.cdiv(cols.stop, BLOCK_N)
         full_stop = cols.full_stop // BLOCK_N
         masked_tile = tl.maximum(cols.full_start, cols.full_stop) // BLOCK_N
-    b_qk = b_zero  # means no scores: Triton 3.6 cannot return None from a function
+    b_qk = tl.full([], 0.0, COMPUTE)  # means no scores: Triton 3.6 cannot return None from a function
     if AHEAD:
         last_tile = tile_at(order, tl.maximum(end - 1, 0))
         m_keys = tl.arange(0, BLOCK_N)[:, None] < seqlen_k - last_tile * BLOCK_N
         b_qk = _products(b_q, keys, pages, last_tile, m_keys, True, sizes, PAGE_SIZE)
     b_acc, state, b_qk = _attend_range(
         b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, masked_tile, end, scoring, mask, pairs, dense,
-        pages, True, SAVE_STATS, AHEAD, sizes, PAGE_SIZE,
+        pages, HAS, True, SAVE_STATS, AHEAD, sizes, PAGE_SIZE,
     )  # fmt: skip
     b_acc, state, b_qk = _attend_range(
         b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, full_tile, full_stop, scoring, mask, pairs, dense,
-        pages, False, SAVE_STATS, AHEAD, sizes, PAGE_SIZE,
+        pages, HAS, False, SAVE_STATS, AHEAD, sizes, PAGE_SIZE,
     )  # fmt: skip
-    if HAS_LEFT and not HAS_TILES:
+    if HAS.left and not HAS.tiles:
         b_acc, state, b_qk = _attend_range(
             b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, first_tile, tl.minimum(full_tile, end),
-            scoring, mask, pairs, dense, pages, True, SAVE_STATS, AHEAD, sizes, PAGE_SIZE,
+            scoring, mask, pairs, dense, pages, HAS, True, SAVE_STATS, AHEAD, sizes, PAGE_SIZE,
         )  # fmt: skip
     if dropout is not None:
         b_acc = b_acc * dropout.scale
     at = n * stride_lseb + head * tokens_q + first + tl.arange(0, BLOCK_M)
-    out = head_rows(out_ptr, stride_ob, stride_oh, stride_ot, n, head, first)
+    out = head_rows(out_ptr, o_strides, n, head, first)
     results = Results(lse_ptr if SAVE_LSE else None, entropy_ptr if SAVE_STATS else None,
                       max_logit_ptr if SAVE_STATS else None)  # fmt: skip
     m_rows, p_out = rows < seqlen_q, out.ptr + tl.arange(0, BLOCK_M)[:, None] * out.stride
     sinks_ptr = sinks_ptr if HAS_SINKS else None
-    finish_rows(b_acc, state, m_rows, head, p_out, at, results, sinks_ptr, HAS_BIAS, DV, BLOCK_DV)
+    finish_rows(b_acc, state, m_rows, head, p_out, at, results, sinks_ptr, HAS.bias, DV, BLOCK_DV)

@@ -87,7 +87,7 @@ def plan(p: _Problem, row: tuple[tuple[str, Any], ...]) -> Plan:
     tiles = triton.cdiv(p.tokens_q, CONSUMERS.value * config["BLOCK_M"])
     numbers = (p.n_batch, p.n_heads, p.group, p.group * p.section(p.tokens_k), p.tokens_q, p.tokens_k)
     names = ("scale", "right", "BOTTOM_RIGHT", "HAS_RIGHT", "D")
-    named = {name: p.arguments[name] for name in names}
+    named = {name: (p.numbers | p.constants)[name] for name in names}
     return Plan((tiles * p.n_batch * p.n_heads,), numbers, named | config)
 
 

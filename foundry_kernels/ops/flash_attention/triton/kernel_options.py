@@ -12,6 +12,7 @@ from torch import Tensor
 from foundry_kernels._triton.rows import contiguous
 from foundry_kernels.ops.flash_attention.dropout import keep_scale, threshold
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.triton.bundles import Mask, PairStrides
 
 _POSITIONS = AttentionOptions._make(range(len(AttentionOptions._fields)))
 
@@ -71,12 +72,54 @@ def page_tensors(options: AttentionOptions) -> tuple[Tensor | None, Tensor | Non
     return table if table.stride(1) == 1 else table.contiguous(), contiguous(options.leftpad_k)
 
 
+class Score(NamedTuple):
+    """The numbers of which kernels make a score, see `scores`."""
+
+    stride_alibi: int  # of the slopes, from sequence to sequence
+    scale: float
+    softcap: float
+
+
+class Has(NamedTuple):
+    """Constants: which options are on, and along which dimensions a mask or a bias is not broadcast. `bent`: a score
+    is no linear function of its dot product."""
+
+    left: bool
+    right: bool
+    bent: bool
+    softcap: bool
+    alibi: bool
+    bias: bool
+    mask: bool
+    queries_differ: bool
+    keys_differ: bool
+    tiles: bool
+    dropout: bool
+    dropout_heads: bool
+
+
 class KernelOptions(NamedTuple):
-    """The options by the names of the parameters of the kernels that compute scores."""
+    """The options as numbers and constants of a launch."""
 
     numbers: dict[str, Any]
     constants: dict[str, bool]
     needs_registers: bool  # see `config`
+
+    def arguments(self) -> dict[str, Any]:
+        """The same by the names of the kernels' parameters, some of which are bundles. What is in none stays."""
+        rest = self.numbers | self.constants
+
+        def take(bundle: Any, prefix: str = "") -> Any:
+            return bundle(*[rest.pop(prefix + name) for name in bundle._fields])
+
+        return {
+            "score": take(Score),
+            "window": take(Mask),
+            "mask_strides": take(PairStrides, "stride_mask"),
+            "tile_strides": take(PairStrides, "stride_tile"),
+            "HAS": Has(*[rest.pop(f"HAS_{name.upper()}") for name in Has._fields]),
+            **rest,
+        }
 
 
 def kernel_options(
@@ -105,12 +148,13 @@ def kernel_options(
         "BOTTOM_RIGHT": options.bottom_right,
         "HAS_LEFT": left is not None,
         "HAS_RIGHT": right is not None,
+        "HAS_BENT": softcap is not None,
         "HAS_SOFTCAP": softcap is not None,
         "HAS_ALIBI": has_alibi,
         "HAS_BIAS": tensors.biased,
         "HAS_MASK": tensors.attn_mask is not None and not tensors.biased,
-        "QUERIES_DIFFER": shape[2] != 1,
-        "KEYS_DIFFER": shape[3] != 1,
+        "HAS_QUERIES_DIFFER": shape[2] != 1,
+        "HAS_KEYS_DIFFER": shape[3] != 1,
         "HAS_TILES": tensors.mask_tiles is not None,
         "HAS_DROPOUT": options.dropout_p is not None,
         "HAS_DROPOUT_HEADS": tensors.dropout_heads,

@@ -14,6 +14,7 @@ from foundry_kernels._triton.plans import keep, kept_plans, planned
 from foundry_kernels._triton.rows import compute_dtype
 from foundry_kernels._triton.tuning import choose, is_forced
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.triton.bundles import HeadStrides
 from foundry_kernels.ops.flash_attention.triton.config import apart, configs, wide_pairs_tile
 from foundry_kernels.ops.flash_attention.triton.kernel_options import (
     Layout,
@@ -95,8 +96,8 @@ class _Problem:
         self.rows_aligned = all(_has_aligned_rows(*layout, dtype) for layout in self.layouts)
         self.strides_qkv = self.strides(q[1], k[1], v[1])
         if tensors.table is not None:  # a page has an address, like a sequence of a batch
-            self.strides_qkv = (*self.strides(q[1]), *k[1][:3], *v[1][:3])
-        self.constants = constants | {
+            self.strides_qkv = (*self.strides(q[1]), HeadStrides(*k[1][:3]), HeadStrides(*v[1][:3]))
+        of_shape = {
             "VARLEN": self.packed,
             "COMPUTE": compute_dtype(dtype),
             "D": self.head_dim,
@@ -104,10 +105,11 @@ class _Problem:
             "BLOCK_D": max(16, triton.next_power_of_2(self.head_dim)),
             "BLOCK_DV": max(16, triton.next_power_of_2(self.head_dim_v)),
         }
+        self.constants = constants | of_shape
         #: Whether lse has two parts between the passes, see `lse_dtype`.
         self.wide_lse = dtype != torch.float64 and lse_dtype(dtype, tensors.biased) == torch.float64
         #: What kernels that compute scores get by name.
-        self.arguments = self.numbers | self.constants
+        self.arguments = found.arguments() | of_shape
         #: Whether heads are wider than 256 and there is a mask, a bias or dropout.
         self.wide_pairs = max(self.head_dim, self.head_dim_v) > 256 and any(self.pairs)
         self.apart = apart(self.width_and_needs()[0], dtype)
@@ -172,12 +174,12 @@ class _Problem:
             del named[name]
         return Plan((programs,), numbers, named)
 
-    def strides(self, *tensors: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Returns the strides of sequence, head and token. Packed sequences are found by cu_seqlens."""
-        found: list[int] = []
+    def strides(self, *tensors: tuple[int, ...] | None) -> tuple[HeadStrides, ...]:
+        """Returns the strides of each tensor. Packed sequences are found by cu_seqlens."""
+        found: list[HeadStrides] = []
         for strides in tensors:
             sequence, head, token, _ = strides or (0, 0, 0, 0)
-            found += [0 if self.packed else sequence, head, token]
+            found.append(HeadStrides(0 if self.packed else sequence, head, token))
         return tuple(found)
 
 

@@ -1,7 +1,13 @@
 """Scores from the dot products q.k: scale, soft cap, ALiBi. They are in units of log2(e), see `softmax`. If a bias is
-added later, they are in natural units like the bias."""
+added later, they are in natural units like the bias.
+
+This is the only code of the kernels that knows how a score is made. `score` has the numbers and `HAS` the constants of
+`kernel_options`.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -10,40 +16,67 @@ from foundry_kernels._triton.functions import tanh
 from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E
 
 
+class Scoring(NamedTuple):
+    """What turns matmul results into scores; a number is not used if its option is off."""
+
+    scale: Any
+    softcap: Any
+    slope: Any  # ALiBi's, for one head or for each row [M, 1]
+
+
 @triton.jit
-def scores(b_qk, rel_pos, scoring):
-    """(b_s, b_t): the scores and, for the derivative of the soft cap, its hyperbolic tangent.
+def load_scoring(score, COMPUTE: tl.constexpr):
+    """The `Scoring` of a program, without a slope."""
+    b_zero = tl.full([], 0.0, COMPUTE)  # where the interpreter assigns a bare float, it rounds it to float32
+    return Scoring(b_zero + score.scale, b_zero + score.softcap, b_zero)
+
+
+@triton.jit
+def of_head(scoring, score, alibi_slopes_ptr, n, head, HAS: tl.constexpr):
+    """The `Scoring` of one head, or of each row's head [M, 1], of sequence n."""
+    slope = scoring.slope
+    if HAS.alibi:
+        slope = tl.load(alibi_slopes_ptr + n * score.stride_alibi + head).to(scoring.scale.dtype)
+        if not HAS.bias:
+            slope = slope * LOG2E
+    return Scoring(scoring.scale, scoring.softcap, slope)
+
+
+@triton.jit
+def scores(b_qk, rel_pos, scoring, HAS: tl.constexpr):
+    """(b_s, b_t): the scores and, for `product_gradient`, the hyperbolic tangent of the soft cap.
 
     Without a cap, ALiBi or a bias, b_s is b_qk itself, which the caller multiplies by `score_factor`. `rel_pos` is the
     key's position minus the query's, after alignment.
     """
     b_t = b_qk
-    if scoring.softcap is not None:
+    if HAS.softcap:
         b_t = tanh(b_qk * scoring.scale)
         b_s = b_t * scoring.softcap
-    elif scoring.slope is not None or scoring.bias is not None:
+    elif HAS.alibi or HAS.bias:
         b_s = b_qk * scoring.scale
     else:
         b_s = b_qk
-    if scoring.slope is not None:
+    if HAS.alibi:
         b_s -= scoring.slope * tl.abs(rel_pos).to(b_s.dtype)
     return b_s, b_t
 
 
 @triton.jit
-def score_factor(scoring):
+def score_factor(scoring, HAS: tl.constexpr):
     """The factor for the result of `scores`. Without a bias the multiplication is free, as part of the subtraction
     before exp2."""
-    if scoring.bias is not None:
+    if HAS.bias:
         return tl.full([], LOG2E, scoring.scale.dtype)
-    elif scoring.softcap is not None or scoring.slope is not None:
+    elif HAS.softcap or HAS.alibi:
         return 1.0
     else:
         return scoring.scale
 
 
 @triton.jit
-def load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr):
-    """The ALiBi slope of one head of sequence n, in the units of the scores."""
-    slope = tl.load(alibi_slopes_ptr + n * stride_alibi + head).to(COMPUTE)
-    return slope if HAS_BIAS else slope * LOG2E
+def product_gradient(b_ds, b_t, HAS: tl.constexpr):
+    """The gradient of the scaled dot products from that of the scores."""
+    if HAS.softcap:
+        b_ds = b_ds * (1.0 - b_t * b_t)
+    return b_ds

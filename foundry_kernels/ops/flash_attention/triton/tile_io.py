@@ -9,20 +9,18 @@ from foundry_kernels.ops.flash_attention.triton.bundles import Keys, Rows
 
 
 @triton.jit
-def head_rows(ptr, stride_b, stride_h, stride_t, n, head, first):
+def head_rows(ptr, strides, n, head, first):
     """Returns the `Rows` of one head of sequence n from row `first` on."""
-    return Rows(ptr + n * stride_b + head * stride_h + tl.cast(first, tl.int64) * stride_t, stride_t)
+    return Rows(ptr + n * strides.b + head * strides.h + tl.cast(first, tl.int64) * strides.t, strides.t)
 
 
 @triton.jit
-def head_keys(
-    k_ptr, v_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, n, head, group, start_k, seqlen_k
-):  # fmt: skip
+def head_keys(k_ptr, v_ptr, k_strides, v_strides, n, head, group, start_k, seqlen_k):
     """Returns the `Keys` of sequence n for query `head`; `group` heads share them. It does not call `head_rows`, which
     would change the machine code."""
-    k = Rows(k_ptr + (n * stride_kb + head // group * stride_kh + tl.cast(start_k, tl.int64) * stride_ks), stride_ks)
-    v = Rows(v_ptr + (n * stride_vb + head // group * stride_vh + tl.cast(start_k, tl.int64) * stride_vs), stride_vs)
-    return Keys(k, v, seqlen_k)
+    p_k = k_ptr + (n * k_strides.b + head // group * k_strides.h + tl.cast(start_k, tl.int64) * k_strides.t)
+    p_v = v_ptr + (n * v_strides.b + head // group * v_strides.h + tl.cast(start_k, tl.int64) * v_strides.t)
+    return Keys(Rows(p_k, k_strides.t), Rows(p_v, v_strides.t), seqlen_k)
 
 
 @triton.jit

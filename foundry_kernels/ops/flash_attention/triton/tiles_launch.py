@@ -9,6 +9,7 @@ from torch import Tensor
 from foundry_kernels._triton import INTERPRET
 from foundry_kernels._triton.launch import Plan, launch
 from foundry_kernels._triton.plans import planned
+from foundry_kernels.ops.flash_attention.triton.bundles import ListStrides
 from foundry_kernels.ops.flash_attention.triton.problem import _Problem
 from foundry_kernels.ops.flash_attention.triton.tiles import flash_attention_tiles_kernel
 
@@ -21,16 +22,12 @@ def _list_shape(p: _Problem, block_rows: int, block_cols: int, by_keys: bool) ->
     return b, h, triton.cdiv(n_rows, block_rows), triton.cdiv(n_cols, block_cols) + 2
 
 
-def list_strides(p: _Problem, block_rows: int, block_cols: int, by_keys: bool) -> dict[str, int | None]:
-    """The strides of the lists by the names of the kernels' parameters; None without lists."""
+def list_strides(p: _Problem, block_rows: int, block_cols: int, by_keys: bool) -> dict[str, ListStrides]:
+    """The strides of the lists, by the name of the kernels' parameter."""
     if p.mask_tiles is None:
-        return {"stride_listb": None, "stride_listh": None, "stride_listr": None}
+        return {"list_strides": ListStrides(None, None, None)}
     b, h, rows, width = _list_shape(p, block_rows, block_cols, by_keys)
-    return {
-        "stride_listb": h * rows * width if b > 1 else 0,
-        "stride_listh": rows * width if h > 1 else 0,
-        "stride_listr": width,
-    }
+    return {"list_strides": ListStrides(h * rows * width if b > 1 else 0, rows * width if h > 1 else 0, width)}
 
 
 @planned
