@@ -129,7 +129,7 @@ def _dropped(case: Case, p: float) -> Case:
 
 def _with_dropout(cases: tuple[Case, ...], p: Mapping[str, float]) -> tuple[Case, ...]:
     """The cases that `p` names, with a residual and dropout. Wide ones take the interpreter seconds each;
-    tests/ops/test_norm_dropout.py has one."""
+    tests/ops/test_dropout.py has one."""
     named = (_dropped(_with_residual(case), p[case.id]) for case in cases if case.id in p)
     return tuple(replace(case, interpreted=case.interpreted and "wide" not in case.id) for case in named)
 
