@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import foundry_kernels as fk
+from foundry_kernels import ops
 from foundry_kernels.core.contract import Bench, Cases, Fuzz, Sharding, load, members
 from foundry_kernels.core.registry import OpSpec
 
@@ -41,6 +42,13 @@ def test_a_module_offers_what_is_written_of_it(package: str, kind: type) -> None
 def test_every_member_is_offered_by_some_operation(kind: type) -> None:
     modules = [vars(importlib.import_module(f"{package}.{kind.__name__.lower()}")) for package in PACKAGES]
     assert [m for m in members(kind) if not any(m in module for module in modules)] == []
+
+
+def test_operations_are_public_functions() -> None:
+    """Of the package; without what is for `nn` alone."""
+    assert [name for name, op in fk.OPS.items() if getattr(fk, name, None) is not op.public] == ["decode_linear"]
+    assert fk.OPS.keys() - {"decode_linear"} <= {*fk.__all__}
+    assert {package.rpartition(".")[2] for package in PACKAGES} == {*ops.__all__}
 
 
 def test_what_a_module_leaves_out_is_the_default() -> None:

@@ -67,7 +67,7 @@ PAGES = [
 ]
 SOURCES = sorted(path for folder in ("foundry_kernels", "examples") for path in (ROOT / folder).rglob("*.py"))
 #: How a docstring begins that is not a sentence or a noun.
-FRAGMENT = re.compile(r"(Those|That) of |Of |As |The same[,.:]|The same (of|with|from|where) ")
+FRAGMENT = re.compile(r"Those |That of |Of |As |The same[,.:]|The same (of|with|from|where) ")
 #: Folders whose docstrings still have fragments.
 FRAGMENTED = ("foundry_kernels/integrations/", "foundry_kernels/ops/flash_attention/")
 
