@@ -38,7 +38,7 @@ FILES = (
     "tests/ops/test_linear_cross_entropy.py",
     "tests/ops/test_linear_cross_entropy_class_blocks.py",
     "tests/ops/flash_attention/test_native.py",
-    "tests/ops/test_cross_entropy_native.py",
+    "tests/ops/test_cross_entropy.py",
     "tests/ops/test_rope_native.py",
     "tests/ops/test_grouped_mm.py",
 )
