@@ -190,7 +190,7 @@ class Block {
   char* sum(int64_t thread) const { return normed(thread) + row_bytes_; }
   float* scratch(int64_t thread) const { return reinterpret_cast<float*>(sum(thread) + row_bytes_); }
 
-  // --- products -----------------------------------------------------------------------------------------------------
+  // --- matmuls ------------------------------------------------------------------------------------------------------
 
   // A matmul of the rows that each thread has normalised.
   DecodeLinear product(char* y, std::initializer_list<Weight> which) const { return product(nullptr, y, which); }

@@ -116,8 +116,8 @@ def check_places(places: Places, k_cache: Tensor, named: str) -> None:
 def rotated(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, places: Places, each: bool, interleaved: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Packed q ``[total_q, H, D]`` and new keys ``[total_new, Hk, D]`` by their positions behind the cached keys; with
-    `each` False, all queries of a sequence by the first of these."""
+    """Rotates packed q ``[total_q, H, D]`` and new keys ``[total_new, Hk, D]`` at the positions after the cache; with
+    `each` False, all queries of a sequence at the first of these positions."""
 
     def rotate(x: Tensor, counts: list[int], step: int) -> Tensor:
         at = [n + step * i for n, count in zip(places.lengths, counts, strict=True) for i in range(count)]

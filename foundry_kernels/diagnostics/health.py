@@ -83,8 +83,8 @@ class Health:
         """Returns a line for each problem, also for those that are about to arise.
 
         Args:
-            since: an earlier health of the same model, for example at the start of its training. What has become worse
-                since then is also a concern.
+            since: an earlier health of the same model, for example at the start of its training. Statistics that
+                are worse now are concerns too.
             rank_kept: a rank that has fallen below this fraction has become worse.
 
         Raises:

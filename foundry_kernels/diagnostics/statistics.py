@@ -42,7 +42,8 @@ class Rows:
 
 
 def of_scores(scores: Tensor, sinks: Tensor | None = None) -> Rows:
-    """From logits ``[B, H, T, S]``, with hidden keys at minus infinity or far below 0, and sinks ``[B, H, T, 1]``."""
+    """Statistics of logits ``[B, H, T, S]``, with hidden keys at minus infinity or far below 0, and of sinks ``[B, H,
+    T, 1]``."""
     found = []
     for first, last in _blocks(scores.shape):
         found.append(_of_block(scores[:, :, first:last], None if sinks is None else sinks[:, :, first:last]))
@@ -50,8 +51,8 @@ def of_scores(scores: Tensor, sinks: Tensor | None = None) -> Rows:
 
 
 def of_queries(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Rows:
-    """From SDPA's ``[B, H, T, D]`` and ``[B, Hk, S, D]``, with its mask (bool with True for visible, or floating and
-    added)."""
+    """Statistics of SDPA's q ``[B, H, T, D]`` and k ``[B, Hk, S, D]``, with its mask (bool with True for visible, or
+    floating and added)."""
     b, h, t, d = q.shape
     s = k.shape[2]
     wide = wide_dtype(q.dtype)
@@ -71,8 +72,8 @@ def of_queries(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: f
 
 
 def of_kernel(entropy: Tensor, max_logit: Tensor, shape: tuple[int, int, int, int], options: Any) -> Rows:
-    """From a kernel's ``[B, H, T]``, or ``[H, total]`` for packed sequences, in a call with these AttentionOptions.
-    `shape` is (B, H, T, S) of the scores, or (1, H, total_q, total_k)."""
+    """Statistics from a kernel's ``[B, H, T]``, or ``[H, total]`` for packed sequences, in a call with these
+    AttentionOptions. `shape` is (B, H, T, S) of the scores, or (1, H, total_q, total_k)."""
     if entropy.dim() == 2:
         entropy, max_logit = entropy[None], max_logit[None]
         seen = _seen_packed(shape[2], options)

@@ -177,7 +177,7 @@ class _Parts(NamedTuple):
         return cls(place, mesh.get_group(), x.shape[dim] // 2, documents)
 
     def start(self, number: int) -> int:
-        """Where the document of a chunk's last token begins."""
+        """The token at which the document of a chunk's last token begins."""
         if self.documents is None:
             return 0
         return self.documents[bisect_left(self.documents, (number + 1) * self.chunk) - 1]
@@ -238,7 +238,7 @@ def _states(parts: _Parts, maps: Tensor, width: int) -> list[Tensor | None]:
 
 
 def _gather(x: Tensor, parts: _Parts, *inputs: Tensor | None) -> Tensor:
-    """What each chunk gives, ``[2 n, ..]`` in the order of the sequence, of this process's ``[2, ..]``."""
+    """Gathers the values of all chunks, ``[2 n, ..]`` in the order of the sequence, from this process's ``[2, ..]``."""
     both: Tensor = apply(_Gather, _tied(x, *inputs), parts.group, parts.place)
     return both
 

@@ -16,7 +16,7 @@ from foundry_kernels.distributed.zigzag import Place
 
 
 class Piece(NamedTuple):
-    """Queries and keys of local parts, and which of them see each other, as kernels are told."""
+    """Queries and keys of local parts, and which of them see each other, as options of a kernel."""
 
     queries: tuple[int, int]  # first and behind the last, in the process's part of T / n
     keys: tuple[int, int]

@@ -160,7 +160,7 @@ class _Ring(NamedTuple):
         return base._replace(window_left=piece.left, window_right=piece.right, alibi_slopes=slopes, **changes)
 
     def number(self, source: int, index: int) -> int:
-        """Of one piece among those of all pairs of processes, each of which has four at most."""
+        """The number of a piece among those of all pairs of processes. A pair has at most four pieces."""
         return (self.place.rank * self.place.size + source) * 4 + index
 
 
@@ -211,17 +211,17 @@ class _Cut(NamedTuple):
         return cls(options, rows, cols, shift)
 
     def take(self, x: Tensor, part: slice) -> Tensor:
-        """Of ``[B, H, T, D]`` what the operators take."""
+        """Returns the `part` of x ``[B, H, T, D]``, in the layout of the operators."""
         x = x[:, :, part]
         return x.squeeze(0).transpose(0, 1) if self.options.packed else x
 
     def take_rows(self, x: Tensor) -> Tensor:
-        """The same of ``[B, H, T]``, contiguous."""
+        """Returns the piece's rows of x ``[B, H, T]``, contiguous, in the layout of the operators."""
         x = x[:, :, self.rows].contiguous()
         return x.squeeze(0) if self.options.packed else x
 
     def give(self, x: Tensor) -> Tensor:
-        """What the operators give, as ``[B, H, T, D]``."""
+        """Returns a result of the operators as ``[B, H, T, D]``."""
         return x.transpose(0, 1).unsqueeze(0) if self.options.packed else x
 
     def add_output(self, backend: str, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Policy gradients: GRPO and what has become of it, and PPO's policy term."""
+"""Policy gradients: GRPO and its variants, and PPO's policy term."""
 
 from __future__ import annotations
 

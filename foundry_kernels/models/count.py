@@ -178,8 +178,8 @@ def flops_by_part(config: ModelFields, length: int, context_length: int | None =
     counted. A training step counts as 3 forward passes, because the backward pass has two matmuls for each one;
     recomputation is not counted.
 
-    Linear attention counts its projections in "attention" and, in "attention_scores", the three products of a token
-    with the state of a head (its chunks take more).
+    Linear attention counts its projections in "attention" and, in "attention_scores", the three matmuls of a token with
+    the state of a head (its chunks take more).
 
     Scores are counted for the keys that a query sees, averaged over the positions: ``(length + 1) / 2`` keys in a
     causal model, fewer with a window, all in an encoder. A backend that also computes masked scores, such as the

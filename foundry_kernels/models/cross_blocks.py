@@ -50,7 +50,7 @@ class CrossBlock(TransformerBlock):
         context: Tensor | ContextKeyValues,
         context_mask: AttentionMask | None,
     ) -> Passed:
-        """As in :class:`TransformerBlock`, with a context and its mask."""
+        """Computes :class:`TransformerBlock`'s block with a context and its mask."""
         if branch is None:
             y = self.attention_norm(stream)
         else:

@@ -85,7 +85,7 @@ def _all_arguments(
 
 
 def decode(block: nn.Module, branch: Tensor | None, stream: Tensor, cache: Any) -> tuple[Tensor, Tensor] | None:
-    """As `decode_all`, for one block and also under torch.compile."""
+    """Computes one block as `decode_all` does, also under torch.compile."""
     paged = isinstance(cache, PagedKeyValues)
     if not _continues(stream, paged) or (paged and torch.compiler.is_compiling()):
         return None

@@ -26,7 +26,7 @@ class LinearHeads(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Those of the convolution: queries, keys and values."""
+        """The channels of the convolution: queries, keys and values."""
         return 2 * self.k_heads * self.k_dim + self.values
 
 

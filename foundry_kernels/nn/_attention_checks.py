@@ -52,7 +52,7 @@ def check_options(
 
 
 def check_input(x: Tensor, dim: int, cache: object, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
-    """Of a call's arguments those that all calls have."""
+    """Checks the arguments that all calls have."""
     check_tensor("x", x)
     check_rank("x", x, 3, f"[B, T, {dim}]")
     if x.shape[-1] != dim:

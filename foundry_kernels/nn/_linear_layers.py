@@ -227,7 +227,7 @@ def layers_for(x: Tensor, backend: str) -> Layers:
 
 
 def products_for(x: Tensor, *backends: str) -> Layers:
-    """As `layers_for`, but layers of a pass with few rows are called as they are."""
+    """Returns what `layers_for` returns, except that layers of a pass with few rows are called as they are."""
     own = bool(OWN_PRODUCTS) and all(backend in ("auto", "native") for backend in backends)
     return _MULTIPLIED if own and multiplies(x) else _LAYERS
 

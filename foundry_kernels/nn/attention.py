@@ -40,7 +40,7 @@ class Attend(Protocol):
     """A replacement of `flash_attention` in :class:`Attention`, which `fk.distributed.context_parallel` sets."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **options: Any) -> Any:
-        """As `flash_attention` or `flash_attention_varlen`; q, k, v ``[B, H, T, D]`` in both cases."""
+        """Computes `flash_attention` or `flash_attention_varlen`, with q, k, v ``[B, H, T, D]`` in both cases."""
 
 
 class ContextKeyValues(NamedTuple):

@@ -30,7 +30,7 @@ def chosen() -> Linear:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = True) -> Tensor:
     """``F.linear(x, weight, bias)`` by :func:`foundry_kernels.grouped_mm` with one group.
 
-    The product is rounded to x's dtype before the bias is added. The gradient of `weight` sums over the rows in a fixed
+    The matmul is rounded to x's dtype before the bias is added. The gradient of `weight` sums over the rows in a fixed
     order, so it is the same for any number of threads. There is no second derivative. Subclasses of Tensor, devices
     other than CPU and CUDA, integers and `torch.func` transforms run on PyTorch's function.
 

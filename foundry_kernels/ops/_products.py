@@ -53,7 +53,7 @@ def sums_in_float32(x: Tensor) -> bool:
 
 def accumulate(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0, *, new: bool = False) -> None:
     """total += scale a b, or total = scale a b if it is `new`. A float32 total of 16-bit a and b adds their unrounded
-    product. On a GPU the matmul itself accumulates into `total`, without a temporary."""
+    matmul. On a GPU the matmul accumulates into `total`, without a temporary."""
     beta = 0 if new else 1
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=beta, alpha=scale)

@@ -118,7 +118,7 @@ def make_cotangents(
 
 
 def to_float64(args: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """The same values for the oracle: floating-point tensors in float64, detached, requiring what they required."""
+    """Arguments of the oracle: floating-point tensors in float64, detached, with the same `requires_grad`."""
 
     def convert(t: Tensor | None) -> Tensor | None:
         if t is None or not t.is_floating_point():

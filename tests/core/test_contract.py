@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import foundry_kernels as fk
+from foundry_kernels import ops
 from foundry_kernels.core.contract import Bench, Cases, Fuzz, Sharding, load, members
 from foundry_kernels.core.registry import OpSpec
 
@@ -40,6 +41,13 @@ def test_a_module_offers_what_is_written_of_it(package: str, kind: type) -> None
 def test_every_member_is_offered_by_some_operation(kind: type) -> None:
     modules = [vars(importlib.import_module(f"{package}.{kind.__name__.lower()}")) for package in PACKAGES]
     assert [m for m in members(kind) if not any(m in module for module in modules)] == []
+
+
+def test_operations_are_public_functions() -> None:
+    """Of the package; without what is for `nn` alone."""
+    assert [name for name, op in fk.OPS.items() if getattr(fk, name, None) is not op.public] == ["decode_linear"]
+    assert fk.OPS.keys() - {"decode_linear"} <= {*fk.__all__}
+    assert {package.rpartition(".")[2] for package in PACKAGES} == {*ops.__all__}
 
 
 def test_what_a_module_leaves_out_is_the_default() -> None:
@@ -100,13 +108,12 @@ def test_triton_and_native_operators_have_the_same_schema() -> None:
     if extension.MISSING is not None or _triton.MISSING is not None:
         pytest.skip(str(extension.MISSING or _triton.MISSING))
     schemas = operators()
-    triton = {name.removeprefix("triton_") for name in schemas if name.startswith("triton_")}
-    native = {name for name in schemas if not name.startswith(("triton_", "reference_"))}
-    assert triton == native
-    assert len(native) >= 2 * len({op.package for op in fk.OPS.values() if op.impl("triton")}) - 1
-    for name in sorted(native):
-        mine, theirs = (str(schemas[n]).partition("(")[2].split(", ") for n in (f"triton_{name}", name))
-        assert mine == theirs, f"triton_{name} and {name}"
+    for op in fk.OPS.values():
+        names = op.sharding.OPERATORS if op.sharding is not None else ()
+        made = [f"{prefix}{{}}" for prefix, backend in (("triton_", "triton"), ("", "native")) if op.impl(backend)]
+        for name in names:
+            arguments = {str(schemas[form.format(name)]).partition("(")[2] for form in made}
+            assert len(arguments) <= 1, f"triton_{name} and {name}: {arguments}"
 
 
 def test_every_operator_belongs_to_an_operation() -> None:

@@ -57,6 +57,8 @@ PHRASES = {
     r"\bof which what\b": "begin another sentence",
     r"\bfirst time round\b": "in the first iteration",
     r"\bproducts a score\b": "matmuls per score",
+    r"\btold (beside|by|that)\b": "gets, takes",
+    r"\bbecome of\b": "variants, name what changed",
 }
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
@@ -64,6 +66,10 @@ PAGES = [
     *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
 ]
 SOURCES = sorted(path for folder in ("foundry_kernels", "examples") for path in (ROOT / folder).rglob("*.py"))
+#: How a docstring begins that is not a sentence or a noun.
+FRAGMENT = re.compile(r"Those |That of |Of |As |The same[,.:]|The same (of|with|from|where) ")
+#: Folders whose docstrings still have fragments.
+FRAGMENTED = ("foundry_kernels/integrations/", "foundry_kernels/ops/flash_attention/")
 
 
 def texts(source: Path) -> Iterator[str]:
@@ -74,7 +80,12 @@ def texts(source: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Raise | ast.Call):
             yield from (c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str))
-        elif isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
+    yield from docstrings(source)
+
+
+def docstrings(source: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
             yield " ".join((ast.get_docstring(node) or "").split())
 
 
@@ -90,6 +101,22 @@ def test_pages(page: Path) -> None:
 def test_messages_docstrings_and_comments() -> None:
     wrong = {s.relative_to(ROOT).as_posix(): f for s in SOURCES if (f := [w for t in texts(s) for w in found(t)])}
     assert wrong == {}
+
+
+def test_docstrings_are_not_fragments() -> None:
+    whole = [s for s in SOURCES if not s.relative_to(ROOT).as_posix().startswith(FRAGMENTED)]
+    assert [f"{s.relative_to(ROOT)}: {d[:60]}" for s in whole for d in docstrings(s) if FRAGMENT.match(d)] == []
+
+
+def test_a_fragment_is_found() -> None:
+    for text in (
+        "Those of one call, which take 3.",
+        "Of hidden's gradients.",
+        "As `forward`, without x.",
+        "The same of x.",
+    ):
+        assert FRAGMENT.match(text), text
+    assert not FRAGMENT.match("The same bits in any batch.")
 
 
 def test_a_phrase_is_found() -> None:

@@ -49,9 +49,9 @@ def rounds(hidden: Tensor, weight: Tensor, options: Problem) -> bool:
 def gradient_dtypes(
     hidden: Tensor, weight: Tensor, options: Problem, cpu: bool
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Of hidden's, weight's and bias's gradients as the chunks of a reduced loss leave them. On a GPU a matmul rounds
-    hidden's, and weight's too if there is a single chunk. In float16 that would overflow before the division by the
-    number of tokens."""
+    """The dtypes of hidden's, weight's and bias's gradients after the chunks of a reduced loss. On a GPU a matmul
+    rounds hidden's, and weight's too if there is a single chunk. In float16 that would overflow before the division by
+    the number of tokens."""
     low, wide = hidden.dtype, wide_dtype(hidden.dtype)
     if cpu:
         return (low, low, low) if rounds(hidden, weight, options) else (wide, wide, wide)

@@ -35,13 +35,13 @@ _graph_is_retained = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class Operators(NamedTuple):
-    """What the operators of a loss do with a backend's kernel."""
+    """The operators of a loss with a backend's kernel."""
 
     loss: Loss
     rows: type[RowKernel]
 
     def schemas(self) -> tuple[str, str]:
-        """Those of the forward and the backward operator."""
+        """The schemas of the forward and the backward operator."""
         loss = self.loss
         inputs = ["Tensor hidden", "Tensor weight", "Tensor target", "Tensor? bias"]
         inputs += [f"Tensor? {name}" for name in loss.constants]

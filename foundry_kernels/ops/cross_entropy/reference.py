@@ -22,7 +22,7 @@ def cross_entropy(
 def with_lse(
     logits: Tensor, target: Tensor, weight: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The same with an lse that is differentiable."""
+    """Computes `cross_entropy` with a differentiable lse."""
     ignore_index, reduction, label_smoothing, z_loss, softcap, return_lse, return_z_loss = LossOptions(*args)
     compute = wide_dtype(logits.dtype)
     n_classes = logits.shape[-1]

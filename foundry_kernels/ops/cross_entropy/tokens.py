@@ -33,7 +33,7 @@ def probabilities(logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int
 
 
 def probabilities_of(picked: Tensor, known: Tensor, lse: Tensor, softcap: float | None) -> Tensor:
-    """The same from the targets' logits before the soft cap."""
+    """Each target's probability, from the targets' logits before the soft cap."""
     if softcap is not None:
         picked = softcap * torch.tanh(picked / softcap)
     # Rounding may leave a logit a little above lse. What is not known has any lse and must not make a NaN of its 0.

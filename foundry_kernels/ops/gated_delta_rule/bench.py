@@ -98,8 +98,8 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
 
 
 def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
-    """The products of the recurrence, two per multiply-add: a token reads the state for its key and its query and adds
-    to it. Gradients take twice as many."""
+    """The operations of the recurrence, two per multiply-add: a token reads the state for its key and its query and
+    adds to it. Gradients take twice as many."""
     q, v = args["q"], args["v"]
     assert q is not None
     assert v is not None

@@ -54,7 +54,7 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
 
 
 def eager(logits: Tensor, teacher_logits: Tensor, direction: str) -> Tensor:
-    """As TRL's `GKDTrainer.generalized_jsd_loss`, with logits as they are."""
+    """TRL's `GKDTrainer.generalized_jsd_loss`, with logits as they are."""
     log_q, log_p = (torch.log_softmax(x, -1) for x in (logits, teacher_logits))
     if direction == "jsd":
         half = torch.tensor(0.5, dtype=log_q.dtype, device=log_q.device)

@@ -47,15 +47,15 @@ class CrossEntropyRows(RowKernel):
         self.of_logits = options.of_logits("none")
 
     def rows(self, chunk: Chunk, wanted: frozenset[str], dloss: Tensor | None) -> dict[str, Tensor]:
-        """As `forward`, without predictions and token scaling."""
+        """Computes `forward` without predictions and token scaling."""
         raise NotImplementedError
 
     def rows_backward_(self, chunk: Chunk, dloss: Tensor, lse: Tensor, lse_low: Tensor, first: int) -> None:
-        """As `gradients_`, without token scaling."""
+        """Computes `gradients_` without token scaling."""
         raise NotImplementedError
 
     def row_blocks(self, target: Tensor, wanted: frozenset[str], dtype: torch.dtype) -> Any:
-        """As `blocks`, without predictions."""
+        """Computes `blocks` without predictions."""
         raise NotImplementedError
 
     def forward(self, chunk: Chunk, wanted: frozenset[str], dloss: Tensor | None) -> dict[str, Tensor]:

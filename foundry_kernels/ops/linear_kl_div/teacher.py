@@ -41,7 +41,7 @@ class TeacherLogits:
             self.kept = counts.nonzero().squeeze(1)
 
     def logits(self, part: slice) -> Tensor:
-        """Those of some tokens, valid until the next call."""
+        """The logits of some tokens, valid until the next call."""
         if self.tokens is not None:
             return self.tokens.logits(part)
         return rows_of(self.rows, part) if self.kept is None else self.rows[rows_of(self.kept, part)]

@@ -8,5 +8,5 @@ add_rms_norm = torch.ops.foundry_kernels.add_rms_norm.default
 layer_norm = torch.ops.foundry_kernels.layer_norm.default
 add_layer_norm = torch.ops.foundry_kernels.add_layer_norm.default
 
-# An extension that is older than dropout lacks this operator, and is told by it: see `foundry_kernels.core.extension`.
+# Without this operator, an extension is recognised as older than dropout: see `foundry_kernels.core.extension`.
 _dropout_bwd = torch.ops.foundry_kernels.rms_norm_dropout_bwd.default

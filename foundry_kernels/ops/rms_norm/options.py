@@ -1,4 +1,4 @@
-"""What the operators of the norms are told beside their tensors and eps."""
+"""Options of the norms, besides tensors and eps."""
 
 from __future__ import annotations
 

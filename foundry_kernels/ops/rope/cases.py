@@ -124,7 +124,7 @@ _ROPE = (*_both_pairings(False), *_both_pairings(True), *_NO_DIMENSIONS)
 def _normed(
     case: Case, note: str = "", q_weight: Arg | str | None = "", k_weight: Arg | str | None = "", **options: Any
 ) -> Case:
-    """The same call with norms in front; weights of "" are [D] around 1."""
+    """Returns the case with norms before the rotation; weights of "" are [D] around 1."""
     q = case.args["q"]
     assert q is not None
     default = Arg((q.shape[-1],), values=normal(0.3, 1.0))

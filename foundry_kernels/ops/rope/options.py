@@ -1,4 +1,4 @@
-"""What the operators of the rotation are told beside their tensors."""
+"""Options of the rotation, besides tensors."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from foundry_kernels.testing.fuzzing import ELEMENTS, dropouts, layouts, leading
 
 @st.composite
 def _options(draw: st.DrawFn, packed: bool) -> dict[str, Any]:
-    """Those of swiglu; every second time none."""
+    """Options of swiglu; every second time none."""
     if draw(st.booleans()):
         return {}
     options: dict[str, Any] = {

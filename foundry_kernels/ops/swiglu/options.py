@@ -1,4 +1,4 @@
-"""What the operators of gated linear units are told beside their tensors and the activation."""
+"""Options of gated linear units, besides tensors and the activation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from foundry_kernels.core.options import Options
 
 
 class GatedOptions(Options):
-    """Those of SwiGLU, which with the defaults is the plain one, and dropout (`core.dropout`), which all have."""
+    """SwiGLU's options, with the plain SwiGLU as the default, and the dropout of all activations (`core.dropout`)."""
 
     alpha: float = 1.0
     limit: float | None = None

@@ -92,7 +92,7 @@ def gated_delta_rule_pairs_kernel(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Writes for a chunk and a head of v what [B, H_v, n_chunks, CHUNK, CHUNK] the rows of k are multiplied by for the
-    gradient of q, and those of q, by the transpose, for that of k (`of_scores`); the same for products of keys, if
+    gradient of q, and those of q, by the transpose, for that of k (`of_scores`); the same for matmuls of keys, if
     values are corrected (`of_keys`); and the gradient of v. `sums` [2, B, H_v, T] are the parts of the gradients of the
     sums of decays and of beta that pairs of tokens have."""
     scale = tl.full([], 0.0, COMPUTE) + scale

@@ -1,9 +1,9 @@
 """Matmuls whose operands have more digits than the tensor cores take.
 
 Inputs of 16 bits are multiplied as they are. An operand that was computed in float32 (a state, a decayed row) is split
-into parts that are exact in a type of the tensor cores, and the products of the parts are summed: in bfloat16, two
-parts keep 16 bits and three keep 24; in TF32, two parts keep 22. Rounding it instead would add as much error as the
-rounding of the result itself.
+into parts that are exact in a type of the tensor cores, and the matmuls of the parts are summed: in bfloat16, two parts
+keep 16 bits and three keep 24; in TF32, two parts keep 22. Rounding it instead would add as much error as the rounding
+of the result itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _dot_tf32(a, b, acc):
 
 @triton.jit
 def _by_bf16(a, b, acc, PARTS: tl.constexpr):
-    """The smallest products are added first."""
+    """Adds the smallest matmuls first."""
     a0 = round_to(a, tl.bfloat16)
     b0 = round_to(b, tl.bfloat16)
     if a.dtype == tl.bfloat16:

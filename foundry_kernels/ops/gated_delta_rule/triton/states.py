@@ -4,9 +4,9 @@ A program owns the columns of a state that belong to a block of v's columns: it 
 chunk of a sequence to the last, or back. Other kernels compute everything else from the states at the chunks' starts,
 for all chunks at once.
 
-Every warp has a copy of the operands of a product of k and a state, which sums over the width of the heads. Where these
-would take more registers than there are, BLOCK_D is smaller than the width: the products are sums over blocks of it,
-and the state's are read back from where the program has just stored it.
+Every warp has a copy of the operands of a matmul of k and a state, which sums over the width of the heads. If these do
+not fit the registers, BLOCK_D is smaller than the width: the matmul is a sum over blocks of it, and the blocks of the
+state are read back from where the program has just stored them.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def _laid_out(x: Tensor) -> Tensor:
 
 
 def _rows_laid_out(x: Tensor) -> Tensor:
-    """The same, with dense rows. If both operands are ragged, PyTorch accepts empty groups only if both have dense
+    """`_laid_out` with dense rows. If both operands are ragged, PyTorch accepts empty groups only if both have dense
     rows."""
     return _laid_out(x if x.stride(1) == 1 else x.contiguous())
 

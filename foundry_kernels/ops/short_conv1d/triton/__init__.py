@@ -59,7 +59,7 @@ def _plan(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Plan:
-    """Of the kernels over chunks of tokens."""
+    """The plan of a kernel over chunks of tokens."""
     batch, length, n_channels = shape
     # ptxas spills registers for 8.0 if the backward pass loads 8 tokens of 16 bits at a time, for 9.0 if it loads 4.
     unroll = 4 if "bwd" in kernel and dtype.itemsize == 2 and capability(device) < 90 else 8
@@ -83,7 +83,7 @@ def _plan_documents(
     taps: int,
     more: tuple[tuple[str, object], ...],
 ) -> Plan:
-    """Of the kernels over documents."""
+    """The plan of a kernel over documents."""
     _, length, n_channels = shape
     cols = min(512, triton.next_power_of_2(n_channels))
     n_tiles = triton.cdiv(n_channels, cols)
