@@ -63,6 +63,7 @@ def test_padding_without_reading_it() -> None:
     assert close(run(IDS, attention_mask=broken).logits[broken.bool()], expected[broken.bool()])
 
 
+@pytest.mark.slow
 def test_padding_between_tokens_is_found_where_it_is_refused() -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     fk.patch(model, dense_masks="refuse")
@@ -72,6 +73,7 @@ def test_padding_between_tokens_is_found_where_it_is_refused() -> None:
         compiled(model)(IDS, attention_mask=broken)
 
 
+@pytest.mark.slow
 def test_a_dense_mask_and_weights() -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     mask = torch.rand(3, 1, 12, 12, generator=torch.Generator().manual_seed(0)) > 0.3
@@ -85,6 +87,7 @@ def test_a_dense_mask_and_weights() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_packed_sequences_of_a_model_that_names_its_attention() -> None:
     """They must be given by their lengths; without a patch, attention alone can find that they are not."""
     plain = tiny_model("llama", num_hidden_layers=1)
@@ -110,6 +113,7 @@ def test_what_inductor_compiles() -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_static_cache_decoding() -> None:
     """What generate() compiles on a GPU: the mask is made outside, and the step has as many graphs as without patch."""
     compile_config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)

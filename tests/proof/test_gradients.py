@@ -15,7 +15,7 @@ def place(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-@over_rows("reference", "triton", "native", gradients=True)
+@over_rows("reference", "triton", "native", gradients=True, sampled=("triton",))
 def test_gradients_share_no_memory(row: Row) -> None:
     """Not with inputs, outputs, what was saved or what flows in; so a second pass through the graph gives the same.
 

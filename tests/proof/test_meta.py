@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import rest_slow
 from tiny_model import MODELS, TINY, draw
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -32,7 +33,7 @@ def seen(x: Tensor) -> Seen:
     return x.shape, x.dtype, x.stride() if x.numel() else ()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", rest_slow([torch.bfloat16, torch.float32]), ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("name", fk.OPS)
 def test_operations(name: str, dtype: torch.dtype) -> None:
     """Outputs have the shape, dtype and strides that every backend gives them, gradients their shape and dtype."""

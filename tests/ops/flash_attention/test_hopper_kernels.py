@@ -110,7 +110,7 @@ def in_several_orders(case: Case) -> list[Result]:
     return results
 
 
-@pytest.mark.parametrize("case", rest_slow(IN_ORDER, 2), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", rest_slow(IN_ORDER), ids=lambda case: case.id)
 def test_the_bits_do_not_depend_on_who_comes_first(case: Case) -> None:
     first, *others = in_several_orders(case)
     for other in others:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from slow import rest_slow
 
 from benchmarks.measure import peak_bytes
 from foundry_kernels import _triton
@@ -52,7 +53,7 @@ def splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     forget_plans()
 
 
-@pytest.mark.parametrize("case", [*DENSE, *PACKED], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*rest_slow(DENSE), *rest_slow(PACKED)], ids=lambda case: case.id)
 @pytest.mark.usefixtures("poisoned")
 def test_parity(case: Case, splits: list[int]) -> None:
     op, heads = (FLASH_ATTENTION_VARLEN, 1) if case in PACKED else (FLASH_ATTENTION, 1)
