@@ -48,10 +48,10 @@ OTHERS = {
 }
 #: Those of slow tests. Three compile for long, of which the last follows losses on a mesh that is equal to its own.
 SLOW = {
+    "compiled": operators.compiled,  # first: nothing of the package has been imported then
     **MORE_TRAINING,
     **(MORE_PATCHED if importlib.util.find_spec("transformers") is not None else {}),
     **MORE_RESUMING,
-    "compiled": operators.compiled,
     "vocabulary": operators.vocabulary,
     "compiled vocabulary": operators.compiled_vocabulary,
 }
