@@ -141,8 +141,7 @@ def test_operators_on_dtensors_equal_one_process_without_a_collective(results):
         assert found["wrong"] == []
         assert found["collectives"] == {}
         assert found["tried"].keys() == sharded
-        assert min(found["tried"].values()) >= 1, found["tried"]
-        assert found["tried"].total() > 2 * len(sharded)
+        assert min(found["tried"].values()) >= 2, found["tried"]
 
 
 def test_norm_under_sequence_parallelism_reduces_the_gradient_of_its_weight_and_nothing_else(results):

@@ -58,14 +58,14 @@ def test_greedy_tokens_are_those_without_a_draft(name: str, backend: str) -> Non
     }
     model = model_of(replace(CONFIG, **changes[name]), backend=backend)
     rates, expected = set(), model.generate(PROMPTS, 21)
-    for draft, counts in ((model, (4,)), (like(model, 0.05), (1, 4, 30)), (model_of(SMALL, 2), (4,))):
+    for draft, counts in ((model, (4,)), (like(model, 0.05), (1, 4, 30)), (model_of(SMALL, 2), (1, 4))):
         for count in counts:
             rows, stats = model.generate(PROMPTS, 21, draft=draft, draft_tokens=count, return_stats=True)
             assert all(map(torch.equal, rows, expected))
             rates.add(stats.acceptance_rate)
     assert max(rates) == 1.0, "the model accepts all of its own"
     assert min(rates) < 0.5
-    assert len(rates) > 3, "the other drafts are right at times"
+    assert len(rates) > 4, "the other drafts are right at times"
 
 
 @pytest.mark.parametrize("kinds", rest_slow([HYBRID, None]))
@@ -77,12 +77,12 @@ def test_the_end_of_rows(kinds: tuple[str, ...] | None) -> None:
         rows = model.generate(PROMPTS, count, draft=draft)
         assert all(torch.equal(row, long[: len(p) + count]) for row, long, p in zip(rows, whole, PROMPTS, strict=True))
     lengths = set()
-    for stop in range(0, CONFIG.vocab_size, 6):
+    for stop in range(0, CONFIG.vocab_size, 3):
         expected = model.generate(PROMPTS, 12, stop_token=stop)
         rows = model.generate(PROMPTS, 12, stop_token=stop, draft=draft)
         assert all(map(torch.equal, rows, expected))
         lengths |= {len(row) - len(prompt) for row, prompt in zip(rows, PROMPTS, strict=True)}
-    assert len(lengths) > 2
+    assert len(lengths) > 4
     assert model.generate([], 3, draft=draft) == []
 
 
