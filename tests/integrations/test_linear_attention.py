@@ -167,7 +167,7 @@ def test_the_report_and_which_operations() -> None:
     others = ("rms_norm", "swiglu", "flash_attention")
     with fk.patch(model, ops=others) as handle:
         assert not [e for e in handle.report().replaced if e.module_class == "Qwen3_5GatedDeltaNet"]
-        assert any("Qwen3_5GatedDeltaNet  may mix them" in line for line in handle.report().mixing)
+        assert any("Qwen3_5GatedDeltaNet  may mix documents" in line for line in handle.report().mixing)
         with pytest.raises(ValueError, match="Qwen3_5GatedDeltaNet may mix"):
             model(IDS, **GIVEN["lengths"])
 
@@ -196,7 +196,7 @@ def test_an_activation_without_a_kernel() -> None:
     report = fk.patch(model).report()
     (left,) = (e for e in report.left if e.module_class == "Qwen3_5GatedDeltaNet")
     assert left.reason == "its activation is gelu, which the convolution's kernel does not have"
-    assert any("may mix them" in line for line in report.mixing)
+    assert any("may mix documents" in line for line in report.mixing)
 
 
 @FAMILY

@@ -44,7 +44,7 @@ def test_half_a_model_that_is_left() -> None:
         model = pair(left)
         plain = model(ids, images)
         report = fk.patch(model).report()
-        kept = {"vision": (), "text": ("   2  CLIPAttention  may mix them: such a call is refused",)}[left]
+        kept = {"vision": (), "text": ("   2  CLIPAttention  may mix documents: such calls raise",)}[left]
         assert report.mixing == kept
         assert close(model(ids, images).logits_per_image, plain.logits_per_image)
         for name, given in WAYS.items():
@@ -87,7 +87,7 @@ def test_modules_that_take_no_mask(name: str) -> None:
     model = randomise(getattr(transformers, f"{family}Model")(config))
     expected = model(IDS)[0]
     report = fk.patch(model).report()
-    assert any(f"{name}  may mix them" in line for line in report.mixing)
+    assert any(f"{name}  may mix documents" in line for line in report.mixing)
     assert close(model(IDS)[0], expected)
     for given in WAYS.values():
         with pytest.raises(ValueError, match=f"several documents per row, which {name} may mix"):
@@ -123,7 +123,7 @@ def test_without_attention_documents_are_left_to_the_model() -> None:
 def test_an_attention_that_is_eager_by_choice() -> None:
     model = tiny_model("llama", attn_implementation="eager")
     with fk.patch(model) as handle:
-        assert handle.report().mixing == ("   2  LlamaAttention  may mix them: such a call is refused",)
+        assert handle.report().mixing == ("   2  LlamaAttention  may mix documents: such calls raise",)
         with pytest.raises(ValueError, match="LlamaAttention may mix"):
             model(IDS, position_ids=POSITIONS)
     fk.patch(model, ops=["flash_attention"])

@@ -250,11 +250,13 @@ def test_a_model_that_tells_its_attention_nothing(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(layer, "forward", without)
     handle = fk.patch(model)
-    assert any("OPTAttention  is not told of them: such a call is refused" in line for line in handle.report().mixing)
+    assert any("OPTAttention  gets no document boundaries: such calls raise" in line for line in handle.report().mixing)
     assert "several documents in a row" in str(handle.report())
     model(IDS)
     for given in (BY_POSITIONS["positions"], GIVEN):
-        with pytest.raises(ValueError, match=r"the model tells .*OPTAttention nothing: they would see each other"):
+        with pytest.raises(
+            ValueError, match=r"the model passes none of their boundaries to OPTAttention: they would see each other"
+        ):
             model(IDS, **given)
 
 

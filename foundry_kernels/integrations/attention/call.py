@@ -1,10 +1,10 @@
-"""The call of a patched model that is running: the one channel by which what runs in it learns of packed documents.
+"""The running call of a patched model, from which masks, layers and the loss get its packed documents.
 
-Transformers does not pass the arguments that tell of documents to all masks and layers. So a patched model reads them
-before it runs, and every mask that is made in the call separates its documents (`mask_functions.py`). What is computed
-again for a gradient, outside of the call, gets what is an argument of it: a mask is (its plan), and to layers of linear
-attention the model hands `cu_seq_lens_q` and `cu_seq_lens_k`. Attention that is called by itself reads these arguments
-and positions of its own. Attention that gets neither a mask nor these in a call with documents raises an error.
+Transformers does not pass the arguments that describe documents to all masks and layers. So a patched model reads them
+before it runs, and every mask that is made in the call separates its documents (`mask_functions.py`). A layer that is
+computed again for a gradient runs outside of the call. It gets documents as arguments: attention by its mask's plan,
+linear attention by `cu_seq_lens_q` and `cu_seq_lens_k`. Attention that is called by itself reads these arguments and
+its positions. Attention that gets neither a mask nor these arguments in a call with documents raises an error.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ TELLING = (*LENGTHS, "seq_idx", "position_ids", "attention_mask")
 class Call:
     """A call of a patched model that is running.
 
-    told: the arguments that tell of documents, by `TELLING`, as its layers get them. documents: those of its rows; None
-    for one a row. masked: whether a mask was made that keeps them apart.
+    told: the values of the arguments in `TELLING`, as the model's layers get them. documents: the documents of the
+    rows; None if each row is one document. masked: whether a mask was made that separates them.
     """
 
     batch: int
@@ -54,7 +54,7 @@ class Call:
     masked: bool = False
 
     def repeats(self, batch: int, queries: int, told: tuple[Any, ...]) -> bool:
-        """Returns whether a model in this call gets the same rows, and is told the same of them."""
+        """Returns whether a model in this call gets the same rows and the same documents."""
         own = () if self.documents is None else (self.documents.totals_q, self.documents.totals_k)
         same = all(a is b or any(b is x for x in own) for a, b in zip(self.told, told, strict=True))
         return (self.batch, self.queries) == (batch, queries) and same
@@ -68,7 +68,7 @@ def current() -> Call | None:
     return getattr(running, "call", None)
 
 
-# What a model is told -----------------------------------------------------------------------------------------------
+# Documents of a model ---------------------------------------------------------------------------------------------
 
 
 def tokens_of(given: Mapping[str, Any]) -> Tensor | None:
@@ -162,19 +162,19 @@ def _past(cache: Any) -> int:
     return int(past)
 
 
-# What attention is told -------------------------------------------------------------------------------------------
+# Documents of a layer ---------------------------------------------------------------------------------------------
 
 
 def documents_of_layer(
     module: nn.Module, plan: AttentionPlan, kwargs: dict[str, Any], batch: int, queries: int, keys: int
 ) -> Documents | None:
-    """Returns the documents that attention must keep apart where its `plan` keeps none apart; None for one a row.
+    """Returns the documents that attention must separate if its `plan` does not; None if each row is one document.
 
-    So it is for a model that names "foundry" without a patch, and for a layer that is called by itself.
+    This is needed for a model that names "foundry" without a patch, and for a layer that is called by itself.
 
     Raises:
-        ValueError: arguments contradict each other or the batch; or a model around `module` was told of documents that
-            neither a mask nor an argument tells here.
+        ValueError: arguments contradict each other or the batch; or the model around `module` got documents, and
+            `module` got neither a mask nor arguments that describe them.
     """
     sizes = (batch, queries, keys)
     if any(kwargs.get(name) is not None for name in (*LENGTHS, "seq_idx")):
@@ -191,8 +191,8 @@ def documents_of_layer(
     if getattr(module, "is_cross_attention", False):
         return None
     raise ValueError(
-        f"{call.documents.given_by} gives several documents per row, of which the model tells "
-        f"{type(module).__name__} nothing: they would see each other; pass one document per row"
+        f"{call.documents.given_by} gives several documents per row, but the model passes none of their boundaries to "
+        f"{type(module).__name__}: they would see each other; pass one document per row"
     )
 
 

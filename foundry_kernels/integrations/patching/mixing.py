@@ -35,7 +35,7 @@ def mixers(
     model: nn.Module, attending: Collection[nn.Module], linear: Collection[nn.Module]
 ) -> tuple[list[nn.Module], list[nn.Module]]:
     """Returns the modules of `model` that mix the documents of a row, innermost ones only; and those of `attending`
-    that may get no mask of ours, so that a call with documents is refused if they are told of these in no other way.
+    that may get no mask of ours, so that a call with documents raises an error if they get them in no other way.
 
     attending: attention that keeps documents apart by masks and arguments. linear: linear attention that does, with all
     that it holds.
@@ -112,6 +112,6 @@ def names_in(model: nn.Module, found: Collection[nn.Module]) -> tuple[str, ...]:
 
 def lines(found: Iterable[nn.Module], untold: Iterable[nn.Module]) -> tuple[str, ...]:
     """Returns what the report says of packed documents."""
-    texts = {"may mix them: such a call is refused": found, "is not told of them: such a call is refused": untold}
+    texts = {"may mix documents: such calls raise": found, "gets no document boundaries: such calls raise": untold}
     counts = [(text, Counter(type(m).__name__ for m in modules)) for text, modules in texts.items()]
     return tuple(f"{n:>4}  {name}  {text}" for text, count in counts for name, n in count.items())
