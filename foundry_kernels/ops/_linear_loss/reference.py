@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foundry_kernels.core.checks import constants
 from foundry_kernels.ops._linear import linear
 from foundry_kernels.ops._linear_loss.problem import Problem
 
@@ -13,4 +14,5 @@ from foundry_kernels.ops._linear_loss.problem import Problem
 def all_logits(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Problem) -> Tensor:
     hidden = torch.where((target != options.ignore_index).unsqueeze(-1), hidden, 0.0)  # 0 * NaN would reach the weight
     logits = (linear if options.batch_invariant else F.linear)(hidden, weight, bias)
-    return logits if options.logit_scale == 1.0 else logits * options.logit_scale
+    (scale,) = constants(options.logit_scale)  # a loss without this option has it as a float of its class
+    return logits if scale == 1.0 else logits * scale
