@@ -170,7 +170,10 @@ def assert_calls_compile_whole(row: Row, compiler: str, *series: Sequence[Call])
                 cotangents = make_cotangents(made, "contiguous")
                 found += torch.autograd.grad(made, list(wanted.values()), cotangents, allow_unused=True)
             results.append(found)
-        torch.testing.assert_close(*results, check_stride=True)
+        torch.testing.assert_close(*results)
+        # The compiler may choose any stride for a dimension of size 1: nothing depends on it.
+        strides = [[x.squeeze().stride() if isinstance(x, Tensor) else None for x in found] for found in results]
+        assert strides[0] == strides[1]
         compilations = compilations or graphs.frame_count
     if backend != "reference" and "scale" not in signature(function).parameters:  # loops; a scale by the width
         assert graphs.frame_count == compilations  # two, if there are numbers
