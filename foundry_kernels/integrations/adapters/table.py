@@ -173,8 +173,9 @@ def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | No
     unnamed = interface_adapter(next(base for base in cls.__mro__ if "_foundry_class" not in vars(base)))
     if unnamed is not None:
         return replaced_forward(module) or unnamed.why_not(module) or unnamed
-    if cls.__name__.endswith(CANDIDATES):
-        return f"{NO_ROW}: {found}" if found else NO_ROW
+    if any(base.__name__.endswith(CANDIDATES) for base in cls.__mro__):
+        asked = found and not cls.__name__.endswith("Attention")  # whose shape may be that of an MLP, by accident
+        return replaced_forward(module) or (f"{NO_ROW}: {found}" if asked else NO_ROW)
     return LOSS_STAYS if has_loss(module) else None
 
 

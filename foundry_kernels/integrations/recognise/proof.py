@@ -19,7 +19,8 @@ LOW = (torch.bfloat16, torch.float16)
 
 def clone(module: Any) -> Any:
     """Returns a copy of a small copy, with its own parameters; what else it holds is shared."""
-    made = type(module).__new__(type(module))
+    cls: Any = type(module)
+    made = cls.__new__(cls)
     vars(made).update(vars(module))
     made._parameters = {
         name: None if p is None else nn.Parameter(p.detach().clone()) for name, p in module._parameters.items()
@@ -63,7 +64,7 @@ def adapted(module: nn.Module, adapter: Any) -> Any:
     ops = dict.fromkeys(adapter.ops(made), "reference")
     made.__class__ = swap.make_class(type(module), adapter)
     gelu = adapter.activation(made) if isinstance(adapter, Gated) else None
-    made._foundry = State(ops, gelu=gelu[1] if gelu else "none")  # type: ignore[assignment]
+    made._foundry = State(ops, gelu=gelu[1] if gelu else "none")
     return made
 
 
