@@ -214,7 +214,9 @@ def test_a_config_that_asks_for_weights_is_left() -> None:
 def test_an_activation_without_a_kernel_is_left() -> None:
     model = tiny_encoder("clip")  # its images' MLP has CLIP's own activation
     assert "no adapter for this class: its activation is QuickGELUActivation, which no kernel has" in reasons(model)
-    assert any("ReLU" in reason for reason in reasons(tiny_encoder("t5", feed_forward_proj="gated-relu")))
+    assert any(
+        "its activation is Tanh" in reason for reason in reasons(tiny_encoder("t5", feed_forward_proj="gated-tanh"))
+    )
 
 
 @pytest.mark.parametrize(("names", "left"), [('in ("eager", "sdpa")', True), ('== "sdpa"', False)])
