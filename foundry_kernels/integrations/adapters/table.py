@@ -151,7 +151,7 @@ TABLE: dict[tuple[str, str], Adapter | str] = TORCH | {
 }
 
 #: How the names of classes end that this package might support.
-CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "Attention", "Experts")
+CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "ActDense", "Attention", "Experts")
 #: What is said of a class of such a name that has no row.
 NO_ROW = "no adapter for this class"
 
