@@ -199,7 +199,10 @@ def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | No
     cls = type(module)
     unnamed = interface_adapter(next(base for base in cls.__mro__ if "_foundry_class" not in vars(base)))
     if unnamed is not None:
-        return replaced_forward(module) or unnamed.why_not(module) or unnamed
+        if (replaced := replaced_forward(module)) is not None:
+            return replaced
+        reason = unnamed.why_not(module)
+        return unnamed if reason is None else unnamed.without_attention(reason)
     if cls.__name__.endswith(CANDIDATES):
         return f"{NO_ROW}: {found}" if found else NO_ROW
     return LOSS_STAYS if has_loss(module) else None
