@@ -45,6 +45,11 @@ class InterfaceAttention(Rotating, Attention):
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return (*super().ops(module), "flash_attention")
 
+    def rotation(self, module: nn.Module) -> str | None:
+        """Returns the name that the module's forward has for a function that rotates; None where there is none."""
+        names = sorted(name for name in _names(type(module)) if "rotary" in name or re.match("apply_.*rope", name))
+        return names[0] if names else None
+
 
 @functools.cache
 def _knows_two_names(home: ModuleType) -> bool:
@@ -60,6 +65,9 @@ def source_of(home: ModuleType) -> str:
         return inspect.getsource(home)
     except (OSError, TypeError):
         return ""
+
+
+ANY = InterfaceAttention()
 
 
 @functools.cache

@@ -52,11 +52,9 @@ class Tables:
         They are those of the innermost module around it that holds modules which make tables.
         """
         around = self._names[module]
-        found: list[tuple[nn.Module, frozenset[str]]] = []
-        while not found and around:
+        while not (found := [maker for name, maker in self._makers.items() if name.startswith(around)]) and around:
             around = around[:-1].rpartition(".")[0]
             around = f"{around}." if around else ""
-            found = [maker for name, maker in self._makers.items() if name.startswith(around)]
         if not found:
             return "nothing in the model is known to make its tables"
         for maker, equal in found:
