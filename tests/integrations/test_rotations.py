@@ -1,4 +1,4 @@
-"""Rotations of queries and keys by functions of a model's own file: which are recognised, and what a model does then."""
+"""Rotations of queries and keys by functions of a model's file: which are recognised, and what a model does then."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import functools
 import importlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.recognise.rotations import Rotation, rotation_of
+from foundry_kernels.integrations.recognise.rotations import rotation_of
 from foundry_kernels.integrations.recognise.tables import structure
 
 MODELS = Path(transformers.__file__).parent / "models"
@@ -148,22 +148,24 @@ def planted() -> dict[str, Callable[..., Any]]:
     for what, (before, after) in {"nothing": ("", ""), **lines}.items():
         assert before in source
         home: dict[str, Any] = {"torch": torch, "rotate_half": rotate_half, "SCALE": 1.0}
-        exec(source.replace(before, after) if before else source, home)  # noqa: S102
+        exec(source.replace(before, after) if before else source, home)
         made[what] = home["turned"]
     return made
 
 
 def test_functions_that_differ_by_a_detail_are_left() -> None:
     found = {what: rotation_of(function) for what, function in planted().items()}
-    assert found.pop("nothing") == rotation_of(right) != None  # noqa: E711
-    assert len(found) >= 24 and not any(found.values()), [what for what, form in found.items() if form]
+    assert found.pop("nothing") is not None
+    assert len(found) >= 24
+    assert not any(found.values()), [what for what, form in found.items() if form]
 
 
 def test_asking_leaves_the_caller_alone() -> None:
     state = torch.get_rng_state()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert rotation_of.__wrapped__(right) is not None
-        assert not torch.is_grad_enabled() and torch.is_autocast_enabled("cpu")
+        assert not torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -198,10 +200,12 @@ VISUAL = ("Qwen2VL", "Glm4v")
 
 
 def visual(name: str) -> Any:
-    sizes = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
     rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
     vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64}
-    config = getattr(transformers, f"{name}Config")(text_config={**sizes, "rope_parameters": rope}, vision_config=vision)
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**sizes, "rope_parameters": rope}, vision_config=vision
+    )
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     randomise(model)
     return model
@@ -220,7 +224,8 @@ def test_a_model_that_rotates_is_the_same(name: str) -> None:
     expected, theirs = model(ids).logits.detach(), gradients(model, **given)
     with fk.patch(model, ops=["rope"]) as handle:
         turned = [e for e in handle.report().replaced if e.ops == ("rope",) and e.reason is None]
-        assert turned and not any("rotation stays" in str(e.reason) for e in handle.report().replaced)
+        assert turned
+        assert not any("rotation stays" in str(e.reason) for e in handle.report().replaced)
         assert close(model(ids).logits, expected)
         assert float((gradients(model, **given) - theirs).abs().max()) <= 1e-4 * float(theirs.abs().max())
         again = pickle.loads(pickle.dumps(model))

@@ -14,6 +14,7 @@ import re
 import sys
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from torch import nn
 
@@ -47,7 +48,8 @@ class InterfaceAttention(Rotating, Attention):
 
     def rotation(self, module: nn.Module) -> str | None:
         """Returns the name that the module's forward has for a function that rotates; None where there is none."""
-        names = sorted(name for name in _names(type(module)) if "rotary" in name or re.match("apply_.*rope", name))
+        cls: Any = type(module)
+        names = sorted(name for name in _names(cls) if "rotary" in name or re.match("apply_.*rope", name))
         return names[0] if names else None
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from foundry_kernels.core.registry import BACKENDS
 from foundry_kernels.integrations.adapters.base import Adapter
-from foundry_kernels.integrations.recognise.rotations import Rotation, rotation_of
+from foundry_kernels.integrations.recognise.rotations import Rotation, own_bases, rotation_of
 from foundry_kernels.integrations.recognise.tables import Tables
 
 #: A rotation function that a class calls: its file, its name there, and what it computes.
@@ -77,19 +77,17 @@ def unknown_rotation(cls: type) -> str | None:
     """Returns the name of a function of a class's file that seems to rotate, by its name, and is not recognised."""
     for _, function in _methods(cls):
         for name in sorted(_globals_of(function.__code__)):
-            rotates = "rotary" in name or name.startswith("apply") and "rope" in name
-            if rotates and callable(function.__globals__.get(name)) and not isinstance(function.__globals__[name], type):
-                if rotation_of(function.__globals__[name]) is None:
-                    return name
+            rotates = "rotary" in name or (name.startswith("apply") and "rope" in name)
+            called = function.__globals__.get(name)
+            if rotates and callable(called) and not isinstance(called, type) and rotation_of(called) is None:
+                return name
     return None
 
 
 def _methods(cls: type) -> Iterator[tuple[str, Any]]:
     """The methods of a class that are its own or those of other classes of models, each without its decorators."""
     seen: set[str] = set()
-    for base in cls.__mro__:
-        if base.__module__.partition(".")[0] in ("torch", "builtins") or base.__module__ == "transformers.modeling_utils":
-            continue
+    for base in own_bases(cls):
         for name, value in vars(base).items():
             if isinstance(value, FunctionType) and name not in seen:
                 seen.add(name)

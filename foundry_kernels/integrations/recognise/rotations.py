@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.autocast import autocast_dtype
+from foundry_kernels.integrations.adapters.base import split_names
 from foundry_kernels.ops.rope import rope
 
 #: What a rotation's code may call or read, besides functions of its own file that keep to it too.
-WORDS = frozenset(
-    "torch unsqueeze squeeze shape size ndim cat concat stack flatten reshape view unbind chunk split transpose permute "
-    "repeat_interleave to float double type_as dtype device float32 expand contiguous unflatten "
-    "view_as_complex view_as_real len list tuple range".split()
+WORDS = split_names(
+    "torch unsqueeze squeeze shape size ndim cat concat stack flatten reshape view unbind chunk split transpose "
+    "permute repeat_interleave to float double type_as dtype device float32 expand contiguous unflatten "
+    "view_as_complex view_as_real len list tuple range"
 )
 #: Instructions that decide by values, or write to what is not the function's own.
 FORBIDDEN = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE", "COMPARE_OP", "CONTAINS_OP", "YIELD", "RAISE",
@@ -43,11 +44,11 @@ class Rotation:
     """What a function computes: ``y_a = x_a cos - x_b sin, y_b = x_b cos + x_a sin`` for the pairs (a, b).
 
     names: the function's parameters. q, k, cos, sin: which of them are what; k is "" where one tensor is rotated, sin
-    is "" where `cos` is complex. layout: of `LAYOUTS`. sign: -1 where the angle is negative. tables: "first" (the second
-    half of a row is not read), "half" (it does not exist), "halves" (it must equal the first), "pairs" (entries 2i and
-    2i + 1 must be equal) or "complex". partial: dimensions beyond the tables' are copied. casts: the result has the
-    dtype of the queries where tables have a larger one. places: by the numbers of dimensions of queries and tables, and
-    the argument `unsqueeze_dim` (None where it is not given), which dimension of the queries is their heads.
+    is "" where `cos` is complex. layout: of `LAYOUTS`. sign: -1 where the angle is negative. tables: "first" (the
+    second half of a row is not read), "half" (it does not exist), "halves" (it must equal the first), "pairs" (entries
+    2i and 2i + 1 must be equal) or "complex". partial: dimensions beyond the tables' are copied. casts: the result has
+    the dtype of the queries where tables have a larger one. places: by the numbers of dimensions of queries and tables,
+    and the argument `unsqueeze_dim` (None where it is not given), which dimension of the queries is their heads.
     """
 
     names: tuple[str, ...]
@@ -160,6 +161,16 @@ class Rotation:
 UNSQUEEZE = "unsqueeze_dim"
 
 
+def own_bases(cls: type) -> list[type]:
+    """The classes that a class of modules is made of, but for those of torch and of every model of transformers."""
+    return [
+        base
+        for base in cls.__mro__
+        if base.__module__.partition(".")[0] not in ("torch", "builtins", "foundry_kernels")
+        and base.__module__ != "transformers.modeling_utils"
+    ]
+
+
 # What the code may do -----------------------------------------------------------------------------------------------
 
 
@@ -235,7 +246,7 @@ def _match(function: Any, form: Rotation) -> Rotation | None:
     places: dict[tuple[int, int, int | None], int] = {}
     found: tuple[str, int] | None = None
     dims: tuple[int | None, ...] = (None, 0, 1, 2, -2, -3) if UNSQUEEZE in form.names else (None,)
-    for ((rank, heads), table, dim) in itertools.product(SIZES, (3, 2), dims):
+    for (rank, heads), table, dim in itertools.product(SIZES, (3, 2), dims):
         if table == 3 and rank == 3:
             continue
         trial = Trial(form, rank, heads, table, dim)
@@ -282,7 +293,7 @@ class Trial:
         def random(*shape: int) -> Tensor:  # of so few bits that float32 is exact too
             return torch.randint(-255, 256, shape, generator=draw, device="cpu").double() / 64
 
-        wide = [*self.shape[:-1], self.shape[-1] + extra]
+        wide: list[int] = [*self.shape[:-1], self.shape[-1] + extra]
         states = [random(*wide)]
         if self.form.k:
             wide[self.heads] -= 1
@@ -305,7 +316,7 @@ class Trial:
 
     def call(self, function: Any, states: list[Tensor], tables: list[Tensor]) -> list[Tensor] | None:
         form = self.form
-        given = dict(zip((form.q, form.k) if form.k else (form.q,), states, strict=True))
+        given: dict[str, Any] = dict(zip((form.q, form.k) if form.k else (form.q,), states, strict=True))
         given |= dict(zip((form.cos, form.sin) if form.sin else (form.cos,), tables, strict=True))
         if self.dim is not None:
             given[UNSQUEEZE] = self.dim

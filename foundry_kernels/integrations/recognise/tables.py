@@ -8,6 +8,7 @@ way from there to the rotation.
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import inspect
 import itertools
@@ -21,10 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foundry_kernels.integrations.adapters.base import split_names
+from foundry_kernels.integrations.recognise.rotations import own_bases
+
 #: The names that tables have in code.
 TABLE = re.compile(r"(\w+_)?(cos|sin)(_\w)?$|position_embeddings$|rotary_(pos_)?emb(edding)?s?$")
 #: What may be done to a table: nothing that moves or changes entries of a row.
-HARMLESS = frozenset("to float unsqueeze squeeze type_as contiguous items values".split())
+HARMLESS = split_names("to float unsqueeze squeeze type_as contiguous items values")
 #: Positions of 5 tokens that modules take which make tables.
 POSITIONS = ((2, 5), (3, 2, 5), (5, 2), (5, 3), (2, 5, 2), (2, 5, 3), (5,))
 
@@ -42,7 +46,7 @@ class Tables:
     @functools.cached_property
     def _makers(self) -> dict[str, tuple[nn.Module, frozenset[str]]]:
         """The modules whose code takes cosines and sines, and what their tables are like, by name."""
-        makers = (m for m in self._names if _takes_cosines(type(m)))
+        makers = [m for m in self._names if _takes_cosines(type(m))]  # type: ignore[arg-type]
         return {self._names[maker]: (maker, structure(maker)) for maker in makers}
 
     def why_unequal(self, module: nn.Module, home: str, function: str, needs: str) -> str | None:
@@ -61,16 +65,15 @@ class Tables:
             if needs not in equal:
                 return f"the tables of {type(maker).__name__} are not known to have equal {needs}"
         homes = {home, *(type(maker).__module__ for maker, _ in found)}
-        reasons = (_why_changed(sys.modules[name], function) for name in sorted(homes))
+        callers = frozenset(base.__name__ for base in type(module).__mro__ if base.__module__ == home)
+        reasons = (_why_changed(sys.modules[name], function, callers) for name in sorted(homes))
         return next((reason for reason in reasons if reason is not None), None)
 
 
 @functools.cache
 def _takes_cosines(cls: type) -> bool:
     names: set[str] = set()
-    for base in cls.__mro__:
-        if base.__module__.partition(".")[0] == "torch" or base.__module__ == "transformers.modeling_utils":
-            continue
+    for base in own_bases(cls):
         for value in vars(base).values():
             value = inspect.unwrap(value) if callable(value) else value
             if isinstance(value, FunctionType):
@@ -83,7 +86,7 @@ def structure(module: nn.Module) -> frozenset[str]:
     be called with small positions; none if it makes no two tables."""
     if module._modules:
         return frozenset()
-    copy, found = _copy(module), None
+    twin, found = _copy(module), None
     run: Any = type(module).forward
     kinds = [n.removesuffix("_inv_freq") for n in module._buffers if n.endswith("_inv_freq") and "original" not in n]
     given = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -91,7 +94,7 @@ def structure(module: nn.Module) -> frozenset[str]:
     for shape, rest in itertools.product(POSITIONS, more):
         try:
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                made = run(copy, torch.zeros(2, 5, 4, device="cpu"), _positions(shape), *rest)
+                made = run(twin, torch.zeros(2, 5, 4, device="cpu"), _positions(shape), *rest)
         except Exception:  # positions that it was not made for
             continue
         pair = isinstance(made, (tuple, list)) and len(made) == 2 and all(isinstance(t, Tensor) for t in made)
@@ -110,14 +113,13 @@ def _positions(shape: tuple[int, ...]) -> Tensor:
 def _copy(module: nn.Module) -> Any:
     """Returns a copy with random numbers in place of floating-point ones, on the CPU; the caller's is only read."""
     draw = torch.Generator().manual_seed(0)
-    copy: Any = type(module).__new__(type(module))
-    members = {n: type(v)(v) if isinstance(v, (dict, set, list)) else v for n, v in vars(module).items()}
-    copy.__dict__.update(members)
-    for stored in (copy._buffers, copy._parameters):
+    made: Any = type(module).__new__(type(module))
+    made.__dict__.update({n: copy.copy(v) if isinstance(v, (dict, set, list)) else v for n, v in vars(module).items()})
+    for stored in (made._buffers, made._parameters):
         for name, value in stored.items():
             if value is not None and value.is_floating_point():
                 stored[name] = torch.rand(value.shape, generator=draw, device="cpu") + 0.1
-    return copy
+    return made
 
 
 # What the file does with tables ---------------------------------------------------------------------------------------
@@ -132,32 +134,29 @@ def _tree(home: ModuleType) -> ast.Module | None:
 
 
 @functools.cache
-def _why_changed(home: ModuleType, function: str) -> str | None:
-    """Returns the reason why a file may change tables between the module that makes them and a rotation function."""
+def _why_changed(home: ModuleType, function: str, callers: frozenset[str]) -> str | None:
+    """Returns the reason why a file may change tables between the module that makes them and the calls of a rotation
+    function in the classes `callers`."""
     tree = _tree(home)
     if tree is None:
         return "its file has no source to read"
-    for made in _functions(tree):
-        for node in ast.walk(made):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function:
-                given = [*node.args[-2:], *(k.value for k in node.keywords)]
-                if not all(_kept(value) for value in given):
-                    return f"line {node.lineno} of its file changes a table"
-    for made in _functions(tree):
-        if _handles_tables(made):
-            for target, value, line in _assignments(made):
-                if TABLE.match(target) and not _kept(value):
-                    return f"line {line} of its file changes a table"
+    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for call in _calls(cls, function) if cls.name in callers else ():
+            given = [*call.args[-2:], *(k.value for k in call.keywords)]
+            if not all(map(_kept, given)):
+                return f"line {call.lineno} of its file changes a table"
+        if not _makes(cls):
+            for made in (node for node in cls.body if isinstance(node, ast.FunctionDef) and _handles_tables(node)):
+                for target, value, line in _assignments(made):
+                    if TABLE.match(target) and not _kept(value):
+                        return f"line {line} of its file changes a table"
     return None
 
 
-def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-    """The methods of classes that make no tables."""
-    for cls in tree.body:
-        if isinstance(cls, ast.ClassDef):
-            for made in cls.body:
-                if isinstance(made, ast.FunctionDef) and not _makes(cls):
-                    yield made
+def _calls(cls: ast.ClassDef, function: str) -> Iterator[ast.Call]:
+    for node in ast.walk(cls):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function:
+            yield node
 
 
 def _makes(cls: ast.ClassDef) -> bool:
@@ -177,7 +176,7 @@ def _handles_tables(made: ast.FunctionDef) -> bool:
 def _assignments(made: ast.FunctionDef) -> Iterator[tuple[str, ast.expr, int]]:
     for node in ast.walk(made):
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and node.value is not None:
-            value = node.value if not isinstance(node, ast.AugAssign) else ast.Lambda(ast.arguments(), node.value)
+            value = ast.BinOp(node.target, node.op, node.value) if isinstance(node, ast.AugAssign) else node.value
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 for name in ast.walk(target):
