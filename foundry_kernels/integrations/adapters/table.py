@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from foundry_kernels.integrations.adapters.base import MLP, Adapter, Attention, Norm
-from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, CausalLM, has_loss
+from foundry_kernels.integrations.adapters.causal_lm import language_model
 from foundry_kernels.integrations.adapters.encoders import ENCODERS
 from foundry_kernels.integrations.adapters.experts import ClampedExperts, Experts
 from foundry_kernels.integrations.adapters.gpt_like import GPT2Attention, NeoXAttention, PlainMLP
@@ -27,7 +27,7 @@ from foundry_kernels.integrations.families import FAMILIES
 Row = Mapping[str, Adapter | str]
 
 
-# What an attention function, a gate or a loss gets besides, read from the module.
+# What an attention function or a gate gets besides, read from the module.
 
 
 def _config_window(module: Any) -> dict[str, Any]:
@@ -50,15 +50,6 @@ def _window_and_sinks(module: Any) -> dict[str, Any]:
     return {"sliding_window": module.sliding_window, "s_aux": module.sinks}
 
 
-def _final_cap(module: Any) -> float | None:
-    cap: float | None = module.config.final_logit_softcapping
-    return cap
-
-
-def _inverse_scaling(module: Any) -> float:
-    return 1.0 / float(module.config.logits_scaling)
-
-
 def _clamped_gate(module: Any) -> dict[str, Any]:
     return {"alpha": module.alpha, "limit": module.limit, "up_offset": 1.0, "interleaved": True}
 
@@ -74,24 +65,18 @@ GATED = MLP()
 PACKED = MLP(act="activation_fn", packed=True)
 DENSE = PlainMLP(first="dense_h_to_4h", second="dense_4h_to_h")
 
-CROSS = ("CausalLMOutputWithCrossAttentions", "cross_attentions")
-CAPPED = CausalLM(cap=_final_cap, uses=("final_logit_softcapping", "torch", "tanh"))
-PLAIN_LOSS = CausalLM()
-MIXTURE = CausalLM(mixture=True)
-BLOOM_LIKE = CausalLM(decoder="transformer", uses=(*CROSS, "return_dict"))
-
 WINDOW = Attention(passes=_layer_window, uses=("sliding_window",))
 CONFIG_WINDOW = Attention(passes=_config_window, uses=("getattr",))
 
 
-def _like_llama(family: str, mlp: Adapter | str, attention: Attention, loss: CausalLM = PLAIN_LOSS) -> Row:
+def _like_llama(family: str, mlp: Adapter | str, attention: Attention) -> Row:
     """Returns the row of a family with RMSNorm and gates."""
     known = FAMILIES[family]
     if known.head_norms:
         attention = dataclasses.replace(attention, norms="heads")
     feed_forward = "Experts" if isinstance(mlp, (Experts, str)) else "MLP"
     norm = NORMS[str(known.norm)]
-    row: Row = {"RMSNorm": norm, feed_forward: mlp, "Attention": attention, "ForCausalLM": loss}
+    row: Row = {"RMSNorm": norm, feed_forward: mlp, "Attention": attention}
     if family in _DELTA_NETS:
         row = {**row, "GatedDeltaNet": _DELTA_NETS[family], "RMSNormGated": GatedNorm()}
     return {**row, "MLP": GATED} if family in _WITH_MLP else row
@@ -102,28 +87,27 @@ _SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _LLAMA_LIKE: dict[str, tuple[Any, ...]] = {
     "llama": (GATED, Attention()),
     "mistral": (GATED, CONFIG_WINDOW),
-    "mixtral": (Experts(), CONFIG_WINDOW, MIXTURE),
+    "mixtral": (Experts(), CONFIG_WINDOW),
     "qwen2": (GATED, WINDOW),
-    "qwen2_moe": (Experts(), Attention(passes=_window_if_any), MIXTURE),
+    "qwen2_moe": (Experts(), Attention(passes=_window_if_any)),
     "qwen3": (GATED, WINDOW),
-    "qwen3_moe": (Experts(), WINDOW, MIXTURE),
+    "qwen3_moe": (Experts(), WINDOW),
     "gemma": (GATED, Attention()),
-    "gemma2": (GATED, Attention(passes=_window_and_cap, uses=("sliding_window", "attn_logit_softcapping")), CAPPED),
-    "gemma3": (GATED, WINDOW, CAPPED),
+    "gemma2": (GATED, Attention(passes=_window_and_cap, uses=("sliding_window", "attn_logit_softcapping"))),
+    "gemma3": (GATED, WINDOW),
     "phi3": (PACKED, Attention(packed=True, passes=_config_window, uses=("getattr",))),
-    "granite": (GATED, Attention(), CausalLM(scale=_inverse_scaling, uses=("logits_scaling",))),
+    "granite": (GATED, Attention()),
     "olmo2": (GATED, Attention(norms="projection")),
     "olmo3": (GATED, Attention(norms="projection", passes=_layer_window, uses=("sliding_window",))),
     "smollm3": (GATED, Attention(optional_rope=True, passes=_layer_window, uses=("sliding_window",))),
     "gpt_oss": (
         ClampedExperts(passes=_clamped_gate),
         Attention(half_tables=True, passes=_window_and_sinks, uses=("sliding_window", "sinks")),
-        MIXTURE,
     ),
     "glm4": (PACKED, Attention(interleaved=True)),
-    "qwen3_next": (Experts(), Attention(gated=True), MIXTURE),
+    "qwen3_next": (Experts(), Attention(gated=True)),
     "qwen3_5": (GATED, Attention(gated=True)),
-    "qwen3_5_moe": (Experts(), Attention(gated=True), MIXTURE),
+    "qwen3_5_moe": (Experts(), Attention(gated=True)),
     "olmo_hybrid": (GATED, Attention(norms="projection", optional_tables=True)),
 }
 #: Besides its experts such a mixture has an MLP for the shared expert, or for layers without experts.
@@ -144,15 +128,13 @@ _GPT_LIKE: dict[str, Row] = {
     "gpt2": {
         "Attention": GPT2Attention(),
         "MLP": PlainMLP(first="c_fc", second="c_proj", dropout="dropout"),
-        "LMHeadModel": CausalLM(decoder="transformer", uses=CROSS),
     },
-    "gpt_neox": {"Attention": NeoXAttention(), "MLP": DENSE, "ForCausalLM": CausalLM(decoder="gpt_neox")},
+    "gpt_neox": {"Attention": NeoXAttention(), "MLP": DENSE},
     "bloom": {
         "Attention": BloomAttention(),
         "MLP": BloomMLP(first="dense_h_to_4h", second="dense_4h_to_h", act="gelu_impl"),
-        "ForCausalLM": BLOOM_LIKE,
     },
-    "falcon": {"Attention": FalconAttention(), "MLP": DENSE, "ForCausalLM": BLOOM_LIKE},
+    "falcon": {"Attention": FalconAttention(), "MLP": DENSE},
 }
 #: The rows of the families that `patch` knows.
 ROWS: dict[str, Row] = _GPT_LIKE | {family: _like_llama(family, *row) for family, row in _LLAMA_LIKE.items()}
@@ -205,4 +187,4 @@ def adapter_for(module: nn.Module) -> Adapter | str | None:
         return unnamed.why_not(module) or unnamed
     if cls.__name__.endswith(CANDIDATES):
         return NO_ROW
-    return LOSS_STAYS if has_loss(module) else None
+    return language_model(module)
