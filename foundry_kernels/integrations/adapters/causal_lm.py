@@ -57,7 +57,12 @@ class LanguageModel(Adapter):
     transparent: ClassVar[bool] = True
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
-        return LOSSES if self.of_transformers else LOSSES[:1]
+        kind: Any = type(module)
+        if not self.of_transformers or "loss_function" not in forward_names(kind):
+            return LOSSES[:1]
+        losses = importlib.import_module("transformers.loss.loss_utils")
+        others = [loss for loss in losses.LOSS_MAPPING.values() if loss is not losses.ForCausalLMLoss]
+        return LOSSES[:1] if module.loss_function in others else LOSSES
 
     def why_not_without_logits(self, module: nn.Module) -> str | None:
         """Returns the reason why logits are always computed, or None."""
@@ -101,7 +106,7 @@ def language_model(module: nn.Module) -> LanguageModel | str | None:
     there is no such loss."""
     cls: Any = type(module)
     of_transformers = is_model(module)
-    if of_transformers and "labels" not in inspect.signature(cls.forward).parameters:
+    if of_transformers and not _takes_labels(cls):
         return None
     if not of_transformers and not set(_LOSS_NAMES) & forward_names(cls):
         return None
@@ -117,6 +122,13 @@ def language_model(module: nn.Module) -> LanguageModel | str | None:
     if of_transformers and (reason := _why_changed()):
         return reason
     return LanguageModel(path, of_transformers)
+
+
+def _takes_labels(cls: type) -> bool:
+    """Returns whether the forward of a model takes labels, or hands on what it gets to one that does."""
+    found = [inspect.signature(vars(base)["forward"]).parameters for base in cls.__mro__ if "forward" in vars(base)]
+    own = found[0] if found else {}
+    return "labels" in own or ("kwargs" in own and any("labels" in taken for taken in found))
 
 
 def _why_changed() -> str | None:
@@ -209,7 +221,8 @@ def _answer(self: Any, theirs: Any, request: log_probs.Request, given: dict[str,
             given.pop("use_cache", None)
         given |= {name: labels for name in names if name in ("labels", "targets", "target")}
     head = _readable_head(self)
-    out = theirs(self, **given) if head is None else Deferral(head, _backend(self), asked=True).run(theirs, self, **given)
+    run: Any = theirs if head is None else partial(Deferral(head, _backend(self), asked=True).run, theirs)
+    out = run(self, **given)
     values = list(out.values()) if isinstance(out, dict) else out if isinstance(out, (tuple, list)) else [out]
     logits = next((x for x in values if isinstance(x, (Tensor, DeferredLogits)) and x.ndim == 3), None)
     if logits is None or logits.shape[:2] != labels.shape:

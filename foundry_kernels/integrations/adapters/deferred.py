@@ -23,6 +23,7 @@ from torch.compiler import is_compiling
 
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.registry import is_dtensor
+from foundry_kernels.integrations.adapters.base import split_names
 from foundry_kernels.integrations.adapters.head import on_mesh, readable_matrix_of
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -477,10 +478,10 @@ def _real(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in (
+for _name in split_names(
     "setitem iter bool int float index array contains format neg pos abs invert sub rsub pow rpow rtruediv floordiv "
     "rfloordiv mod rmod matmul rmatmul eq ne lt le gt ge and or xor rand ror rxor iadd isub imul itruediv ipow deepcopy"
-).split():
+):
     setattr(DeferredLogits, f"__{_name}__", _real(f"__{_name}__"))
 
 #: Functions of torch that are methods too.

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from foundry_kernels.core.registry import is_dtensor
+from foundry_kernels.integrations.modules import is_model
 from foundry_kernels.nn._head import PLANNED_INPUT, count_hooks, matrix_of
 
 
@@ -77,13 +78,13 @@ def path_of_head(model: Any) -> str | None:
     """Returns the path of a model's head in the model, or None if it has none of its own: of a model of transformers,
     the layer that gives its output embeddings; of any other a linear layer of its own, with as many outputs as an
     embedding in it has rows."""
-    outputs = getattr(model, "get_output_embeddings", None)
-    try:
-        head = None if outputs is None else outputs()
-    except (AttributeError, NotImplementedError):  # it is for the model to have one
-        head = None
-    if isinstance(head, nn.Module):
-        return next((name for name, module in model.named_modules() if module is head and name), None)
+    if is_model(model):
+        try:
+            head = model.get_output_embeddings()
+        except (AttributeError, NotImplementedError):
+            return None
+        found = (name for name, module in model.named_modules() if module is head and name)
+        return next(found, None) if isinstance(head, nn.Module) else None
     rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     names = [n for n, m in model.named_children() if isinstance(m, nn.Linear) and m.out_features in rows]
     return names[0] if len(names) == 1 else None

@@ -147,9 +147,9 @@ def patch(
     for module in around:
         if "forward" not in vars(module):
             more[module] = PackedModel(heads.get(module, ""))
-    for module, adapter in more.items():
+    for module, other in more.items():
         if module not in known:
-            changes.append((module, adapter, Entry("", "")))
+            changes.append((module, other, Entry("", "")))
             states.append(State({}))
     holders = holders_of(linear, around)
     for (module, adapter, _), state in zip(changes, states, strict=True):
@@ -240,6 +240,8 @@ def _find(
         return found, Entry(name, cls, rest, reason)
     if isinstance(found, Attention) and found.whole and "flash_attention" not in chosen:
         chosen = ()
+    if not chosen and isinstance(found, LanguageModel) and not asked:
+        return None, Entry(name, cls, reason=f"{LOSS_STAYS}return_logits=True")
     if not chosen:
         return None, Entry(name, cls, reason=f"{NOT_NAMED} {' or '.join(ops)}")
     if isinstance(found, LanguageModel) and "linear_cross_entropy" in chosen:
