@@ -142,14 +142,24 @@ def _why_changed() -> str | None:
 
 @functools.cache
 def forward_names(cls: type) -> frozenset[str]:
-    """Returns the names that the forward of a class uses, and those of its bases, which it may call."""
-    return frozenset().union(*map(names_of, _forwards(cls)))
-
-
-def _forwards(cls: type) -> list[Any]:
-    """Returns the code of these functions."""
-    found = [inspect.unwrap(vars(base)["forward"]) for base in cls.__mro__ if "forward" in vars(base)]
-    return [code for function in found if (code := getattr(function, "__code__", None)) is not None]
+    """Returns the names that the forward of a class uses, also where it calls a base's, or a method or function of the
+    same module."""
+    waiting = [inspect.unwrap(vars(base)["forward"]) for base in cls.__mro__ if "forward" in vars(base)]
+    seen: set[Any] = set()
+    names: set[str] = set()
+    while waiting:
+        function = waiting.pop()
+        if not inspect.isfunction(function) or function in seen:
+            continue
+        seen.add(function)
+        new = names_of(function.__code__)
+        names |= new
+        called = [inspect.getattr_static(cls, name, None) for name in new]
+        called += [function.__globals__.get(name) for name in new]
+        called += inspect.getclosurevars(function).nonlocals.values()
+        own = [found for found in called if getattr(found, "__module__", None) == function.__module__]
+        waiting += [inspect.unwrap(found) for found in own if callable(found)]
+    return frozenset(names)
 
 
 @functools.cache
