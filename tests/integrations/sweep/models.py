@@ -74,7 +74,36 @@ def generative() -> list[str]:
     return [name for name in classes() if name not in REFUSED]
 
 
-REFUSED: dict[str, str] = {}
+#: Why there is no model of a class, or no call of it with a loss.
+REFUSED: dict[str, str] = {
+    "AutoModelForCausalLM": "no model",
+    "Qwen2_5OmniPreTrainedModelForConditionalGeneration": "no model",
+    "Qwen3OmniMoePreTrainedModelForConditionalGeneration": "no model",
+    "Qwen2_5OmniForConditionalGeneration": "its parts are called, it has no forward",
+    "Qwen3OmniMoeForConditionalGeneration": "its parts are called, it has no forward",
+    "FastVlmForConditionalGeneration": "needs timm",
+    "Gemma3nForConditionalGeneration": "needs timm",
+    "PerceptionLMForConditionalGeneration": "needs timm",
+    "InklingForConditionalGeneration": "needs SciPy",
+    "Gemma4AssistantForCausalLM": "reads the keys of another model",
+    "Gemma4UnifiedAssistantForCausalLM": "reads the keys of another model",
+    "Llama4ForConditionalGeneration": "its forward fails in transformers 5.24, without a patch",
+    "ClvpModelForConditionalGeneration": "reads speech, and has a loss over pairs",
+    "DiaForConditionalGeneration": "trained on delayed codes",
+    "GradiumPhononTTSForConditionalGeneration": "trained on latents",
+    "HiggsAudioV2ForConditionalGeneration": "trained on codes",
+    "MoshiForConditionalGeneration": "reads codes of two speakers",
+    "MusicgenForConditionalGeneration": "trained on codes",
+    "MusicgenMelodyForConditionalGeneration": "trained on codes",
+    "PI0ForConditionalGeneration": "trained on actions",
+    "PocketTTSForConditionalGeneration": "trained on latents",
+    "Qwen2_5OmniTalkerForConditionalGeneration": "reads another model's states",
+    "Qwen3OmniMoeTalkerForConditionalGeneration": "reads another model's states",
+    "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration": "reads another model's states",
+    "SeamlessM4TTextToUnitForConditionalGeneration": "reads another model's states",
+    "SeamlessM4Tv2TextToUnitForConditionalGeneration": "reads another model's states",
+    "VoxtralRealtimeForConditionalGeneration": "reads a stream of sound",
+}
 
 
 def class_of(name: str) -> Any:
@@ -135,7 +164,7 @@ def small(config: Any, tokens: dict[int, int]) -> Any:
         elif INDICES.search(name) and isinstance(value, (list, tuple)) and all(isinstance(v, int) for v in value):
             inside = [v for v in value if v < len(kept)] if kept else [-1 - i % LAYERS for i in range(len(value))]
             changed[name] = type(value)(inside or [len(kept) - 1])
-        elif (new := shrunk(name, value)) != value:
+        elif (new := shrunk(name, value)) != value or value != getattr(kind, name, None):
             changed[name] = new
     heads = values.get("num_attention_heads")
     if heads is not None and values.get("num_key_value_heads") == heads:
@@ -184,15 +213,28 @@ def config_of(name: str) -> Any:
 
 
 #: What is None by default and has to be set.
-MISSING = {"head_dim": 16, "num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+MISSING = {
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+}
 ROPE_BY_TYPE = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")}
+QSA = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
 #: Options of a configuration, by its class's name, that its defaults lack or that depend on each other.
 EXTRA: dict[str, dict[str, Any]] = {
-    "Apertus1p5Config": {"image_token_offset": 128, "audio_token_offset": 256},
+    "Apertus1p5Config": {"image_token_offset": 128, "audio_token_offset": 192},
+    "Apertus1p5TextConfig": {"vocab_size": 256},
+    "Apertus1p5VisionTokenizerConfig": {"codebook_size": 64},
+    "WavTokenizerConfig": {"codebook_size": 64},
+    "Blip2Config": {"image_token_index": 100, "num_query_tokens": 2},
+    "InstructBlipConfig": {"image_token_index": 100, "num_query_tokens": 2},
+    "InstructBlipVideoConfig": {"video_token_index": 100, "num_query_tokens": 2},
     "BambaConfig": {"attn_layer_indices": [1]},
     "ChameleonConfig": {"vocabulary_map": {"<image>": 100}},
     "CohereCompassTextConfig": {"rope_parameters": ROPE_BY_TYPE},
-    "DbrxAttentionConfig": {"rope_theta": 10000.0},
+    "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
     "DoryConfig": {"num_hidden_layers": 4, "layer_types": None, "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 2},
     "Dots3NoteTextConfig": {
@@ -211,20 +253,23 @@ EXTRA: dict[str, dict[str, Any]] = {
         "loop_layer_index_start": 1, "loop_layer_index_end": 2, "n_layers_per_attn_res_block": 1,
     },
     "LongcatFlashConfig": {"head_dim": 8},
-    "MoonshineConfig": {"pad_token_id": 0},
+    "MoonshineConfig": {"pad_token_id": 0, "encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "MoonshineStreamingConfig": {"num_key_value_heads": 4},
+    "Qwen3OmniMoeTalkerConfig": {"spatial_merge_size": 2},
     "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 48},
     "Step3p7TextConfig": {"sliding_window": 8},
     "ZambaConfig": {
-        "num_hidden_layers": 5, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 1 + ["linear_attention", "hybrid"],
+        "attention_hidden_size": 128, "attention_head_dim": 32, "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"],
     },
+    "Kosmos2Config": {"latent_query_num": 8},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "Mamba2Config": {"num_heads": 8, "head_dim": 16},
-    "Qwen4ExpTextConfig": {"eos_token_id": 2},
+    "Qwen4ExpTextConfig": {"eos_token_id": 2, "indexer_budget": 8, "indexer_compress_ratio": 2, **QSA},
     "RecurrentGemmaConfig": {"num_hidden_layers": 3},
     "VibeVoiceAsrConfig": {"acoustic_tokenizer_chunk_size": 6400},
     "XmodConfig": {"default_language": "en_XX"},
-    "xLSTMConfig": {"chunk_size": 16},
+    "xLSTMConfig": {"chunk_size": 16, "qk_dim_factor": 1.0},
 }  # fmt: skip
 
 
@@ -244,12 +289,63 @@ def tiny(name: str, seed: int = 0) -> Any:
     return model.eval()
 
 
-def inputs(model: nn.Module, batch: int = 2, length: int = 12) -> dict[str, Tensor]:
+def inputs(model: nn.Module, batch: int = 2, length: int = 12) -> dict[str, Any]:
     """The arguments of a call that has a loss: tokens, none of them special, and labels, some of them ignored."""
-    config: Any = model.config
-    text = config.get_text_config()
-    ids = torch.randint(8, 90, (batch, length), generator=torch.Generator().manual_seed(zlib.crc32(b"tokens")))
-    labels = ids.clone()
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(*shape: int, most: int = 90) -> Tensor:
+        return torch.randint(8, most, (batch, *(shape or (length,))), generator=generator)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(batch, *shape, generator=generator)
+
+    tokens = ids()
+    labels = tokens.clone()
     labels[0, :3] = -100
-    given = {"input_ids": ids, "labels": labels}
-    return given
+    given: dict[str, Any] = {"input_ids": tokens, "labels": labels}
+    made = {
+        "sound": lambda n, t: {"input_ids": None, "input_features": noise(n, t)},
+        "features": lambda *s: {"input_features": noise(*s)},
+        "spoken": lambda *s: {"input_ids": None, "input_features": noise(*s)},
+        "wave": lambda t: {"input_ids": None, "input_values": noise(t)},
+        "image": lambda *s: {"pixel_values": noise(*s)},
+        "patches": lambda *s: {"input_ids": None, "flattened_patches": noise(*s).abs()},
+        "printed": lambda *s: {"input_ids": None, "pixel_values": noise(*s)},
+        "prompt": lambda: {"qformer_input_ids": ids(4)},
+        "boxes": lambda: {"bbox": torch.zeros(batch, length, 4)},
+        "codes": lambda n: {"input_ids": ids(length, n), "labels": ids(length, n)},
+        "streams": lambda n: {"input_ids": ids(length, n)},
+        "codebooks": lambda n: {"input_ids": ids(n, length).flatten(0, 1), "labels": ids(length, n)},
+        "pictured": lambda n: {"input_ids": torch.cat([torch.full((batch, n), 100), tokens[:, n:]], 1)},
+        "masked": lambda n: {"image_embeds_position_mask": (torch.arange(length) < n).expand(batch, length)},
+        "no cache": lambda: {"use_cache": False},
+    }
+    for kind, *shape in NEEDED.get(type(model).__name__, ()):
+        given |= made[kind](*shape)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+#: What the calls of models need that do not take tokens alone.
+NEEDED: dict[str, list[tuple[Any, ...]]] = {
+    "BlipForConditionalGeneration": [("image", 3, 32, 32)],
+    "Blip2ForConditionalGeneration": [("image", 3, 32, 32), ("pictured", 2)],
+    "BltForCausalLM": [("no cache",)],
+    "CanaryForConditionalGeneration": [("spoken", 64, 16)],
+    "CohereAsrForConditionalGeneration": [("spoken", 64, 16)],
+    "CsmForConditionalGeneration": [("codes", 32)],
+    "GitForCausalLM": [("image", 3, 32, 32)],
+    "InstructBlipForConditionalGeneration": [("image", 3, 32, 32), ("prompt",), ("pictured", 2)],
+    "InstructBlipVideoForConditionalGeneration": [("image", 4, 3, 32, 32), ("prompt",), ("pictured", 8)],
+    "Kosmos2ForConditionalGeneration": [("image", 3, 32, 32), ("masked", 8)],
+    "KyutaiSpeechToTextForConditionalGeneration": [("streams", 33)],
+    "MoonshineForConditionalGeneration": [("wave", 4000)],
+    "MoonshineStreamingForConditionalGeneration": [("wave", 4000)],
+    "MusicgenForCausalLM": [("codebooks", 4)],
+    "MusicgenMelodyForCausalLM": [("codebooks", 4)],
+    "PPFormulaNetForConditionalGeneration": [("image", 3, 32, 32)],
+    "Pix2StructForConditionalGeneration": [("patches", 9, 66)],
+    "RwkvForCausalLM": [("no cache",)],
+    "Speech2TextForConditionalGeneration": [("spoken", 64, 16)],
+    "UdopForConditionalGeneration": [("boxes",)],
+    "WhisperForConditionalGeneration": [("spoken", 16, 256)],
+}
