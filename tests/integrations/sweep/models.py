@@ -56,22 +56,11 @@ TOKEN = re.compile(r"token_(id|index)s?$|_id$|token_ids$|_index$|_ids$")
 INDICES = re.compile(r"index|idx|indic|_layers$|layer_ids|layers_idx|feature_layer")
 
 
-@functools.cache
-def classes() -> dict[str, str]:
-    """Of each model class with one of these ends, by name, the module that has it; read from the sources."""
+def generative() -> list[str]:
+    """The names of all of them that can be built and called; of the others, `REFUSED` has the reason."""
     import transformers
 
-    found: dict[str, str] = {}
-    root = Path(transformers.__file__).parent / "models"
-    for path in sorted(root.glob("*/modeling_*.py")):
-        for name in re.findall(rf"^class (\w+(?:{'|'.join(GENERATIVE)}))\(", path.read_text(), re.MULTILINE):
-            found[name] = f"transformers.models.{path.parent.name}.{path.stem}"
-    return found
-
-
-def generative() -> list[str]:
-    """The names of all of them that can be built; of the others, `REFUSED` has the reason."""
-    return [name for name in classes() if name not in REFUSED]
+    return [name for name in sorted(dir(transformers)) if name.endswith(GENERATIVE) and name not in REFUSED]
 
 
 #: Why there is no model of a class, or no call of it with a loss.
@@ -107,7 +96,9 @@ REFUSED: dict[str, str] = {
 
 
 def class_of(name: str) -> Any:
-    return getattr(importlib.import_module(classes()[name]), name)
+    import transformers
+
+    return getattr(transformers, name)
 
 
 def shrunk(name: str, value: Any) -> Any:
@@ -225,7 +216,7 @@ QSA = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
 #: Options of a configuration, by its class's name, that its defaults lack or that depend on each other.
 EXTRA: dict[str, dict[str, Any]] = {
     "Apertus1p5Config": {"image_token_offset": 128, "audio_token_offset": 192},
-    "Apertus1p5TextConfig": {"vocab_size": 256},
+    "Apertus1p5TextConfig": {"vocab_size": 512},
     "Apertus1p5VisionTokenizerConfig": {"codebook_size": 64},
     "WavTokenizerConfig": {"codebook_size": 64},
     "Blip2Config": {"image_token_index": 100, "num_query_tokens": 2},
