@@ -245,10 +245,10 @@ def test_the_report() -> None:
     assert str(report).splitlines() == [
         "GptOssForCausalLM: 8 of 10 modules replaced (float32 on cpu)",
         "replaced",
-        "     1  GptOssForCausalLM  linear_cross_entropy: reference, cross_entropy: reference; logits of a call with "
+        "     1  GptOssForCausalLM  row         linear_cross_entropy: reference, cross_entropy: reference; logits of a call with "
         "labels are None in training mode; return_logits=True keeps them",
-        "     2  GptOssAttention    rope: reference, flash_attention: reference",
-        "     5  GptOssRMSNorm      rms_norm: reference",
+        "     2  GptOssAttention    row         rope: reference, flash_attention: reference",
+        "     5  GptOssRMSNorm      row         rms_norm: reference",
         "left as it was",
         "     2  GptOssExperts      experts_implementation='eager' has its activation inside a loop; 'grouped_mm' and "
         "'batched_mm' do not",

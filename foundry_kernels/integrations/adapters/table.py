@@ -22,6 +22,7 @@ from foundry_kernels.integrations.adapters.interface import interface_adapter
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet, GatedNorm, by_key_head, one_each
 from foundry_kernels.integrations.adapters.torch_nn import TORCH
 from foundry_kernels.integrations.families import FAMILIES
+from foundry_kernels.integrations.recognise import recognised
 
 #: Of a family: what follows in the name of a class, and the adapter of that class or the reason why it is left.
 Row = Mapping[str, Adapter | str]
@@ -182,8 +183,43 @@ CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "Attention", "Experts")
 NO_ROW = "no adapter for this class"
 
 
-def adapter_for(module: nn.Module) -> Adapter | str | None:
-    """Returns the adapter of `module`, or the reason why there is none; None where it is of no kind that we support."""
+def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | None:
+    """Returns the adapter of `module`, or the reason why there is none; None where it is of no kind that we support.
+
+    recognise: whether a class without a row may be recognised by what its code computes.
+    """
+    row = _row(module)
+    if row is not None and not isinstance(row, str):
+        return row
+    found = recognised(module) if recognise else None
+    if found is not None and not isinstance(found, str):
+        return found
+    if row is not None:
+        return row
+    cls = type(module)
+    unnamed = interface_adapter(next(base for base in cls.__mro__ if "_foundry_class" not in vars(base)))
+    if unnamed is not None:
+        return replaced_forward(module) or unnamed.why_not(module) or unnamed
+    if cls.__name__.endswith(CANDIDATES):
+        return f"{NO_ROW}: {found}" if found else NO_ROW
+    return LOSS_STAYS if has_loss(module) else None
+
+
+def has_row(module: nn.Module, adapter: Adapter) -> bool:
+    """Returns whether `adapter` is that of the row of a module's class."""
+    return any(TABLE.get((base.__module__, base.__qualname__)) is adapter for base in type(module).__mro__)
+
+
+def replaced_forward(module: nn.Module) -> str | None:
+    """Returns the reason why a module whose forward was replaced is left."""
+    return REPLACED if "forward" in vars(module) else None
+
+
+REPLACED = "its forward was replaced on the instance, by a hook of another library perhaps"
+
+
+def _row(module: nn.Module) -> Adapter | str | None:
+    """Returns the adapter in the row of a module's class, or the reason why the module is left; None without a row."""
     cls = type(module)
     for base in cls.__mro__:
         if "_foundry_class" in vars(base):  # has the original's name, perhaps
@@ -194,15 +230,8 @@ def adapter_for(module: nn.Module) -> Adapter | str | None:
         if isinstance(found, str):
             return found
         if "forward" in vars(module):
-            return "its forward was replaced on the instance, by a hook of another library perhaps"
+            return REPLACED
         if getattr(cls, found.method) is not getattr(base, found.method):
             return f"its class has a {found.method} of its own, which need not do what that of {base.__name__} does"
         return found.why_changed(base) or found.why_not(module) or found
-    unnamed = interface_adapter(next(base for base in cls.__mro__ if "_foundry_class" not in vars(base)))
-    if unnamed is not None:
-        if "forward" in vars(module):
-            return "its forward was replaced on the instance, by a hook of another library perhaps"
-        return unnamed.why_not(module) or unnamed
-    if cls.__name__.endswith(CANDIDATES):
-        return NO_ROW
-    return LOSS_STAYS if has_loss(module) else None
+    return None
