@@ -22,6 +22,7 @@ from foundry_kernels.integrations.adapters.linear_attention import DeltaNet, by_
 from foundry_kernels.integrations.adapters.torch_nn import TORCH
 from foundry_kernels.integrations.families import FAMILIES
 from foundry_kernels.integrations.recognise import recognised
+from foundry_kernels.integrations.recognise.code import twin_of
 
 #: Of a family: what follows in the name of a class, and the adapter of that class or the reason why it is left.
 Row = Mapping[str, Adapter | str]
@@ -169,10 +170,13 @@ def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | No
         return found
     if row is not None:
         return row
-    cls = type(module)
-    unnamed = interface_adapter(next(base for base in cls.__mro__ if "_foundry_class" not in vars(base)))
-    if unnamed is not None:
-        return replaced_forward(module) or unnamed.why_not(module) or unnamed
+    cls = next(base for base in type(module).__mro__ if "_foundry_class" not in vars(base))
+    twin, unnamed = twin_of(cls, TABLE) if recognise else None, interface_adapter(cls)
+    for adapter in (unnamed, twin):  # attention with the code of a row must be such that any function can run it too
+        if adapter is not None and (reason := replaced_forward(module) or adapter.why_not(module)):
+            return reason
+    if twin is not None or unnamed is not None:
+        return twin or unnamed
     if cls.__name__.endswith(CANDIDATES):
         return f"{NO_ROW}: {found}" if found else NO_ROW
     return LOSS_STAYS if has_loss(module) else None
