@@ -75,7 +75,8 @@ def _is_twin(cls: Any, twin: Any, adapter: Adapter) -> bool:
 def _told(cls: Any) -> dict[str, Any]:
     """How a decorator was told that experts lay out their weights: it hands it to instances."""
     init = cls.__init__
-    cells = zip(init.__code__.co_freevars, init.__closure__ or (), strict=True)
+    names = init.__code__.co_freevars if isinstance(init, FunctionType) else ()
+    cells = zip(names, init.__closure__ or () if names else (), strict=True)
     return {name: cell.cell_contents for name, cell in cells if isinstance(cell.cell_contents, PLAIN)}
 
 

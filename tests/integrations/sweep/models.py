@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import importlib
 import re
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +131,8 @@ def small(config: Any, tokens: dict[int, int]) -> Any:
         name: value for name, value in values.items()
         if isinstance(value, (list, tuple)) and len(value) == total and not INDICES.search(name)
     }  # fmt: skip
-    kept = list({tuple(map(str, column)): i for i, column in reversed([*enumerate(zip(*lists.values()))])}.values())
-    kept = sorted(kept)[:4] if lists else []
+    columns = [*zip(*lists.values(), strict=True)]
+    kept = sorted({str(column): i for i, column in reversed([*enumerate(columns)])}.values())[:4]
     if total is not None:
         kept = sorted({*kept, *range(LAYERS)})[: max(len(kept), LAYERS)] if len(kept) < LAYERS else kept
     changed: dict[str, Any] = {name: value for name, value in MISSING.items() if name in fields and name not in values}
@@ -146,7 +145,7 @@ def small(config: Any, tokens: dict[int, int]) -> Any:
             changed[name] = small(value, tokens)
         elif name in lists:
             changed[name] = shrunk(name, type(value)(value[i] for i in kept))
-        elif total is not None and value == total and "layer" in name or name == "depth":
+        elif (total is not None and value == total and "layer" in name) or name == "depth":
             changed[name] = len(kept)
         elif isinstance(value, dict) and "rope" in name:
             changed[name] = rope(value, 8 if "qk_rope_head_dim" in values else 16, has_sections(kind))
@@ -227,7 +226,9 @@ EXTRA: dict[str, dict[str, Any]] = {
     "CohereCompassTextConfig": {"rope_parameters": ROPE_BY_TYPE},
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
-    "DoryConfig": {"num_hidden_layers": 4, "layer_types": None, "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 2},
+    "DoryConfig": {
+        "num_hidden_layers": 4, "layer_types": None, "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 2,
+    },
     "Dots3NoteTextConfig": {
         "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16,
         "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_qk_rope_head_dim": 8, "swa_v_head_dim": 16,
@@ -235,9 +236,13 @@ EXTRA: dict[str, dict[str, Any]] = {
     "Emu3Config": {"vocabulary_map": {"<image>": 100, "<|extra_200|>": 101}},
     "FalconH1Config": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
     "FunAsrNanoAdaptorConfig": {"intermediate_size": 16},
-    "GPTNeoConfig": {"num_layers": 2, "attention_layers": ["global", "local"], "attention_types": [[["global", "local"], 1]]},
+    "GPTNeoConfig": {
+        "num_layers": 2, "attention_layers": ["global", "local"], "attention_types": [[["global", "local"], 1]],
+    },
     "Glm5NextTextConfig": {"index_kpool": 2},
-    "Granite4VisionConfig": {"downsample_rate": "1/2", "deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [0, 1]},
+    "Granite4VisionConfig": {
+        "downsample_rate": "1/2", "deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [0, 1],
+    },
     "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"]},
     "HrmTextConfig": {"num_hidden_layers": 1, "H_cycles": 2, "L_cycles": 1, "num_layers_per_stack": None},
     "Inkling2LoopTextConfig": {
@@ -271,7 +276,7 @@ def tiny(name: str, seed: int = 0) -> Any:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = class_of(name)(config_of(name)).float()
-        for key, parameter in model.named_parameters():
+        for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() < 2:
                 parameter.add_(noise * 0.2)

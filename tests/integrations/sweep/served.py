@@ -1,18 +1,20 @@
-"""How much of transformers' generative classes `patch` serves: `python tests/integrations/sweep/coverage.py`.
+"""How much of transformers' generative classes `patch` serves: `python tests/integrations/sweep/served.py`.
 
-A tiny model of each class is patched. Counted are modules by what their class's name says, whether this package knows the
-class or not:
+A tiny model of each class is patched. Counted are modules by what their class's name says, whether this package knows
+the class or not:
 
 - norms: "Norm" in its name, no modules within; torch's own too, but not BatchNorm, GroupNorm and InstanceNorm;
-- MLPs and experts: a name that ends in one of `PRODUCTS`, with layers or weights of its own;
-- attention: "Attention" in its name, with layers of its own, none of which is another attention; served if its attention
-  function is replaced;
+- MLPs and experts: a name that ends in one of `PRODUCTS`, with layers or weights of its own, none of which is another
+  one; not those whose activation no kernel has (of them the report says so);
+- attention: "Attention" in its name, with layers of its own, none of which is another attention; served if its
+  attention function is replaced;
 - rotations: attention whose forward names a rotary function; served if it rotates by this package's operation;
 - loss: the class itself; served if its loss is one of this package's.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,11 +24,12 @@ from models import generative, tiny
 from torch import nn
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.adapters.interface import ANY
+from foundry_kernels.integrations.adapters.base import names_of
 
 KINDS = ("norms", "MLPs and experts", "attention", "rotations", "loss")
 PRODUCTS = re.compile(r"(MLP|Mlp|FeedForward|FFN|Ffn|Experts|Intermediate|ActDense)$")
 OTHER_NORMS = re.compile(r"Batch|Group|Instance|Weight|ParametrizedNorm")
+NO_KERNEL = re.compile("which no (gated )?kernel has")
 LOSSES = {"linear_cross_entropy", "cross_entropy"}
 ROTATIONS = {"rope", "qk_norm_rope"}
 
@@ -62,11 +65,17 @@ def kinds_of(module: nn.Module) -> list[str]:
     name, children = type(module).__name__, [*module.children()]
     if "Norm" in name and not children and not OTHER_NORMS.search(name):
         return ["norms"]
-    if PRODUCTS.search(name) and (children or [*module.parameters(recurse=False)]):
+    inner = any(PRODUCTS.search(type(c).__name__) for c in module.modules() if c is not module)
+    if PRODUCTS.search(name) and not inner and (children or [*module.parameters(recurse=False)]):
         return ["MLPs and experts"]
     if "Attention" in name and children and not any("Attention" in type(c).__name__ for c in children):
-        return ["attention", "rotations"] if ANY.rotation(module) else ["attention"]
+        return ["attention", "rotations"] if rotates(module) else ["attention"]
     return []
+
+
+def rotates(attention: nn.Module) -> bool:
+    code = inspect.unwrap(type(attention).forward).__code__
+    return any("rotary" in name or re.match("apply_.*rope", name) for name in names_of(code))
 
 
 def coverage_of(model: Any) -> Coverage:
@@ -79,6 +88,8 @@ def coverage_of(model: Any) -> Coverage:
     for name, (cls, found) in kinds.items():
         mine, reason = ops.get(name, set()), reasons.get(name, "not in the report")
         for kind in found:
+            if kind == "MLPs and experts" and NO_KERNEL.search(reason):
+                continue
             wanted = {"attention": {"flash_attention"}, "rotations": ROTATIONS}.get(kind)
             result.count(kind, cls, bool(mine & wanted if wanted else mine), reason)
     result.count("loss", type(model).__name__, bool(ops.get("", set()) & LOSSES), reasons.get("", "not in the report"))
@@ -95,10 +106,8 @@ def table(found: dict[str, Coverage]) -> str:
     for kind in KINDS:
         mine = [c for c in found.values() if c.found[kind]]
         served, total = sum(c.served[kind] for c in mine), sum(c.found[kind] for c in mine)
-        some, whole = (
-            sum(test(c) for c in mine)
-            for test in (lambda c: c.served[kind] > 0, lambda c: c.served[kind] == c.found[kind])
-        )
+        some = sum(c.served[kind] > 0 for c in mine)
+        whole = sum(c.served[kind] == c.found[kind] for c in mine)
         lines.append(f"| {kind} | {served} | {total} | {100 * served / total:.0f} % | {some} | {whole} | {len(mine)} |")
     lines += ["", "| class | " + " | ".join(KINDS) + " |", "| --- |" + " --- |" * len(KINDS)]
     ends = ("ForCausalLM", "ForConditionalGeneration")
