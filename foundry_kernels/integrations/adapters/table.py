@@ -152,7 +152,7 @@ TABLE: dict[tuple[str, str], Adapter | str] = TORCH | {
 }
 
 #: How the names of classes end that this package might support.
-CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "Attention", "Experts")
+CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "ActDense", "Attention", "Experts")
 #: What is said of a class of such a name that has no row.
 NO_ROW = "no adapter for this class"
 
@@ -177,8 +177,9 @@ def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | No
             return reason
     if twin is not None or unnamed is not None:
         return twin or unnamed
-    if cls.__name__.endswith(CANDIDATES):
-        return f"{NO_ROW}: {found}" if found else NO_ROW
+    if any(base.__name__.endswith(CANDIDATES) for base in cls.__mro__):
+        asked = found and not cls.__name__.endswith("Attention")  # whose shape may be that of an MLP, by accident
+        return replaced_forward(module) or (f"{NO_ROW}: {found}" if asked else NO_ROW)
     return LOSS_STAYS if has_loss(module) else None
 
 

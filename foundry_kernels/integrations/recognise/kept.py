@@ -70,7 +70,7 @@ def load(key: str) -> Adapter | str | None:
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError):
         return None
     usual = type(adapter)()
-    fields = [field.name for field in dataclasses.fields(usual)]  # type: ignore[arg-type]
+    fields = [field.name for field in dataclasses.fields(usual)]
     return adapter if all(_like(getattr(adapter, f), getattr(usual, f)) for f in fields) else None
 
 
@@ -85,7 +85,7 @@ def save(key: str, answer: Adapter | str) -> None:
     """Keeps an answer, where the user's cache can be written."""
     told: Any = answer
     if isinstance(answer, Adapter):
-        told = {"adapter": type(answer).__name__, "fields": dataclasses.asdict(answer)}  # type: ignore[call-overload]
+        told = {"adapter": type(answer).__name__, "fields": dataclasses.asdict(answer)}
     with contextlib.suppress(OSError, RuntimeError):
         path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)

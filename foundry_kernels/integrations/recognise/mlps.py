@@ -169,7 +169,9 @@ def _prove(small: Any, adapter: MLP | PlainMLP, width: int, generator: torch.Gen
         _, expected_all = proof.gradients(theirs, [x], direction)
         _, exact_all = proof.gradients(wide, [x.double()], direction)
         for a, b, c in zip(found, expected_all, exact_all, strict=True):
-            if not _as_exact(a, b, c):
+            # In 16 bits a sign at the kink of ReLU may be another, which is much to one value and little to all.
+            fits = proof.as_exact_in_all(a, b, c) if dtype in proof.LOW else _as_exact(a, b, c)
+            if not fits:
                 raise LeftError("its gradient differs from that of the MLP that it is in exact arithmetic")
     theirs = proof.clone(small).float()
     ours, wide = proof.adapted(theirs, adapter), proof.clone(small).float().double()

@@ -332,6 +332,14 @@ class _Run:
                 return FIXED
         return FIXED
 
+    def not_of_parts(self, taken: list[Any]) -> None:
+        """Refuses parameters of a module inside: what is wrapped around that, as LoRA is, would not count."""
+        for each in taken:
+            if isinstance(each, Part) and len(each.path) > 1 and isinstance(each.value, Tensor):
+                raise LeftError(
+                    f"its {self.function.__name__} uses {'.'.join(each.path)} without a call of that module"
+                )
+
     def value(self, now: Any, stack: list[Any]) -> None:
         """A value of those on the stack, of which only whether it is fixed is known."""
         op, effect = now.opname, dis.stack_effect(now.opcode, now.arg, jump=False)
@@ -345,10 +353,14 @@ class _Run:
             del stack[effect - 1 :]
             if any(isinstance(each, Part) and isinstance(each.value, nn.Module) and not each.path for each in taken):
                 raise LeftError(f"its {self.function.__name__} hands the module itself to a function")
+            self.not_of_parts(
+                [] if any(isinstance(each, Known) and each.value is isinstance for each in taken) else taken
+            )
             asked = any(isinstance(each, Known) and each.value in (isinstance, hasattr) for each in taken)
             super_of = next((each for each in taken if each is SUPER), None)
             stack.append(FIXED if asked else super_of or ANY)
             return
+        self.not_of_parts(stack[min(effect - 1, -1) :] if effect <= 0 and op.startswith("BINARY") else [])
         taken = stack[min(effect - 1, -1) :] if effect <= 0 else stack[-1:] if op.startswith("UNPACK") else []
         del stack[len(stack) - len(taken) :]
         found = ANY

@@ -84,8 +84,8 @@ class Sizes:
                 found |= set(sizes[:2])
         if not found:  # a norm without parameters: what its attributes say
             for value in vars(module).values():
-                sizes = value if isinstance(value, (tuple, list)) else (value,)
-                found |= {each for each in sizes if type(each) is int}
+                given = value if isinstance(value, (tuple, list)) else (value,)
+                found |= {each for each in given if type(each) is int}
         self.of: dict[int, int] = {}
         free = iter(SIZES)
         for size in sorted(size for size in found if size > 1):
