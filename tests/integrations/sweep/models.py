@@ -143,6 +143,8 @@ def small(config: Any, tokens: dict[int, int]) -> Any:
             continue
         if hasattr(value, "sub_configs"):
             changed[name] = small(value, tokens)
+        elif type(value) in (int, float) and re.search("drop|jitter|mask_.*prob", name):
+            changed[name] = type(value)(0)  # so that a step of training can be repeated
         elif name in lists:
             changed[name] = shrunk(name, type(value)(value[i] for i in kept))
         elif (total is not None and value == total and "layer" in name) or name == "depth":
@@ -314,6 +316,7 @@ def inputs(model: nn.Module, batch: int = 2, length: int = 12) -> dict[str, Any]
         "codebooks": lambda n: {"input_ids": ids(n, length).flatten(0, 1), "labels": ids(length, n)},
         "pictured": lambda n: {"input_ids": torch.cat([torch.full((batch, n), 100), tokens[:, n:]], 1)},
         "masked": lambda n: {"image_embeds_position_mask": (torch.arange(length) < n).expand(batch, length)},
+        "types": lambda: {"mm_token_type_ids": torch.zeros_like(tokens)},
         "no cache": lambda: {"use_cache": False},
     }
     for kind, *shape in NEEDED.get(type(model).__name__, ()):
@@ -334,6 +337,7 @@ NEEDED: dict[str, list[tuple[Any, ...]]] = {
     "InstructBlipVideoForConditionalGeneration": [("image", 4, 3, 32, 32), ("prompt",), ("pictured", 8)],
     "Kosmos2ForConditionalGeneration": [("image", 3, 32, 32), ("masked", 8)],
     "KyutaiSpeechToTextForConditionalGeneration": [("streams", 33)],
+    "Molmo2ForConditionalGeneration": [("types",)],
     "MoonshineForConditionalGeneration": [("wave", 4000)],
     "MoonshineStreamingForConditionalGeneration": [("wave", 4000)],
     "MusicgenForCausalLM": [("codebooks", 4)],
