@@ -39,22 +39,22 @@ FACTOR = 4.0
 
 
 def step(model: Any, given: dict[str, Any]) -> dict[str, Tensor]:
-    """The loss of a step of training, the gradient of every parameter, by name, and logits."""
+    """Logits, then the loss of a step of training and the gradient of every parameter, by name."""
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}  # statistics of batches
-    torch.manual_seed(0)  # of routers that draw
-    model.train().zero_grad()
-    out = model(**given)
-    out.loss.backward()
-    model.eval()
-    for name, buffer in model.named_buffers():
-        buffer.copy_(kept[name])
-    found = {"loss": out.loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     unlabelled = {name: value for name, value in given.items() if name != "labels"}
     if model.config.is_encoder_decoder:
         unlabelled["decoder_input_ids"] = given["labels"].clamp(min=0)
     with torch.no_grad():
-        found["logits"] = model(**unlabelled).logits
-    return found
+        logits = model(**unlabelled).logits
+    torch.manual_seed(0)  # of routers that draw
+    model.train().zero_grad()
+    loss = model(**given).loss
+    loss.backward()
+    model.eval()
+    for name, buffer in model.named_buffers():
+        buffer.copy_(kept[name])
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits, "loss": loss.detach(), **gradients}
 
 
 def error_of(actual: Tensor, expected: Tensor) -> float:
