@@ -24,7 +24,7 @@ from foundry_kernels.integrations.adapters.tiny import tiny_config
 from foundry_kernels.integrations.recognise.code import twin_of
 
 NUMBERS = itertools.count()
-NAMES = {"llama": "Llama", "qwen3": "Qwen3", "mixtral": "Mixtral", "qwen3_5": "Qwen3_5"}
+NAMES = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_5": "Qwen3_5"}
 
 
 @pytest.fixture
@@ -55,7 +55,6 @@ SAME = {
     "a local variable": ("llama", "Attention", "input_shape", "leading"),
     "an annotation": ("llama", "Attention", "cache: Cache | None = None", "cache = None"),
     "norms of heads": ("qwen3", "Attention", "", ""),
-    "experts": ("mixtral", "Experts", "", ""),
     "linear attention": ("qwen3_5", "GatedDeltaNet", "", ""),
 }
 
@@ -68,8 +67,7 @@ def test_equal_code_has_the_adapter_of_the_row(what: str, planted: Any) -> None:
     assert twin_of(cls, TABLE) == row
 
 
-OUT, KEYS, CHOSEN = "self.o_proj(attn_output)", "self.k_proj(hidden_states)", "hidden_states[token_idx]"
-EXPERTS = "@use_experts_implementation\n"
+OUT, KEYS = "self.o_proj(attn_output)", "self.k_proj(hidden_states)"
 CHANGED = {
     "llama Attention": {
         "a clamp": (OUT, "self.o_proj(attn_output.clamp(-20, 20))"),
@@ -90,18 +88,6 @@ CHANGED = {
         "a norm of the result": (OUT, "self.o_proj(self.q_norm(attn_output))"),
         "a norm of queries alone": (f"self.k_norm({KEYS}", f"self.q_norm({KEYS}"),
         "a window that is wider": ("sliding_window=self.sliding_window", "sliding_window=self.sliding_window + 1"),
-    },
-    "mixtral Experts": {
-        "gate and up the other way": ("gate, up = nn", "up, gate = nn"),
-        "a gate that is clamped": ("self.act_fn(gate) * up", "self.act_fn(gate.clamp(max=20)) * up"),
-        "weights before the experts": (CHOSEN, f"{CHOSEN} * top_k_weights[token_idx, top_k_pos, None]"),
-        "experts of transposed weights": (EXPERTS, "@use_experts_implementation(is_transposed=True)\n"),
-        "experts with a bias": (EXPERTS, "@use_experts_implementation(has_bias=True)\n"),
-        "a gate of its own": (
-            "        self.act_fn = ACT2FN[config.hidden_act]\n",
-            "        self.act_fn = ACT2FN[config.hidden_act]\n\n"
-            "    def _apply_gate(self, gate_up):\n        return gate_up.chunk(2, -1)[0]\n",
-        ),
     },
     "qwen3_5 GatedDeltaNet": {
         "another eps": ("eps: float = 1e-6", "eps: float = 1e-5"),

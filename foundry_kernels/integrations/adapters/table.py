@@ -14,7 +14,7 @@ from torch import nn
 
 from foundry_kernels.integrations.adapters.base import Adapter, Attention
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, CausalLM, has_loss
-from foundry_kernels.integrations.adapters.experts import ClampedExperts, Experts
+from foundry_kernels.integrations.adapters.experts import ClampedExperts, Experts, decorated_experts
 from foundry_kernels.integrations.adapters.gpt_like import GPT2Attention, NeoXAttention
 from foundry_kernels.integrations.adapters.gpt_like_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.adapters.interface import interface_adapter
@@ -171,7 +171,9 @@ def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | No
     if row is not None:
         return row
     cls = next(base for base in type(module).__mro__ if "_foundry_class" not in vars(base))
-    twin, unnamed = twin_of(cls, TABLE) if recognise else None, interface_adapter(cls)
+    twin, unnamed = None, interface_adapter(cls)
+    if recognise:
+        twin = decorated_experts(module) or twin_of(cls, TABLE)
     for adapter in (unnamed, twin):  # attention with the code of a row must be such that any function can run it too
         if adapter is not None and (reason := replaced_forward(module) or adapter.why_not(module)):
             return reason

@@ -19,11 +19,10 @@ from typing import Any
 from torch import nn
 
 from foundry_kernels.integrations.adapters.base import Adapter, Attention, names_of
-from foundry_kernels.integrations.adapters.experts import Experts
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet
 
-#: The adapters that read nothing of a module but what its forward does too, or what `_told` compares.
-BY_FORWARD = (Attention, Experts, DeltaNet)
+#: The adapters that read nothing of a module but what its forward does too.
+BY_FORWARD = (Attention, DeltaNet)
 #: Constants, which may be equal objects.
 PLAIN = (int, float, bool, str, bytes, type(None))
 #: Instructions whose argument is a local variable: these are compared by their place.
@@ -38,8 +37,10 @@ def twin_of(cls: Any, rows: Mapping[tuple[str, str], Adapter | str]) -> Adapter 
     """Returns the adapter of the row whose class has the code of `cls`, or None."""
     key = cls, getattr(cls, "forward", None)
     if key not in _TWINS:
-        found = (adapter for twin, adapter in _candidates(cls, rows) if _is_twin(cls, twin, adapter))
-        _TWINS[key] = next(found, None)
+        twins = (
+            adapter for twin, adapter in _candidates(cls, rows) if _Comparison(cls, twin).values(key[1], twin.forward)
+        )
+        _TWINS[key] = next(twins, None)
     return _TWINS[key]
 
 
@@ -59,25 +60,6 @@ def _candidates(cls: Any, rows: Mapping[tuple[str, str], Adapter | str]) -> Iter
                 continue
             if twin.__qualname__ == name and not adapter.why_changed(twin):
                 yield twin, adapter
-
-
-def _is_twin(cls: Any, twin: Any, adapter: Adapter) -> bool:
-    same = _Comparison(cls, twin)
-    if not same.values(cls.forward, twin.forward):
-        return False
-    if isinstance(adapter, Experts):
-        return same.values(getattr(cls, "_apply_gate", None), getattr(twin, "_apply_gate", None)) and (
-            _told(cls) == _told(twin)
-        )
-    return True
-
-
-def _told(cls: Any) -> dict[str, Any]:
-    """How a decorator was told that experts lay out their weights: it hands it to instances."""
-    init = cls.__init__
-    names = init.__code__.co_freevars if isinstance(init, FunctionType) else ()
-    cells = zip(names, init.__closure__ or () if names else (), strict=True)
-    return {name: cell.cell_contents for name, cell in cells if isinstance(cell.cell_contents, PLAIN)}
 
 
 class _Comparison:
