@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from models import tiny
 from patching import close, logits
 
@@ -24,7 +25,7 @@ from foundry_kernels.integrations.adapters.tiny import tiny_config
 from foundry_kernels.integrations.recognise.code import twin_of
 
 NUMBERS = itertools.count()
-NAMES = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_5": "Qwen3_5"}
+NAMES = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_5": "Qwen3_5", "mixtral": "Mixtral"}
 
 
 @pytest.fixture
@@ -118,3 +119,37 @@ def test_only_rows_are_served_where_nothing_is_to_be_recognised() -> None:
         assert any(entry.module_class == "OlmoeExperts" for entry in handle.report().replaced)
     left = {entry.module_class for entry in fk.patch(model, recognise=False).report().left}
     assert "OlmoeExperts" in left
+
+
+DECORATOR = "@use_experts_implementation\n"
+ACTIVATION = "        self.act_fn = ACT2FN[config.hidden_act]\n"
+CLAMPED = """
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate.clamp(max=0.5)) * up
+"""
+EXPERTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "as they are": ("", "", ("grouped_mm", "swiglu")),
+    "a gate of their own": (ACTIVATION, ACTIVATION + CLAMPED, ("grouped_mm",)),
+    "an activation without a kernel": (ACTIVATION, "        self.act_fn = nn.Softsign()\n", ("grouped_mm",)),
+    "a norm of each expert's result": (DECORATOR, "@use_experts_implementation(has_post_expert_norm=True)\n", ()),
+    "no decorator": (DECORATOR, "", ()),
+    "an interface of their own": (
+        DECORATOR,
+        "@use_experts_implementation(experts_interface=type('Own', (), {'get_interface': lambda s, n, f: f})())\n",
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", EXPERTS)
+def test_experts_of_any_class(what: str, planted: Any) -> None:
+    old, new, ops = EXPERTS[what]
+    model = planted("mixtral", old, new).PlantedForCausalLM(tiny_config("mixtral")).eval()
+    for layer in model.model.layers:
+        layer.mlp.experts.post_expert_norm = torch.nn.Identity()
+    expected = logits(model)
+    report = fk.patch(model).report()
+    found = {entry.module_class: entry.ops for entry in (*report.replaced, *report.left)}
+    assert found.get("PlantedExperts", ()) == ops
+    assert close(logits(model), expected)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from foundry_kernels.core.registry import is_dtensor
@@ -86,6 +87,23 @@ class OwnGateExperts(Experts):
 
     def members(self, original: type) -> dict[str, Any]:
         return {"forward": _experts_forward}
+
+
+@dataclass(frozen=True)
+class SortedExperts(Gated):
+    """Llama 4's: each expert gets as many rows, which are sorted by expert. Its gated activation is replaced."""
+
+    names = split_names("view gate_up_proj shape hidden_size torch bmm chunk act_fn down_proj")
+    arguments = split_names("self hidden_states")
+
+    def members(self, original: type) -> dict[str, Any]:
+        return {"forward": _sorted_forward}
+
+
+def _sorted_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    rows = hidden_states.view(self.gate_up_proj.shape[0], -1, self.hidden_size)
+    y = torch.bmm(gated(self._foundry, torch.bmm(rows, self.gate_up_proj), None), self.down_proj)
+    return y.view(-1, self.hidden_size)
 
 
 def decorated_experts(module: Any) -> Experts | None:

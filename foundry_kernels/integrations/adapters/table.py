@@ -14,7 +14,7 @@ from torch import nn
 
 from foundry_kernels.integrations.adapters.base import Adapter, Attention
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, CausalLM, has_loss
-from foundry_kernels.integrations.adapters.experts import ClampedExperts, Experts, decorated_experts
+from foundry_kernels.integrations.adapters.experts import ClampedExperts, Experts, SortedExperts, decorated_experts
 from foundry_kernels.integrations.adapters.gpt_like import GPT2Attention, NeoXAttention
 from foundry_kernels.integrations.adapters.gpt_like_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.adapters.interface import interface_adapter
@@ -145,10 +145,14 @@ LLAMA_LIKE, GPT_LIKE = tuple(_LLAMA_LIKE), tuple(_GPT_LIKE)
 PATCHED = (*LLAMA_LIKE, *GPT_LIKE)
 
 #: Class (module, name) -> the adapter, or the reason why it is left alone.
-TABLE: dict[tuple[str, str], Adapter | str] = TORCH | {
-    (f"transformers.models.{family}.modeling_{family}", FAMILIES[family].name + end): adapter
-    for family, row in ROWS.items()
-    for end, adapter in row.items()
+TABLE: dict[tuple[str, str], Adapter | str] = {
+    **TORCH,
+    ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): SortedExperts(),
+    **{
+        (f"transformers.models.{family}.modeling_{family}", FAMILIES[family].name + end): adapter
+        for family, row in ROWS.items()
+        for end, adapter in row.items()
+    },
 }
 
 #: How the names of classes end that this package might support.
