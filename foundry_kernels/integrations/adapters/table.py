@@ -175,14 +175,16 @@ def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | No
     if row is not None:
         return row
     cls = next(base for base in type(module).__mro__ if "_foundry_class" not in vars(base))
-    twin, unnamed = None, interface_adapter(cls)
-    if recognise:
-        twin = decorated_experts(module) or twin_of(cls, TABLE)
-    for adapter in (unnamed, twin):  # attention with the code of a row must be such that any function can run it too
-        if adapter is not None and (reason := replaced_forward(module) or adapter.why_not(module)):
-            return reason
-    if twin is not None or unnamed is not None:
-        return twin or unnamed
+    unnamed = interface_adapter(cls)
+    twin = (decorated_experts(module) or twin_of(cls, TABLE)) if recognise else None
+    if (twin is not None or unnamed is not None) and (replaced := replaced_forward(module)) is not None:
+        return replaced
+    if unnamed is not None and (reason := unnamed.why_not(module)) is not None:
+        return unnamed.without_attention(reason)  # which must be such that any function can run it, for a twin too
+    if twin is not None:
+        return twin.why_not(module) or twin
+    if unnamed is not None:
+        return unnamed
     if any(base.__name__.endswith(CANDIDATES) for base in cls.__mro__):
         asked = found and not cls.__name__.endswith("Attention")  # whose shape may be that of an MLP, by accident
         return replaced_forward(module) or (f"{NO_ROW}: {found}" if asked else NO_ROW)

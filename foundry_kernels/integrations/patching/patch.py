@@ -13,9 +13,9 @@ from torch import nn
 from foundry_kernels.core.registry import short_dtype
 from foundry_kernels.integrations.adapters.base import PATCHABLE, Adapter, Attention, Gated, Norm, State
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES, NO_LOGITS, CausalLM
-from foundry_kernels.integrations.adapters.interface import InterfaceAttention
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet
 from foundry_kernels.integrations.adapters.packed_model import PackedModel
+from foundry_kernels.integrations.adapters.rotating import Rotating
 from foundry_kernels.integrations.adapters.table import NO_ROW, adapter_for, has_row
 from foundry_kernels.integrations.modules import holders_of, is_model, models_around
 from foundry_kernels.integrations.patching import swap
@@ -23,6 +23,7 @@ from foundry_kernels.integrations.patching.configs import Configs
 from foundry_kernels.integrations.patching.handle import Arguments, PatchHandle, handle_of, keep
 from foundry_kernels.integrations.patching.mixing import gets_masks, lines, mixers, names_in
 from foundry_kernels.integrations.patching.report import Entry, Report
+from foundry_kernels.integrations.recognise.tables import Tables
 from foundry_kernels.integrations.release import check_release_of
 from foundry_kernels.nn import Attention as OurAttention
 from foundry_kernels.nn import Experts as OurExperts
@@ -125,7 +126,9 @@ def patch(
     taken = [name for name, module in model.named_modules() if swap.is_patched(module)]
     if taken:
         raise ValueError(f"model is patched already ({taken[0] or 'itself'} is); undo that first")
+    tables = Tables(model)
     adapters = {m: None if _is_ours(m) else adapter_for(m, recognise) for m in model.modules()}
+    adapters = {m: a.settled(m, tables) if isinstance(a, Rotating) else a for m, a in adapters.items()}
     fused = _fused_norms(adapters) if "qk_norm_rope" in wanted else set()
     found = [
         (module, *_find(name, module, adapters[module], wanted, fused, ops is not None))
@@ -272,8 +275,8 @@ def _line(
         reason = found.why_not_without_logits(module)
         chosen = chosen if reason is None else tuple(op for op in chosen if op != "linear_cross_entropy")
         return found, Entry(name, cls, chosen, reason or NO_LOGITS)
-    if isinstance(found, InterfaceAttention) and "rope" in wanted:
-        return found, Entry(name, cls, chosen, found.rotation(module))
+    if isinstance(found, Rotating) and "rope" in wanted:
+        return found, Entry(name, cls, chosen, found.stays or None)
     return found, Entry(name, cls, chosen)
 
 
