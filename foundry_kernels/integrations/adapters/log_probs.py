@@ -85,7 +85,7 @@ def call(
     inputs: Mapping[str, Any],
 ) -> Any:
     """Checks the arguments of `PatchHandle.log_probs`, and calls the model. modules: those that are patched."""
-    if not any(hasattr(module, "_foundry_their_loss") for module in modules):
+    if not any(hasattr(module, "_foundry_makes_its_loss") for module in modules):
         raise ValueError(
             "log_probs needs a causal language model with a head, whose loss is patched (see report()); got "
             f"{type(model).__name__}"
