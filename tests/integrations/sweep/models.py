@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,11 @@ def number_of_layers(values: dict[str, Any]) -> int | None:
     return None
 
 
-def small(config: Any, tokens: dict[int, int]) -> Any:
+def small(config: Any, tokens: dict[int, int], **changes: Any) -> Any:
     """A configuration of the same class with small numbers. tokens: the ids of special tokens, by those of before."""
     kind = type(config)
-    fields = [f.name for f in dataclasses.fields(kind) if f.init]
+    declared = dataclasses.is_dataclass(kind)  # in newer releases
+    fields = [f.name for f in dataclasses.fields(kind)] if declared else [*inspect.signature(kind.__init__).parameters]
     own = vars(config)
     values = {name: own.get(name, own.get(kind.attribute_map.get(name, name))) for name in fields}
     values = {name: value for name, value in values.items() if value is not None}
@@ -161,7 +163,7 @@ def small(config: Any, tokens: dict[int, int]) -> Any:
     heads = values.get("num_attention_heads")
     if heads is not None and values.get("num_key_value_heads") == heads:
         changed["num_key_value_heads"] = changed.get("num_attention_heads", heads)
-    return kind(**changed | EXTRA.get(kind.__name__, {}))
+    return kind(**{**changed, **EXTRA.get(kind.__name__, {}), **changes})
 
 
 def special(value: Any, tokens: dict[int, int]) -> Any:
@@ -195,13 +197,13 @@ def has_sections(kind: type) -> bool:
     return modeling.exists() and '"mrope_section"' in modeling.read_text() and "Vision" not in kind.__name__
 
 
-def config_of(name: str) -> Any:
+def config_of(name: str, **changes: Any) -> Any:
     kind = class_of(name).config_class
     try:
         whole = kind()
     except Exception:  # defaults that are no model
         whole = kind(**EXTRA.get(kind.__name__, {}))
-    return small(whole, {})
+    return small(whole, {}, **changes)
 
 
 #: What is None by default and has to be set.
@@ -271,13 +273,13 @@ EXTRA: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tiny(name: str, seed: int = 0) -> Any:
+def tiny(name: str, seed: int = 0, **changes: Any) -> Any:
     """Returns a model of the class of this name in float32 and eval mode. All weights are random: 0 or 1 would hide
-    much."""
+    much. changes: other options of its configuration."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = class_of(name)(config_of(name)).float()
+        model = class_of(name)(config_of(name, **changes)).float()
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() < 2:
