@@ -144,11 +144,19 @@ LLAMA_LIKE, GPT_LIKE = tuple(_LLAMA_LIKE), tuple(_GPT_LIKE)
 PATCHED = (*LLAMA_LIKE, *GPT_LIKE)
 
 #: Class (module, name) -> the adapter, or the reason why it is left alone.
-TABLE: dict[tuple[str, str], Adapter | str] = TORCH | {
-    (f"transformers.models.{family}.modeling_{family}", FAMILIES[family].name + end): adapter
-    for family, row in ROWS.items()
-    for end, adapter in row.items()
-}
+TABLE: dict[tuple[str, str], Adapter | str] = (
+    TORCH
+    | {
+        ("transformers.models.nemotron.modeling_nemotron", "NemotronLayerNorm1P"): NemotronNorm(
+            "eps", 1.0, op="layer_norm", bias="bias", one_dtype=True
+        )
+    }
+    | {
+        (f"transformers.models.{family}.modeling_{family}", FAMILIES[family].name + end): adapter
+        for family, row in ROWS.items()
+        for end, adapter in row.items()
+    }
+)
 
 #: How the names of classes end that this package might support.
 CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "ActDense", "Attention", "Experts")
