@@ -15,7 +15,7 @@ from torch import nn
 from foundry_kernels.integrations.adapters.base import Adapter, Attention
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, CausalLM, has_loss
 from foundry_kernels.integrations.adapters.experts import ClampedExperts, Experts
-from foundry_kernels.integrations.adapters.gpt_like import GPT2Attention, NeoXAttention
+from foundry_kernels.integrations.adapters.gpt_like import GPT2Attention, NemotronNorm, NeoXAttention
 from foundry_kernels.integrations.adapters.gpt_like_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.adapters.interface import interface_adapter
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet, by_key_head, one_each
