@@ -37,9 +37,9 @@ NAMED = (
 )
 
 #: Options that the defaults lack. Two of Gemma 4's layers have no keys of their own; DeepSeek's indexer chooses all
-#: tokens, so that none comes and goes with the last bit.
+#: tokens, its router all experts, so that none comes and goes with the last bit.
 CHANGES: dict[str, dict[str, Any]] = {
-    "deepseek_v32": {"index_topk": 64},
+    "deepseek_v32": {"index_topk": 64, "num_experts_per_tok": 4},
     "gemma4_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,

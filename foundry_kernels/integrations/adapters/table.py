@@ -15,7 +15,7 @@ from torch import nn
 from foundry_kernels.integrations.adapters.base import Adapter, Attention
 from foundry_kernels.integrations.adapters.causal_lm import language_model
 from foundry_kernels.integrations.adapters.experts import ClampedExperts, Experts, SortedExperts, decorated_experts
-from foundry_kernels.integrations.adapters.gpt_like import GPT2Attention, NeoXAttention
+from foundry_kernels.integrations.adapters.gpt_like import GPT2Attention, NemotronNorm, NeoXAttention
 from foundry_kernels.integrations.adapters.gpt_like_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.adapters.interface import interface_adapter
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet, by_key_head, one_each
@@ -131,6 +131,9 @@ PATCHED = (*LLAMA_LIKE, *GPT_LIKE)
 TABLE: dict[tuple[str, str], Adapter | str] = {
     **TORCH,
     ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): SortedExperts(),
+    ("transformers.models.nemotron.modeling_nemotron", "NemotronLayerNorm1P"): NemotronNorm(
+        "eps", 1.0, op="layer_norm", bias="bias", one_dtype=True
+    ),
     **{
         (f"transformers.models.{family}.modeling_{family}", FAMILIES[family].name + end): adapter
         for family, row in ROWS.items()
