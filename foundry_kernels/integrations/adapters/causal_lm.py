@@ -223,8 +223,9 @@ def _answer(self: Any, theirs: Any, request: log_probs.Request, given: dict[str,
     """Returns the log-probabilities of a call's labels."""
     labels: Any = given.pop("labels")
     row: LanguageModel = self._foundry_row
+    before = not log_probs.is_encoder_decoder(self)
     if row.of_transformers:
-        given["labels"] = None
+        given["labels"] = None if before else labels
     else:  # it may compute the last logits alone, without targets
         if "input_ids" not in names:
             given[names[0]] = given.pop("input_ids")
@@ -239,9 +240,9 @@ def _answer(self: Any, theirs: Any, request: log_probs.Request, given: dict[str,
         raise ValueError(f"{type(self).__name__} returns no logits for each of labels, {list(labels.shape)}")
     inputs = logits.inputs() if isinstance(logits, DeferredLogits) else None
     if inputs is not None:
-        return request.of_hidden(inputs, _targets(request, labels, inputs["hidden"]))
+        return request.of_hidden(inputs, _targets(request, labels, inputs["hidden"], before), before)
     made = logits.tensor() if isinstance(logits, DeferredLogits) else logits
-    return request.of_logits(made, _targets(request, labels, made), _backend(self))
+    return request.of_logits(made, _targets(request, labels, made, before), _backend(self), before)
 
 
 def _backend(self: Any) -> str:
@@ -249,8 +250,10 @@ def _backend(self: Any) -> str:
     return backends.get("linear_cross_entropy") or backends["cross_entropy"]
 
 
-def _targets(request: log_probs.Request, labels: Tensor, hidden: Tensor) -> Tensor:
+def _targets(request: log_probs.Request, labels: Tensor, hidden: Tensor, before: bool) -> Tensor:
     """Returns the target of each position of a call that is running."""
+    if not before:
+        return labels.to(hidden.device)
     call = current()
     documents = None if call is None or call.queries != labels.shape[1] else call.documents
     return request.targets(labels.to(hidden.device), documents)

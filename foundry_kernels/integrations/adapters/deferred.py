@@ -247,6 +247,8 @@ class DeferredLogits:
         inputs = self.inputs()
         if inputs is None:
             return None
+        if self.call.deferral.asked:
+            return torch.zeros((), device=self.device)
         if is_dtensor(self.call.weight):
             target = target.view(self.rows.shape[:-1])
         else:
@@ -275,8 +277,6 @@ class DeferredLogits:
             return None
         if weight is not None and (weight.requires_grad or weight.device != self.rows.device):
             return None
-        if self.call.deferral.asked:
-            return self.rows.new_zeros((), dtype=torch.float32)
         loss = self.loss(
             target,
             class_weight=weight,
