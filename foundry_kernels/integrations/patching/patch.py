@@ -60,9 +60,10 @@ def patch(
     """Replaces the supported norms, gated activations, rotations, attention, linear attention and loss of `model` in
     place.
 
-    Supported are the families of `foundry_kernels.integrations.adapters.table.PATCHED` in Hugging Face transformers,
+    Supported are norms and MLPs of any class that are recognised by what they compute (see `recognise`); the attention
+    and the loss of the families of `foundry_kernels.integrations.adapters.table.PATCHED` in Hugging Face transformers;
     ``torch.nn.MultiheadAttention`` and torch.nn's transformer around it, ``torch.nn.RMSNorm`` and
-    ``torch.nn.LayerNorm`` in any model, and this package's own modules, whose backend is set. Every module stays the
+    ``torch.nn.LayerNorm``; and this package's own modules, whose backend is set. Every module stays the
     same object with its parameters, buffers, names and hooks, and its class keeps its name; the state dict, optimizers
     and wrappers (PEFT, FSDP) are not affected. A patched model can be deep-copied and pickled. transformers itself is
     not changed: other models in the process are not affected. Packed documents do not see each other in a patched model
@@ -80,8 +81,8 @@ def patch(
             are made at its top, and a layer that is patched by itself refuses the dense ones that it then gets.
         backend: a backend's name, or a mapping of operations to names (as for `foundry_kernels.nn`).
         ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope, flash_attention, cross_entropy,
-            linear_cross_entropy, layer_norm, grouped_mm, bias_gelu and gated_delta_rule; None for all but an attention
-            that is "eager" by choice. qk_norm_rope is the norm of queries and keys and the rotation in one; without it
+            linear_cross_entropy, layer_norm, grouped_mm, bias_gelu, gated_delta_rule, glu, reglu, bias_silu and
+            bias_relu; None for all but an attention that is "eager" by choice. qk_norm_rope is the norm of queries and keys and the rotation in one; without it
             the two are done one after the other. linear_cross_entropy is the loss of a call with labels in training
             mode, cross_entropy that of any other. gated_delta_rule is linear attention with its convolution.
         dense_masks: what happens where a mask is dense, as one that is not causal, a window or padding is: "kernels"
@@ -92,6 +93,10 @@ def patch(
             mode, where only its loss needs them. They are the largest tensor of a training step. By default they are
             None there, and never exist as a whole (:func:`foundry_kernels.linear_cross_entropy`); without labels or in
             eval mode they are returned as usual. A loss over no labels at all is 0, not NaN.
+        recognise: whether a class that has no row in the package's table may be recognised. The code that its forward
+            reaches must use nothing beyond what norms and MLPs use, and a small copy of the module with random weights
+            must compute what the package's operation does, with gradients, in every dtype. The model itself is not
+            run; the answer is kept in the user's cache.
 
     Returns:
         A handle: `report()` tells what was replaced, what was left and why; `undo()` undoes it, as

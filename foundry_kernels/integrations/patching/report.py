@@ -66,9 +66,9 @@ class Report:
         return [backends, entry.reason] if entry.reason else [backends]
 
 
-def parts(report: Report) -> tuple[str, str, str, str, str]:
-    """Returns the report in five words for a row of a table: norms, MLPs and experts, attention, loss, what was
-    left."""
+def parts(report: Report) -> tuple[str, str, str, str, str, str]:
+    """Returns the report in six words for a row of a table: norms, MLPs and experts, attention, loss, how many modules
+    were recognised, what was left."""
 
     def of(*kinds: str) -> str:
         entries = [e for e in report.replaced if e.module_class.endswith(kinds)]
@@ -77,4 +77,6 @@ def parts(report: Report) -> tuple[str, str, str, str, str]:
     left = Counter(f"{e.module_class}: {e.reason}" for e in report.left)
     text = ", ".join(f"{n} {text}" for text, n in left.items())
     products = of("MLP", "Experts", "Intermediate", "FeedForward", "ActDense")
-    return of("Norm", "NormGated"), products, of("Attention", "GatedDeltaNet"), of("ForCausalLM", "LMHeadModel"), text
+    known = f"{sum(e.by == 'recognised' for e in report.replaced)} of {len(report.replaced)}"
+    attention, loss = of("Attention", "GatedDeltaNet"), of("ForCausalLM", "LMHeadModel")
+    return of("Norm", "NormGated"), products, attention, loss, known, text

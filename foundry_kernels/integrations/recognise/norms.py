@@ -151,7 +151,7 @@ def _name(adapter: Norm) -> str:
 
 
 def _same(ours: Tensor, theirs: Tensor) -> bool:
-    """Bit for bit in 16 bits, but for a rare last bit."""
+    """Bit for bit in 16 bits, except for a rare last bit."""
     if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
         return False
     if ours.dtype not in proof.LOW:

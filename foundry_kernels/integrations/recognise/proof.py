@@ -78,7 +78,7 @@ def gradients(module: nn.Module, inputs: Sequence[Tensor], direction: Tensor) ->
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
-    """Returns whether two results are the same but for `tolerance` of the largest value of each row."""
+    """Returns whether two results are the same within `tolerance` of the largest value of each row."""
     if ours.shape != theirs.shape:
         return False
     ours, theirs = (x.double().reshape(-1, x.shape[-1]) for x in (ours, theirs))
