@@ -162,6 +162,8 @@ def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | No
         return row
     cls = next(base for base in type(module).__mro__ if "_foundry_class" not in vars(base))
     unnamed = interface_adapter(cls)
+    if unnamed is not None and not recognise:
+        unnamed = unnamed.unrecognised()
     twin = (decorated_experts(module) or twin_of(cls, TABLE)) if recognise else None
     if (twin is not None or unnamed is not None) and (replaced := replaced_forward(module)) is not None:
         return replaced
