@@ -26,7 +26,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 SERVED = {
     "bert": {"layer_norm": 6, "flash_attention": 2, "bias_gelu": 2, "linear_cross_entropy": 1},
     "roberta": {"layer_norm": 6, "flash_attention": 2, "bias_gelu": 2, "linear_cross_entropy": 1},
-    "modernbert": {"layer_norm": 6, "flash_attention": 2, "geglu": 2, "linear_cross_entropy": 1},
+    "modernbert": {"layer_norm": 6, "rope": 2, "flash_attention": 2, "geglu": 2, "linear_cross_entropy": 1},
     "vit": {"layer_norm": 5, "flash_attention": 2, "bias_gelu": 2},
     "clip": {"layer_norm": 11, "flash_attention": 4, "bias_gelu": 2},
     "siglip": {"layer_norm": 11, "flash_attention": 4, "bias_gelu": 5},

@@ -250,7 +250,7 @@ def test_the_report() -> None:
     assert str(report).splitlines() == [
         "GptOssForCausalLM: 8 of 10 modules replaced (float32 on cpu)",
         "replaced",
-        "     1  GptOssForCausalLM  row         linear_cross_entropy: reference, cross_entropy: reference; logits of a "
+        "     1  GptOssForCausalLM  recognised  linear_cross_entropy: reference, cross_entropy: reference; logits of a "
         "call with labels are None in training mode; return_logits=True keeps them",
         "     2  GptOssAttention    row         rope: reference, flash_attention: reference",
         "     5  GptOssRMSNorm      recognised  rms_norm: reference",

@@ -190,6 +190,17 @@ class Relu(NanoGpt):
         self.gelu = F.relu  # type: ignore[assignment]
 
 
+class Multiplied(planted.Mlp):
+    """As Falcon-H1's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_gate, self.of_all = 0.3, 1.7
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.act(self.gate(x) * self.of_gate)) * self.of_all
+
+
 FORMS: list[tuple[Any, Adapter]] = [
     (planted.Norm, Norm("eps", round_before_weight=True, takes="x")),
     (Literal, Norm(3e-5, weight="g", takes="input")),
@@ -198,6 +209,7 @@ FORMS: list[tuple[Any, Adapter]] = [
     (lambda: Plus1(48), Norm("eps", 1.0, op="layer_norm", bias="bias", takes="input")),
     (OfConfig, Norm("config.layer_norm_eps", round_before_weight=True, takes="x")),
     (planted.Mlp, MLP("", "gate", "up", "down", kernel=("swiglu", ""))),
+    (Multiplied, MLP("", "gate", "up", "down", kernel=("swiglu", ""), gate_scale="of_gate", scale="of_all")),
     (Titan, MLP("", "w1", "w3", "w2", kernel=("swiglu", ""))),
     (Packed, MLP("", "fc", "", "proj", up_first=True, kernel=("geglu", "tanh"), outer="dropout")),
     (NanoGpt, PlainMLP("c_fc", "c_proj", "", ("bias_gelu", "none"), outer="dropout", takes="x")),

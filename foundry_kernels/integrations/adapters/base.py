@@ -229,7 +229,8 @@ class MLP(Gated):
     gate, up, down: the names of the layers; without `up`, `gate` computes both, the gate first unless `up_first`.
     kernel: the operation that the activation is, and the approximation of GELU; without it, that of the module's.
     inner, outer: the names of its dropouts; "" for none. casts: the input of `down` gets the dtype of its weight, which
-    may be kept in float32, or be quantised. takes: the name of the argument.
+    may be kept in float32, or be quantised. gate_scale, scale: the attributes that multiply the gate, before its
+    activation, and the result; "" for none. takes: the name of the argument.
     """
 
     gate: str = "gate_proj"
@@ -240,6 +241,8 @@ class MLP(Gated):
     inner: str = ""
     outer: str = ""
     casts: bool = False
+    gate_scale: str = ""
+    scale: str = ""
     takes: str = "x"
 
     names = split_names("gate_proj up_proj gate_up_proj down_proj act_fn activation_fn chunk")
@@ -267,7 +270,10 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
         gate = layers.linear(x, getattr(self, row.gate))
         if row.up_first:
             up, gate = gate.chunk(2, dim=-1)
-    return second(self, layers, gated(self._foundry, gate, up))
+    if row.gate_scale:
+        gate = gate * getattr(self, row.gate_scale)
+    x = second(self, layers, gated(self._foundry, gate, up))
+    return x * getattr(self, row.scale) if row.scale else x
 
 
 def second(self: Any, layers: Layers, x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters.activations import activation
@@ -16,6 +17,8 @@ from foundry_kernels.integrations.adapters.base import (
     ONE_INPUT,
     Adapter,
     Attention,
+    Norm,
+    _norm_forward,
     layers_of,
     second,
     split_names,
@@ -95,6 +98,27 @@ def _neox_attention(
     dropout = self.attention_dropout if self.training else 0.0
     out, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
     return layers.linear(out.reshape(*tokens, -1), self.dense), weights
+
+
+@dataclass(frozen=True)
+class NemotronNorm(Norm):
+    """Nemotron's LayerNorm, whose weight is stored less 1. Under autocast on a GPU the class's own forward runs, which
+    casts what it gets."""
+
+    names = split_names(
+        "device type _cast_if_autocast_enabled normalized_shape weight bias eps maybe_autocast F layer_norm"
+    )
+    arguments = split_names("self input")
+
+    def members(self, original: type) -> dict[str, Any]:
+        return {"forward": _nemotron_norm}
+
+
+def _nemotron_norm(self: Any, input: Tensor) -> Tensor:
+    if torch.is_autocast_enabled():
+        out: Tensor = self._foundry_original.forward(self, input)
+        return out
+    return _norm_forward(self, input)
 
 
 #: The approximations of GELU activations that gated MLPs do not use.

@@ -41,6 +41,10 @@ class Rotating(Adapter):
     def members(self, original: type) -> dict[str, Any]:
         return rotating_members(original, self.rotations)
 
+    def unrecognised(self) -> Rotating | None:
+        """Returns the adapter that replaces no rotation; None where nothing else would be replaced."""
+        return None if type(self) is Rotating else replace(self, rotations=(), stays="")
+
     def without_attention(self, reason: str) -> Rotating | str:
         """Returns the adapter of a module whose attention is left for this reason; the reason where nothing else is
         replaced."""

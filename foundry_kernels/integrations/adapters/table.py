@@ -14,14 +14,15 @@ from torch import nn
 
 from foundry_kernels.integrations.adapters.base import Adapter, Attention
 from foundry_kernels.integrations.adapters.causal_lm import language_model
-from foundry_kernels.integrations.adapters.experts import ClampedExperts, Experts
-from foundry_kernels.integrations.adapters.gpt_like import GPT2Attention, NeoXAttention
+from foundry_kernels.integrations.adapters.experts import ClampedExperts, Experts, SortedExperts, decorated_experts
+from foundry_kernels.integrations.adapters.gpt_like import GPT2Attention, NemotronNorm, NeoXAttention
 from foundry_kernels.integrations.adapters.gpt_like_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.adapters.interface import interface_adapter
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet, by_key_head, one_each
 from foundry_kernels.integrations.adapters.torch_nn import TORCH
 from foundry_kernels.integrations.families import FAMILIES
 from foundry_kernels.integrations.recognise import recognised
+from foundry_kernels.integrations.recognise.code import twin_of
 
 #: Of a family: what follows in the name of a class, and the adapter of that class or the reason why it is left.
 Row = Mapping[str, Adapter | str]
@@ -59,7 +60,7 @@ CONFIG_WINDOW = Attention(passes=_config_window, uses=("getattr",))
 
 
 def _like_llama(family: str, attention: Attention, experts: Adapter | None = None) -> Row:
-    """Returns the row of a family with RMSNorm and gates, which are recognised."""
+    """Returns the row of a family with RMSNorm and gates, which are recognised, as its loss is."""
     if FAMILIES[family].head_norms:
         attention = dataclasses.replace(attention, norms="heads")
     row: Row = {"Attention": attention}
@@ -127,10 +128,17 @@ LLAMA_LIKE, GPT_LIKE = tuple(_LLAMA_LIKE), tuple(_GPT_LIKE)
 PATCHED = (*LLAMA_LIKE, *GPT_LIKE)
 
 #: Class (module, name) -> the adapter, or the reason why it is left alone.
-TABLE: dict[tuple[str, str], Adapter | str] = TORCH | {
-    (f"transformers.models.{family}.modeling_{family}", FAMILIES[family].name + end): adapter
-    for family, row in ROWS.items()
-    for end, adapter in row.items()
+TABLE: dict[tuple[str, str], Adapter | str] = {
+    **TORCH,
+    ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): SortedExperts(),
+    ("transformers.models.nemotron.modeling_nemotron", "NemotronLayerNorm1P"): NemotronNorm(
+        "eps", 1.0, op="layer_norm", bias="bias", one_dtype=True
+    ),
+    **{
+        (f"transformers.models.{family}.modeling_{family}", FAMILIES[family].name + end): adapter
+        for family, row in ROWS.items()
+        for end, adapter in row.items()
+    },
 }
 
 #: How the names of classes end that this package might support.
@@ -152,13 +160,19 @@ def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | No
         return found
     if row is not None:
         return row
-    cls = type(module)
-    unnamed = interface_adapter(next(base for base in cls.__mro__ if "_foundry_class" not in vars(base)))
+    cls = next(base for base in type(module).__mro__ if "_foundry_class" not in vars(base))
+    unnamed = interface_adapter(cls)
+    if unnamed is not None and not recognise:
+        unnamed = unnamed.unrecognised()
+    twin = (decorated_experts(module) or twin_of(cls, TABLE)) if recognise else None
+    if (twin is not None or unnamed is not None) and (replaced := replaced_forward(module)) is not None:
+        return replaced
+    if unnamed is not None and (reason := unnamed.why_not(module)) is not None:
+        return unnamed.without_attention(reason)  # which must be such that any function can run it, for a twin too
+    if twin is not None:
+        return twin.why_not(module) or twin
     if unnamed is not None:
-        if (replaced := replaced_forward(module)) is not None:
-            return replaced
-        reason = unnamed.why_not(module)
-        return unnamed if reason is None else unnamed.without_attention(reason)
+        return unnamed
     if any(base.__name__.endswith(CANDIDATES) for base in cls.__mro__):
         asked = found and not cls.__name__.endswith("Attention")  # whose shape may be that of an MLP, by accident
         return replaced_forward(module) or (f"{NO_ROW}: {found}" if asked else NO_ROW)

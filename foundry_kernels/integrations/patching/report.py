@@ -80,7 +80,8 @@ def parts(report: Report) -> tuple[str, str, str, str, str, str]:
     text = ", ".join(f"{n} {text}" for text, n in left.items())
     products = of("MLP", "Experts", "Intermediate", "FeedForward", "ActDense")
     known = f"{sum(e.by == 'recognised' for e in report.replaced)} of {len(report.replaced)}"
-    return of("Norm", "NormGated"), products, of("Attention", "GatedDeltaNet"), _counted(losses), known, text
+    attention = of("Attention", "GatedDeltaNet")
+    return of("Norm", "NormGated"), products, attention, _counted(losses), known, text
 
 
 def _counted(ops: Iterable[str]) -> str:

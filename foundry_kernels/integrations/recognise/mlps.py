@@ -64,6 +64,7 @@ def mlp_of(small: Any, reached: Reached, takes: tuple[str, ...]) -> MLP | PlainM
         raise LeftError(f"it has {len(layers)} matmuls")
     first = [getattr(small, name) for name in layers]
     others: list[Function] = [f for f in read.values() if callable(f) and not isinstance(f, (nn.Linear, Marked))]
+    scales = [path[0] for path, value in reached.read.items() if len(path) == 1 and type(value) is float and value != 1]
     for width in dict.fromkeys(layer.in_features for layer in first):
         x = inputs(width, torch.float64, SHAPES[0], generator)
         try:
@@ -72,7 +73,7 @@ def mlp_of(small: Any, reached: Reached, takes: tuple[str, ...]) -> MLP | PlainM
             if width == first[-1].in_features:
                 raise
             continue
-        for adapter in _candidates(layers, drops, others):
+        for adapter in _candidates(layers, drops, others, scales):
             if _fits(adapter, small, width) and _equal(adapter, small, x, y, others):
                 if adapter.kernel is not None and adapter.kernel[0] == "":
                     raise LeftError(f"its activation is {_named(others[int(adapter.kernel[1])])}, which no kernel has")
@@ -84,22 +85,27 @@ def _named(act: Any) -> str:
     return getattr(act, "__name__", type(act).__name__)
 
 
-def _candidates(layers: list[str], drops: list[str], others: list[Function]) -> Iterator[MLP | PlainMLP]:
+def _candidates(
+    layers: list[str], drops: list[str], others: list[Function], scales: list[str]
+) -> Iterator[MLP | PlainMLP]:
     positions = list(itertools.product(("", *drops), ("", *drops)))
     positions = [each for each in positions if set(drops) <= set(each)]
     unknown = [("", str(i)) for i in range(len(others))]
-    for inner, outer in positions:
+    scaled = [each for each in itertools.product(("", *scales), ("", *scales)) if set(scales) <= set(each)]
+    for (inner, outer), (gate_scale, scale) in itertools.product(positions, scaled):
         drop: Any = {"inner": inner, "outer": outer}
+        if len(layers) > 1 and scales:
+            drop |= {"gate_scale": gate_scale, "scale": scale}
         if len(layers) == 3:
             for (gate, up, down), kernel in itertools.product(itertools.permutations(layers), (*GATES, *unknown)):
                 yield MLP("", gate, up, down, kernel=kernel, **drop)
         elif len(layers) == 2:
             for first, last in itertools.permutations(layers):
-                for kernel in (*PLAIN, *unknown):
+                for kernel in () if scales else (*PLAIN, *unknown):
                     yield PlainMLP(first, last, "", kernel, **drop)
                 for kernel, up_first in itertools.product((*GATES, *unknown), (False, True)):
                     yield MLP("", first, "", last, up_first, kernel, **drop)
-        elif not inner and not outer:
+        elif not inner and not outer and not scales:
             for kernel in (*PLAIN, *unknown):
                 yield PlainMLP(layers[0], "", "", kernel)
 
@@ -133,14 +139,17 @@ def _equal(adapter: MLP | PlainMLP, small: Any, x: Tensor, y: Tensor, others: li
 def _formula(adapter: MLP | PlainMLP, small: Any, x: Tensor, act: Function) -> Tensor:
     if isinstance(adapter, PlainMLP):
         h = act(getattr(small, adapter.up)(x))
-    elif adapter.up:
-        h = act(getattr(small, adapter.gate)(x)) * getattr(small, adapter.up)(x)
     else:
-        gate, up = getattr(small, adapter.gate)(x).chunk(2, -1)
-        h = act(up) * gate if adapter.up_first else act(gate) * up
+        gate = getattr(small, adapter.gate)(x)
+        if adapter.up:
+            up = getattr(small, adapter.up)(x)
+        else:
+            gate, up = gate.chunk(2, -1)[:: -1 if adapter.up_first else 1]
+        h = act(gate * getattr(small, adapter.gate_scale) if adapter.gate_scale else gate) * up
     h = getattr(small, adapter.inner)(h) if adapter.inner else h
     h = getattr(small, adapter.down)(h) if adapter.down else h
-    return getattr(small, adapter.outer)(h) if adapter.outer else h
+    h = getattr(small, adapter.outer)(h) if adapter.outer else h
+    return h * getattr(small, adapter.scale) if isinstance(adapter, MLP) and adapter.scale else h
 
 
 def _prove(small: Any, adapter: MLP | PlainMLP, width: int, generator: torch.Generator) -> MLP | PlainMLP:
