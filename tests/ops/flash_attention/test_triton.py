@@ -13,7 +13,7 @@ import pytest
 import torch
 from attention_errors import assert_errors_of_the_reference
 from attention_inputs import plain_options
-from slow import rest_slow
+from slow import ahead_of_time, rest_slow
 from torch import Tensor
 
 from benchmarks.measure import peak_bytes
@@ -278,6 +278,7 @@ def _loop(line: str) -> dict[str, int]:
     return found
 
 
+@ahead_of_time
 def test_products_are_under_way_during_the_softmax() -> None:
     """Checks the machine code for Hopper: by width, the tiles between the window's edges, whose instructions are
     budgeted, and those on its edges, which are masked by few more. An edit that loses the overlap need not meet a GPU
