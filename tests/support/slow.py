@@ -85,7 +85,7 @@ def first_dtype(row: Any) -> torch.dtype:
 
 @functools.cache
 def kernels_changed() -> bool:
-    """Whether this commit or what is not committed changes Triton's kernels, or what tests of their machine code use."""
+    """Whether the last commit, or what is not committed, changes Triton's kernels or the tool that compiles them."""
     of_kernels = ("foundry_kernels/_triton", "foundry_kernels/ops/**/triton", "foundry_kernels/tools/inspect")
     command = ["git", "diff", "--quiet", "HEAD~1", "--", *(f":(top,glob){p}/**" for p in of_kernels)]
     try:
