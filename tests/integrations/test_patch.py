@@ -7,6 +7,7 @@ import gc
 import re
 import subprocess
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.base import PATCHABLE
+from foundry_kernels.integrations.adapters.table import NO_ROW
 from foundry_kernels.integrations.adapters.tiny import tiny_model
 from foundry_kernels.integrations.patching import swap
 
@@ -226,10 +228,10 @@ def test_an_unknown_family() -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     before = snapshot(model)
     handle = fk.patch(model)
-    assert [(e.module_class, e.ops) for e in handle.report().replaced] == 4 * [("LayerNorm", ("layer_norm",))]
+    found = Counter((e.module_class, e.ops, e.by) for e in handle.report().replaced)
+    assert found == {("LayerNorm", ("layer_norm",), "row"): 4, ("MLP", ("bias_gelu",), "recognised"): 2}
     assert {e.module_class: e.reason for e in handle.report().left} == {
         "Attention": "no adapter for this class",
-        "MLP": "no adapter for this class",
         "OpenAIGPTLMHeadModel": "its loss stays, with the logits: no adapter for this class",
     }
     handle.undo()
@@ -245,10 +247,10 @@ def test_the_report() -> None:
     assert str(report).splitlines() == [
         "GptOssForCausalLM: 8 of 10 modules replaced (float32 on cpu)",
         "replaced",
-        "     1  GptOssForCausalLM  linear_cross_entropy: reference, cross_entropy: reference; logits of a call with "
-        "labels are None in training mode; return_logits=True keeps them",
-        "     2  GptOssAttention    rope: reference, flash_attention: reference",
-        "     5  GptOssRMSNorm      rms_norm: reference",
+        "     1  GptOssForCausalLM  row         linear_cross_entropy: reference, cross_entropy: reference; logits of a "
+        "call with labels are None in training mode; return_logits=True keeps them",
+        "     2  GptOssAttention    row         rope: reference, flash_attention: reference",
+        "     5  GptOssRMSNorm      recognised  rms_norm: reference",
         "left as it was",
         "     2  GptOssExperts      experts_implementation='eager' has its activation inside a loop; 'grouped_mm' and "
         "'batched_mm' do not",
@@ -261,10 +263,10 @@ def reasons(model: nn.Module, **options: Any) -> dict[str, str | None]:
 
 
 def test_an_activation_without_a_kernel() -> None:
-    model = tiny_model("llama", hidden_act="relu")
+    model = tiny_model("llama", hidden_act="tanh")
     expected = logits(model)
     assert set(reasons(model)) == {"model.layers.0.mlp", "model.layers.1.mlp"}
-    assert set(reasons(model).values()) == {"its activation is ReLU, which no gated kernel has"}
+    assert set(reasons(model).values()) == {f"{NO_ROW}: its activation is Tanh, which no kernel has"}
     with fk.patch(model):
         assert close(logits(model), expected)
 
@@ -295,7 +297,7 @@ def test_a_forward_that_was_replaced() -> None:
 
     model = tiny_model("llama")
     model.model.layers[0].mlp.__class__ = Mine
-    assert "its class has a forward of its own" in str(reasons(model)["model.layers.0.mlp"])
+    assert "it computes none of the MLPs" in str(reasons(model)["model.layers.0.mlp"])
 
 
 def test_another_version_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +306,7 @@ def test_another_version_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(LlamaMLP, "forward", forward)
     found = reasons(tiny_model("llama"))
-    assert found["model.layers.0.mlp"] == ("its forward uses multiplier: another version of it than this package knows")
+    assert found["model.layers.0.mlp"] == f"{NO_ROW}: its forward reads multiplier, which it does not have"
 
 
 # Which operations --------------------------------------------------------------------------------------------------
@@ -321,7 +323,8 @@ def test_one_operation_alone(family: str, op: str) -> None:
         assert (model.config is config) == (op != "flash_attention")
         assert all(e.reason.startswith("ops does not name") for e in handle.report().left if e.reason)
         replaced = op != ("geglu" if family != "gemma3" else "swiglu") and (op != "qk_norm_rope" or family != "glm4")
-        replaced = replaced and op not in ("layer_norm", "grouped_mm", "bias_gelu", "gated_delta_rule")
+        replaced = replaced and op not in ("layer_norm", "grouped_mm", "gated_delta_rule", "glu", "reglu")
+        replaced = replaced and not op.startswith("bias")
         assert bool(handle.report().replaced) == replaced
 
 

@@ -92,7 +92,10 @@ def test_a_class_of_the_next_release_is_left(end: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(kind, "forward", forward)
     handle = fk.patch(model)
     left = {entry.module_class: entry.reason for entry in handle.report().left}
-    assert left["Llama" + end] == "its forward takes unheard_of: another version of it than this package knows"
+    if end in ("MLP", "RMSNorm"):  # which have no row
+        assert str(left["Llama" + end]).startswith("no adapter for this class: its forward uses ")
+    else:
+        assert left["Llama" + end] == "its forward takes unheard_of: another version of it than this package knows"
     assert close(logits(model), expected)
     model(IDS, labels=IDS, use_cache=True).loss.backward()
 

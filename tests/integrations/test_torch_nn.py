@@ -123,15 +123,16 @@ def test_everything_is_reached(mode: str, backend: str) -> None:
 
 
 def test_the_report() -> None:
+    every = "flash_attention: reference, layer_norm: reference, bias_gelu: reference"
     report = fk.patch(transformer(activation="gelu"), backend="reference").report()
     assert str(report).splitlines() == [
         "Transformer: 23 of 23 modules replaced (float32 on cpu)",
         "replaced",
-        "     1  TransformerEncoder       flash_attention: reference, layer_norm: reference",
-        "     2  TransformerEncoderLayer  flash_attention: reference, layer_norm: reference, bias_gelu: reference",
-        "     6  MultiheadAttention       flash_attention: reference",
-        "    12  LayerNorm                layer_norm: reference",
-        "     2  TransformerDecoderLayer  flash_attention: reference, layer_norm: reference, bias_gelu: reference",
+        "     1  TransformerEncoder       row         flash_attention: reference, layer_norm: reference",
+        f"     2  TransformerEncoderLayer  row         {every}",
+        "     6  MultiheadAttention       row         flash_attention: reference",
+        "    12  LayerNorm                row         layer_norm: reference",
+        f"     2  TransformerDecoderLayer  row         {every}",
     ]
 
 

@@ -10,24 +10,25 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters.activations import activation
 from foundry_kernels.nn import LayerNorm, RMSNorm
 from foundry_kernels.nn._head import count_hooks
 from foundry_kernels.nn._linear_layers import Layers, products_for
-from foundry_kernels.ops.rms_norm import rms_norm
+from foundry_kernels.ops.rms_norm import layer_norm, rms_norm
 from foundry_kernels.ops.rope import qk_norm_rope, rope
-from foundry_kernels.ops.swiglu import geglu, swiglu
+from foundry_kernels.ops.swiglu import geglu, glu, reglu, swiglu
 
 #: The valid names in `ops` of `patch`. "flash_attention" includes its packed form, "grouped_mm" the weighted sum after
 #: it, "gated_delta_rule" the convolution before it.
 PATCHABLE = (
     "rms_norm", "swiglu", "geglu", "rope", "qk_norm_rope", "flash_attention", "cross_entropy", "linear_cross_entropy",
-    "layer_norm", "grouped_mm", "bias_gelu", "gated_delta_rule",
+    "layer_norm", "grouped_mm", "bias_gelu", "gated_delta_rule", "glu", "reglu", "bias_silu", "bias_relu",
 )  # fmt: skip
 
 
@@ -110,31 +111,70 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Norm(Adapter):
-    """A root-mean-square norm over the last dimension, with the arguments of `rms_norm`."""
+    """A norm over the last dimension.
 
-    eps: str = "variance_epsilon"
+    op: "rms_norm" or "layer_norm". eps: the attribute that has it, as "config.eps" too, or the number. weight, bias:
+    their names; "" for none. weight_offset, round_before_weight: as for `rms_norm`. one_dtype: a call with another
+    dtype than the weight's is the class's own. takes: the name of the argument.
+    """
+
+    eps: str | float | None = "variance_epsilon"
     weight_offset: float = 0.0
     round_before_weight: bool = False
+    op: str = "rms_norm"
+    weight: str = "weight"
+    bias: str = ""
+    one_dtype: bool = False
+    takes: str = "hidden_states"
 
     names = split_names("dtype to torch float32 pow mean rsqrt variance_epsilon weight _norm float type_as eps")
     arguments = ONE_INPUT
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
-        return ("rms_norm",)
+        return (self.op,)
+
+    def eps_of(self, module: nn.Module) -> float | None:
+        return at(module, self.eps) if isinstance(self.eps, str) else self.eps
 
     def members(self, original: type) -> dict[str, Any]:
-        return {"forward": _norm_forward}
+        return {"forward": taking(_norm_forward, self.takes)}
+
+
+def at(module: Any, path: str) -> Any:
+    """Returns the attribute of a module at a path such as "config.eps"."""
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def taking(forward: Any, name: str) -> Any:
+    """Returns a forward of one argument, by whose name it is called too."""
+    code = forward.__code__
+    own, taken, *others = code.co_varnames
+    if taken == name:
+        return forward
+    made = FunctionType(code.replace(co_varnames=(own, name, *others)), forward.__globals__, forward.__name__)
+    made.__module__, made.__doc__ = forward.__module__, forward.__doc__
+    return made
 
 
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     row: Norm = self._foundry_row
-    backend = self._foundry.backends.get("rms_norm")
-    if backend is None:  # only qk_norm_rope is patched, and this call is outside of it
+    backend = self._foundry.backends.get(row.op)
+    weight = getattr(self, row.weight) if row.weight else None
+    own = row.one_dtype and weight is not None and weight.dtype != hidden_states.dtype
+    if backend is None or own:  # without a backend only qk_norm_rope is patched, and this call is outside of it
         return self._foundry_original.forward(self, hidden_states)
+    eps = row.eps_of(self)
+    if row.op == "layer_norm":
+        assert eps is not None
+        weight = weight + row.weight_offset if weight is not None and row.weight_offset else weight
+        bias = getattr(self, row.bias) if row.bias else None
+        return layer_norm(hidden_states, weight, bias, eps, backend=backend)
     return rms_norm(
         hidden_states,
-        self.weight,
-        getattr(self, row.eps),
+        weight,
+        eps,
         weight_offset=row.weight_offset,
         round_before_weight=row.round_before_weight,
         backend=backend,
@@ -184,15 +224,32 @@ class Gated(Adapter):
 
 @dataclass(frozen=True)
 class MLP(Gated):
-    """``down_proj(act(gate_proj(x)) * up_proj(x))``; `packed`: one projection computes both, the gate first."""
+    """``outer(down(inner(act(gate(x)) * up(x))))``.
 
-    packed: bool = False
+    gate, up, down: the names of the layers; without `up`, `gate` computes both, the gate first unless `up_first`.
+    kernel: the operation that the activation is, and the approximation of GELU; without it, that of the module's.
+    inner, outer: the names of its dropouts; "" for none. casts: the input of `down` gets the dtype of its weight, which
+    may be kept in float32, or be quantised. takes: the name of the argument.
+    """
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    up_first: bool = False
+    kernel: tuple[str, str] | None = None
+    inner: str = ""
+    outer: str = ""
+    casts: bool = False
+    takes: str = "x"
 
     names = split_names("gate_proj up_proj gate_up_proj down_proj act_fn activation_fn chunk")
     arguments = ONE_INPUT
 
+    def activation(self, module: nn.Module) -> tuple[str, str] | None:
+        return self.kernel or super().activation(module)
+
     def members(self, original: type) -> dict[str, Any]:
-        return {"forward": _mlp_forward}
+        return {"forward": taking(_mlp_forward, self.takes)}
 
 
 def layers_of(module: Any, x: Tensor) -> Layers:
@@ -201,18 +258,40 @@ def layers_of(module: Any, x: Tensor) -> Layers:
 
 
 def _mlp_forward(self: Any, x: Tensor) -> Tensor:
+    row: MLP = self._foundry_row
     layers = layers_of(self, x)
-    if self._foundry_row.packed:
-        gate, up = layers.linear(x, self.gate_up_proj), None
+    up: Tensor | None = None
+    if row.up:
+        gate, up = layers.each(x, getattr(self, row.gate), getattr(self, row.up))
     else:
-        gate, up = layers.each(x, self.gate_proj, self.up_proj)
-    return layers.linear(gated(self._foundry, gate, up), self.down_proj)
+        gate = layers.linear(x, getattr(self, row.gate))
+        if row.up_first:
+            up, gate = gate.chunk(2, dim=-1)
+    return second(self, layers, gated(self._foundry, gate, up))
+
+
+def second(self: Any, layers: Layers, x: Tensor) -> Tensor:
+    """The second matmul of an MLP, with its dropouts."""
+    row = self._foundry_row
+    if row.inner:
+        x = getattr(self, row.inner)(x)
+    down = getattr(self, row.down)
+    if row.casts:
+        weight = getattr(down, "weight", None)
+        if isinstance(weight, Tensor) and weight.dtype not in (x.dtype, torch.int8, torch.uint8):
+            x = x.to(weight.dtype)
+    x = layers.linear(x, down)
+    return getattr(self, row.outer)(x) if row.outer else x
 
 
 def gated(state: State, gate: Tensor, up: Tensor | None, **options: Any) -> Tensor:
     backends = state.backends
     if "swiglu" in backends:
         return swiglu(gate, up, backend=backends["swiglu"], **options)
+    if "glu" in backends:
+        return glu(gate, up, backend=backends["glu"])
+    if "reglu" in backends:
+        return reglu(gate, up, backend=backends["reglu"])
     return geglu(gate, up, approximate=state.gelu, backend=backends["geglu"])
 
 
@@ -379,11 +458,11 @@ def _rotate(
     return qk_norm_rope(
         q,
         k,
-        self.q_norm.weight,
-        self.k_norm.weight,
+        getattr(self.q_norm, norm.weight),
+        getattr(self.k_norm, norm.weight),
         cos,
         sin,
-        eps=getattr(self.q_norm, norm.eps),
+        eps=norm.eps_of(self.q_norm),
         weight_offset=norm.weight_offset,
         round_before_weight=norm.round_before_weight,
         interleaved=row.interleaved,
@@ -399,5 +478,7 @@ def _fusable(q_norm: Any, k_norm: Any) -> bool:
             return False
         if "forward" in vars(norm) or count_hooks(norm):
             return False
-    eps = q_norm._foundry_row.eps
-    return type(q_norm) is type(k_norm) and getattr(q_norm, eps) == getattr(k_norm, eps)
+    row = q_norm._foundry_row
+    if type(q_norm) is not type(k_norm) or not isinstance(row, Norm) or row.op != "rms_norm" or not row.weight:
+        return False
+    return not row.one_dtype and row.eps_of(q_norm) == row.eps_of(k_norm)

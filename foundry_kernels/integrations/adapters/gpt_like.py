@@ -12,10 +12,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters.activations import activation
-from foundry_kernels.integrations.adapters.base import ONE_INPUT, Adapter, Attention, layers_of, split_names
+from foundry_kernels.integrations.adapters.base import (
+    ONE_INPUT,
+    Adapter,
+    Attention,
+    layers_of,
+    second,
+    split_names,
+    taking,
+)
 from foundry_kernels.nn._layers import is_observed
 from foundry_kernels.nn._linear_layers import Layers
-from foundry_kernels.ops.bias_gelu import bias_gelu
+from foundry_kernels.ops.bias_gelu import bias_gelu, bias_relu, bias_silu
 from foundry_kernels.ops.rope import rope
 
 
@@ -106,46 +114,61 @@ def gelu_of(act: object) -> str | None:
 
 @dataclass(frozen=True)
 class PlainMLP(Adapter):
-    """``second(gelu(first(x)))``: the bias of the first matmul is fused into the activation.
+    """``outer(down(inner(act(up(x)))))``: the bias of the first matmul is fused into the activation.
 
-    first, second, act: the names of the layers. dropout: the name of a dropout after the second layer, or "".
+    up, down: the names of the layers; without `down` the activation is the last. act: the name of the activation.
+    kernel, inner, outer, casts, takes: as for `MLP`.
     """
 
-    first: str = ""
-    second: str = ""
+    up: str = ""
+    down: str = ""
     act: str = "act"
-    dropout: str = ""
+    kernel: tuple[str, str] | None = None
+    inner: str = ""
+    outer: str = ""
+    casts: bool = False
+    takes: str = "hidden_states"
 
     arguments = ONE_INPUT
 
     def known(self) -> frozenset[str]:
-        return frozenset({self.first, self.second, self.act, self.dropout or self.act})
+        return frozenset({self.up, self.down, self.act})
+
+    def activation(self, module: nn.Module) -> tuple[str, str] | None:
+        """Returns the operation of the activation, and the approximation of GELU; None where it has none."""
+        if self.kernel is not None:
+            return self.kernel
+        gelu = gelu_of(getattr(module, self.act, None))
+        return None if gelu is None else ("bias_gelu", gelu)
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
-        return ("bias_gelu",)
+        found = self.activation(module)
+        return () if found is None else (found[0],)
 
     def why_not(self, module: nn.Module) -> str | None:
         act = getattr(module, self.act, None)
-        return None if gelu_of(act) else f"its activation is {type(act).__name__}, which is not GELU"
+        return None if self.activation(module) else f"its activation is {type(act).__name__}, which is not GELU"
 
     def members(self, original: type) -> dict[str, Any]:
-        return {"forward": _plain_mlp}
+        return {"forward": taking(_plain_mlp if self.down else activated, self.takes)}
 
 
 def _plain_mlp(self: Any, hidden_states: Tensor) -> Tensor:
-    row: PlainMLP = self._foundry_row
     x = activated(self, hidden_states)
-    x = layers_of(self, x).linear(x, getattr(self, row.second))
-    return getattr(self, row.dropout)(x) if row.dropout else x
+    return second(self, layers_of(self, x), x)
 
 
 def activated(self: Any, x: Tensor) -> Tensor:
-    """``gelu(first(x))``."""
+    """``act(up(x))``."""
     row: PlainMLP = self._foundry_row
-    approximate = gelu_of(getattr(self, row.act))
-    assert approximate is not None  # otherwise the module is not patched
-    product, bias = _product(layers_of(self, x), getattr(self, row.first), x)
-    return bias_gelu(product, bias, approximate=approximate, backend=self._foundry.backends["bias_gelu"])
+    found = row.activation(self)
+    assert found is not None  # otherwise the module is not patched
+    op, approximate = found
+    product, bias = _product(layers_of(self, x), getattr(self, row.up), x)
+    backend = self._foundry.backends[op]
+    if op == "bias_gelu":
+        return bias_gelu(product, bias, approximate=approximate, backend=backend)
+    return bias_silu(product, bias, backend=backend) if op == "bias_silu" else bias_relu(product, bias, backend=backend)
 
 
 def _product(layers: Layers, layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:

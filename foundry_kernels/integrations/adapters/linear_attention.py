@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from foundry_kernels.integrations.adapters.base import Adapter, layers_of, split_names
+from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.integrations.adapters.base import Adapter, at, layers_of, split_names
 from foundry_kernels.integrations.attention.call import current
 from foundry_kernels.integrations.attention.documents import LENGTHS, ONE_A_ROW, Documents, from_lengths, once
 from foundry_kernels.nn._delta import (
@@ -29,43 +30,47 @@ from foundry_kernels.nn._delta import (
 from foundry_kernels.nn._linear_layers import Layers
 from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.short_conv1d import ACTIVATIONS, short_conv1d, short_conv1d_step
+from foundry_kernels.ops.swiglu import glu
 
 
 @dataclass(frozen=True)
 class GatedNorm(Adapter):
-    """``rms_norm(x) * weight * silu(gate)``, rounded before the weight multiplies and at the end."""
+    """``rms_norm(x) * weight * act(gate)``, rounded before the weight multiplies, unless `once`, and at the end.
 
-    names = split_names(
-        "dtype to torch float32 pow mean rsqrt variance_epsilon weight ACT2FN activation nn functional silu F"
-    )
+    eps: the attribute that has it, or the number. weight: its name. act: "swiglu", whose activation is SiLU, or "glu",
+    whose is the sigmoid.
+    """
+
+    eps: str | float | None = "variance_epsilon"
+    weight: str = "weight"
+    once: bool = False
+    act: str = "swiglu"
+
     arguments = split_names("self hidden_states gate")
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
-        return ("rms_norm", "swiglu")
-
-    def why_not(self, module: Any) -> str | None:
-        given = getattr(module, "activation", "silu")
-        return None if given in ("silu", "swish") else f"its activation is {given}, which no gated kernel has"
+        return ("rms_norm", self.act)
 
     def members(self, original: type) -> dict[str, Any]:
         return {"forward": _gated_norm_forward}
 
 
 def _gated_norm_forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
-    backends = self._foundry.backends
+    row, backends = self._foundry_row, self._foundry.backends
     if "rms_norm" not in backends:
         result: Tensor = self._foundry_original.forward(self, hidden_states, gate)
         return result
-    y = rms_norm(
-        hidden_states,
-        self.weight,
-        self.variance_epsilon,
-        round_before_weight=True,
-        backend=backends["rms_norm"],
-    )
-    if "swiglu" in backends:
-        return gated(y, gate, hidden_states.dtype, backends["swiglu"])
-    return (y * silu(gate.float())).to(hidden_states.dtype)
+    x, weight, dtype = hidden_states, getattr(self, row.weight), hidden_states.dtype
+    if row.once:
+        x, weight = x.to(wide_dtype(dtype)), weight.to(wide_dtype(dtype))
+    eps = at(self, row.eps) if isinstance(row.eps, str) else row.eps
+    y = rms_norm(x, weight, eps, round_before_weight=not row.once, backend=backends["rms_norm"])
+    if row.act == "swiglu" and "swiglu" in backends:
+        return gated(y, gate, dtype, backends["swiglu"])
+    wide = torch.promote_types(y.dtype, wide_dtype(gate.dtype))
+    if row.act == "glu" and "glu" in backends:
+        return glu(gate.to(wide), y.to(wide), backend=backends["glu"]).to(dtype)
+    return (y * (silu if row.act == "swiglu" else torch.sigmoid)(gate.to(wide))).to(dtype)
 
 
 Project = Callable[[Any, Layers, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]

@@ -12,16 +12,16 @@ from typing import Any
 
 from torch import nn
 
-from foundry_kernels.integrations.adapters.base import MLP, Adapter, Attention, Norm
+from foundry_kernels.integrations.adapters.base import Adapter, Attention
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, CausalLM, has_loss
-from foundry_kernels.integrations.adapters.encoders import ENCODERS
 from foundry_kernels.integrations.adapters.experts import ClampedExperts, Experts
-from foundry_kernels.integrations.adapters.gpt_like import GPT2Attention, NeoXAttention, PlainMLP
+from foundry_kernels.integrations.adapters.gpt_like import GPT2Attention, NeoXAttention
 from foundry_kernels.integrations.adapters.gpt_like_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.adapters.interface import interface_adapter
-from foundry_kernels.integrations.adapters.linear_attention import DeltaNet, GatedNorm, by_key_head, one_each
+from foundry_kernels.integrations.adapters.linear_attention import DeltaNet, by_key_head, one_each
 from foundry_kernels.integrations.adapters.torch_nn import TORCH
 from foundry_kernels.integrations.families import FAMILIES
+from foundry_kernels.integrations.recognise import recognised
 
 #: Of a family: what follows in the name of a class, and the adapter of that class or the reason why it is left.
 Row = Mapping[str, Adapter | str]
@@ -63,17 +63,6 @@ def _clamped_gate(module: Any) -> dict[str, Any]:
     return {"alpha": module.alpha, "limit": module.limit, "up_offset": 1.0, "interleaved": True}
 
 
-#: The norms that a family may have; see `Family`.
-NORMS = {
-    "llama": Norm(round_before_weight=True),
-    "rounded_once": Norm(),
-    "gemma": Norm(eps="eps", weight_offset=1.0),
-}
-
-GATED = MLP()
-PACKED = MLP(act="activation_fn", packed=True)
-DENSE = PlainMLP(first="dense_h_to_4h", second="dense_4h_to_h")
-
 CROSS = ("CausalLMOutputWithCrossAttentions", "cross_attentions")
 CAPPED = CausalLM(cap=_final_cap, uses=("final_logit_softcapping", "torch", "tanh"))
 PLAIN_LOSS = CausalLM()
@@ -84,50 +73,47 @@ WINDOW = Attention(passes=_layer_window, uses=("sliding_window",))
 CONFIG_WINDOW = Attention(passes=_config_window, uses=("getattr",))
 
 
-def _like_llama(family: str, mlp: Adapter | str, attention: Attention, loss: CausalLM = PLAIN_LOSS) -> Row:
-    """Returns the row of a family with RMSNorm and gates."""
-    known = FAMILIES[family]
-    if known.head_norms:
+def _like_llama(family: str, attention: Attention, loss: CausalLM = PLAIN_LOSS, experts: Adapter | None = None) -> Row:
+    """Returns the row of a family with RMSNorm and gates, which are recognised."""
+    if FAMILIES[family].head_norms:
         attention = dataclasses.replace(attention, norms="heads")
-    feed_forward = "Experts" if isinstance(mlp, (Experts, str)) else "MLP"
-    norm = NORMS[str(known.norm)]
-    row: Row = {"RMSNorm": norm, feed_forward: mlp, "Attention": attention, "ForCausalLM": loss}
+    row: Row = {"Attention": attention, "ForCausalLM": loss}
+    if experts is not None:
+        row = {**row, "Experts": experts}
     if family in _DELTA_NETS:
-        row = {**row, "GatedDeltaNet": _DELTA_NETS[family], "RMSNormGated": GatedNorm()}
-    return {**row, "MLP": GATED} if family in _WITH_MLP else row
+        row = {**row, "GatedDeltaNet": _DELTA_NETS[family]}
+    return row
 
 
 _SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 _LLAMA_LIKE: dict[str, tuple[Any, ...]] = {
-    "llama": (GATED, Attention()),
-    "mistral": (GATED, CONFIG_WINDOW),
-    "mixtral": (Experts(), CONFIG_WINDOW, MIXTURE),
-    "qwen2": (GATED, WINDOW),
-    "qwen2_moe": (Experts(), Attention(passes=_window_if_any), MIXTURE),
-    "qwen3": (GATED, WINDOW),
-    "qwen3_moe": (Experts(), WINDOW, MIXTURE),
-    "gemma": (GATED, Attention()),
-    "gemma2": (GATED, Attention(passes=_window_and_cap, uses=("sliding_window", "attn_logit_softcapping")), CAPPED),
-    "gemma3": (GATED, WINDOW, CAPPED),
-    "phi3": (PACKED, Attention(packed=True, passes=_config_window, uses=("getattr",))),
-    "granite": (GATED, Attention(), CausalLM(scale=_inverse_scaling, uses=("logits_scaling",))),
-    "olmo2": (GATED, Attention(norms="projection")),
-    "olmo3": (GATED, Attention(norms="projection", passes=_layer_window, uses=("sliding_window",))),
-    "smollm3": (GATED, Attention(optional_rope=True, passes=_layer_window, uses=("sliding_window",))),
+    "llama": (Attention(),),
+    "mistral": (CONFIG_WINDOW,),
+    "mixtral": (CONFIG_WINDOW, MIXTURE, Experts()),
+    "qwen2": (WINDOW,),
+    "qwen2_moe": (Attention(passes=_window_if_any), MIXTURE, Experts()),
+    "qwen3": (WINDOW,),
+    "qwen3_moe": (WINDOW, MIXTURE, Experts()),
+    "gemma": (Attention(),),
+    "gemma2": (Attention(passes=_window_and_cap, uses=("sliding_window", "attn_logit_softcapping")), CAPPED),
+    "gemma3": (WINDOW, CAPPED),
+    "phi3": (Attention(packed=True, passes=_config_window, uses=("getattr",)),),
+    "granite": (Attention(), CausalLM(scale=_inverse_scaling, uses=("logits_scaling",))),
+    "olmo2": (Attention(norms="projection"),),
+    "olmo3": (Attention(norms="projection", passes=_layer_window, uses=("sliding_window",)),),
+    "smollm3": (Attention(optional_rope=True, passes=_layer_window, uses=("sliding_window",)),),
     "gpt_oss": (
-        ClampedExperts(passes=_clamped_gate),
         Attention(half_tables=True, passes=_window_and_sinks, uses=("sliding_window", "sinks")),
         MIXTURE,
+        ClampedExperts(passes=_clamped_gate),
     ),
-    "glm4": (PACKED, Attention(interleaved=True)),
-    "qwen3_next": (Experts(), Attention(gated=True), MIXTURE),
-    "qwen3_5": (GATED, Attention(gated=True)),
-    "qwen3_5_moe": (Experts(), Attention(gated=True), MIXTURE),
-    "olmo_hybrid": (GATED, Attention(norms="projection", optional_tables=True)),
+    "glm4": (Attention(interleaved=True),),
+    "qwen3_next": (Attention(gated=True), MIXTURE, Experts()),
+    "qwen3_5": (Attention(gated=True),),
+    "qwen3_5_moe": (Attention(gated=True), MIXTURE, Experts()),
+    "olmo_hybrid": (Attention(norms="projection", optional_tables=True),),
 }
-#: Besides its experts such a mixture has an MLP for the shared expert, or for layers without experts.
-_WITH_MLP = ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe")
 #: The linear attention of families that have it.
 _DELTA_NETS = {
     "qwen3_next": DeltaNet(by_key_head, uses=("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering", "cat")),
@@ -141,18 +127,14 @@ _DELTA_NETS = {
     ),
 }
 _GPT_LIKE: dict[str, Row] = {
-    "gpt2": {
-        "Attention": GPT2Attention(),
-        "MLP": PlainMLP(first="c_fc", second="c_proj", dropout="dropout"),
-        "LMHeadModel": CausalLM(decoder="transformer", uses=CROSS),
-    },
-    "gpt_neox": {"Attention": NeoXAttention(), "MLP": DENSE, "ForCausalLM": CausalLM(decoder="gpt_neox")},
+    "gpt2": {"Attention": GPT2Attention(), "LMHeadModel": CausalLM(decoder="transformer", uses=CROSS)},
+    "gpt_neox": {"Attention": NeoXAttention(), "ForCausalLM": CausalLM(decoder="gpt_neox")},
     "bloom": {
         "Attention": BloomAttention(),
-        "MLP": BloomMLP(first="dense_h_to_4h", second="dense_4h_to_h", act="gelu_impl"),
+        "MLP": BloomMLP(up="dense_h_to_4h", down="dense_4h_to_h", act="gelu_impl"),
         "ForCausalLM": BLOOM_LIKE,
     },
-    "falcon": {"Attention": FalconAttention(), "MLP": DENSE, "ForCausalLM": BLOOM_LIKE},
+    "falcon": {"Attention": FalconAttention(), "ForCausalLM": BLOOM_LIKE},
 }
 #: The rows of the families that `patch` knows.
 ROWS: dict[str, Row] = _GPT_LIKE | {family: _like_llama(family, *row) for family, row in _LLAMA_LIKE.items()}
@@ -162,28 +144,56 @@ LLAMA_LIKE, GPT_LIKE = tuple(_LLAMA_LIKE), tuple(_GPT_LIKE)
 PATCHED = (*LLAMA_LIKE, *GPT_LIKE)
 
 #: Class (module, name) -> the adapter, or the reason why it is left alone.
-TABLE: dict[tuple[str, str], Adapter | str] = (
-    TORCH
-    | {
-        (f"transformers.models.{family}.modeling_{family}", FAMILIES[family].name + end): adapter
-        for family, row in ROWS.items()
-        for end, adapter in row.items()
-    }
-    | {
-        (f"transformers.models.{family}.modeling_{family}", begin + end): adapter
-        for (family, begin), classes in ENCODERS.items()
-        for end, adapter in classes.items()
-    }
-)
+TABLE: dict[tuple[str, str], Adapter | str] = TORCH | {
+    (f"transformers.models.{family}.modeling_{family}", FAMILIES[family].name + end): adapter
+    for family, row in ROWS.items()
+    for end, adapter in row.items()
+}
 
 #: How the names of classes end that this package might support.
-CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "Attention", "Experts")
+CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "ActDense", "Attention", "Experts")
 #: What is said of a class of such a name that has no row.
 NO_ROW = "no adapter for this class"
 
 
-def adapter_for(module: nn.Module) -> Adapter | str | None:
-    """Returns the adapter of `module`, or the reason why there is none; None where it is of no kind that we support."""
+def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | None:
+    """Returns the adapter of `module`, or the reason why there is none; None where it is of no kind that we support.
+
+    recognise: whether a class without a row may be recognised by what its code computes.
+    """
+    row = _row(module)
+    if row is not None and not isinstance(row, str):
+        return row
+    found = recognised(module) if recognise else None
+    if found is not None and not isinstance(found, str):
+        return found
+    if row is not None:
+        return row
+    cls = type(module)
+    unnamed = interface_adapter(next(base for base in cls.__mro__ if "_foundry_class" not in vars(base)))
+    if unnamed is not None:
+        return replaced_forward(module) or unnamed.why_not(module) or unnamed
+    if any(base.__name__.endswith(CANDIDATES) for base in cls.__mro__):
+        asked = found and not cls.__name__.endswith("Attention")  # whose shape may be that of an MLP, by accident
+        return replaced_forward(module) or (f"{NO_ROW}: {found}" if asked else NO_ROW)
+    return LOSS_STAYS if has_loss(module) else None
+
+
+def has_row(module: nn.Module, adapter: Adapter) -> bool:
+    """Returns whether `adapter` is that of the row of a module's class."""
+    return any(TABLE.get((base.__module__, base.__qualname__)) is adapter for base in type(module).__mro__)
+
+
+def replaced_forward(module: nn.Module) -> str | None:
+    """Returns the reason why a module whose forward was replaced is left."""
+    return REPLACED if "forward" in vars(module) else None
+
+
+REPLACED = "its forward was replaced on the instance, by a hook of another library perhaps"
+
+
+def _row(module: nn.Module) -> Adapter | str | None:
+    """Returns the adapter in the row of a module's class, or the reason why the module is left; None without a row."""
     cls = type(module)
     for base in cls.__mro__:
         if "_foundry_class" in vars(base):  # has the original's name, perhaps
@@ -194,15 +204,8 @@ def adapter_for(module: nn.Module) -> Adapter | str | None:
         if isinstance(found, str):
             return found
         if "forward" in vars(module):
-            return "its forward was replaced on the instance, by a hook of another library perhaps"
+            return REPLACED
         if getattr(cls, found.method) is not getattr(base, found.method):
             return f"its class has a {found.method} of its own, which need not do what that of {base.__name__} does"
         return found.why_changed(base) or found.why_not(module) or found
-    unnamed = interface_adapter(next(base for base in cls.__mro__ if "_foundry_class" not in vars(base)))
-    if unnamed is not None:
-        if "forward" in vars(module):
-            return "its forward was replaced on the instance, by a hook of another library perhaps"
-        return unnamed.why_not(module) or unnamed
-    if cls.__name__.endswith(CANDIDATES):
-        return NO_ROW
-    return LOSS_STAYS if has_loss(module) else None
+    return None

@@ -27,6 +27,7 @@ class Arguments:
     ops: tuple[str, ...] | None
     dense_masks: str
     return_logits: bool
+    recognise: bool = True
 
     def differences(self, other: Arguments) -> Iterator[str]:
         for field in dataclasses.fields(self):

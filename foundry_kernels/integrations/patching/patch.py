@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES, 
 from foundry_kernels.integrations.adapters.interface import InterfaceAttention
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet
 from foundry_kernels.integrations.adapters.packed_model import PackedModel
-from foundry_kernels.integrations.adapters.table import NO_ROW, adapter_for
+from foundry_kernels.integrations.adapters.table import NO_ROW, adapter_for, has_row
 from foundry_kernels.integrations.modules import holders_of, is_model, models_around
 from foundry_kernels.integrations.patching import swap
 from foundry_kernels.integrations.patching.configs import Configs
@@ -31,10 +32,11 @@ from foundry_kernels.nn._backend import Backend, plan, serving, without_extensio
 OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, MultiheadAttention, OurExperts, OurAttention)
 
 
-def _is_our_model(module: nn.Module) -> bool:
-    """Whether it is a Transformer, without importing that class: a model of it implies that it is imported."""
+def _is_ours(module: nn.Module) -> bool:
+    """Whether it is a module of this package. Transformer is not imported for that: a model of it implies that it
+    is."""
     models = sys.modules.get("foundry_kernels.models.transformer")
-    return models is not None and isinstance(module, models.Transformer)
+    return isinstance(module, OURS) or (models is not None and isinstance(module, models.Transformer))
 
 
 #: What `dense_masks` may be, and the attention of transformers that it means where a model may have SDPA, and else.
@@ -52,13 +54,15 @@ def patch(
     ops: Iterable[str] | None = None,
     dense_masks: str = "kernels",
     return_logits: bool = False,
+    recognise: bool = True,
 ) -> PatchHandle:
     """Replaces the supported norms, gated activations, rotations, attention, linear attention and loss of `model` in
     place.
 
-    Supported are the families of `foundry_kernels.integrations.adapters.table.PATCHED` in Hugging Face transformers,
+    Supported are norms and MLPs of any class that are recognised by what they compute (see `recognise`); the attention
+    and the loss of the families of `foundry_kernels.integrations.adapters.table.PATCHED` in Hugging Face transformers;
     ``torch.nn.MultiheadAttention`` and torch.nn's transformer around it, ``torch.nn.RMSNorm`` and
-    ``torch.nn.LayerNorm`` in any model, and this package's own modules, whose backend is set. Every module stays the
+    ``torch.nn.LayerNorm``; and this package's own modules, whose backend is set. Every module stays the
     same object with its parameters, buffers, names and hooks, and its class keeps its name; the state dict, optimizers
     and wrappers (PEFT, FSDP) are not affected. A patched model can be deep-copied and pickled. transformers itself is
     not changed: other models in the process are not affected. Packed documents do not see each other in a patched model
@@ -76,8 +80,8 @@ def patch(
             are made at its top, and a layer that is patched by itself refuses the dense ones that it then gets.
         backend: a backend's name, or a mapping of operations to names (as for `foundry_kernels.nn`).
         ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope, flash_attention, cross_entropy,
-            linear_cross_entropy, layer_norm, grouped_mm, bias_gelu and gated_delta_rule; None for all but an attention
-            that is "eager" by choice. qk_norm_rope is the norm of queries and keys and the rotation in one; without it
+            linear_cross_entropy, layer_norm, grouped_mm, bias_gelu, gated_delta_rule, glu, reglu, bias_silu and
+            bias_relu; None for all but an attention that is "eager" by choice. qk_norm_rope is the norm of queries and keys and the rotation in one; without it
             the two are done one after the other. linear_cross_entropy is the loss of a call with labels in training
             mode, cross_entropy that of any other. gated_delta_rule is linear attention with its convolution.
         dense_masks: what happens where a mask is dense, as one that is not causal, a window or padding is: "kernels"
@@ -88,6 +92,10 @@ def patch(
             mode, where only its loss needs them. They are the largest tensor of a training step. By default they are
             None there, and never exist as a whole (:func:`foundry_kernels.linear_cross_entropy`); without labels or in
             eval mode they are returned as usual. A loss over no labels at all is 0, not NaN.
+        recognise: whether a class that has no row in the package's table may be recognised. The code that its forward
+            reaches must use nothing beyond what norms and MLPs use, and a small copy of the module with random weights
+            must compute what the package's operation does, with gradients, in every dtype. The model itself is not
+            run; the answer is kept in the user's cache.
 
     Returns:
         A handle: `report()` tells what was replaced, what was left and why; `undo()` undoes it, as
@@ -115,14 +123,19 @@ def patch(
         None if ops is None else tuple(op for op in PATCHABLE if op in asked),
         dense_masks,
         return_logits,
+        recognise,
     )
     if (handle := handle_of(model, arguments)) is not None:
         return handle
     taken = [name for name, module in model.named_modules() if swap.is_patched(module)]
     if taken:
         raise ValueError(f"model is patched already ({taken[0] or 'itself'} is); undo that first")
-    fused = _fused_norms(model, wanted)
-    found = [(module, *_find(name, module, wanted, fused, ops is not None)) for name, module in model.named_modules()]
+    adapters = {m: None if _is_ours(m) else adapter_for(m, recognise) for m in model.modules()}
+    fused = _fused_norms(adapters) if "qk_norm_rope" in wanted else set()
+    found = [
+        (module, *_find(name, module, adapters[module], wanted, fused, ops is not None))
+        for name, module in model.named_modules()
+    ]
     entries = _without_containers([entry for _, _, entry in found if entry is not None])
     changes = [(module, adapter, entry) for module, adapter, entry in found if entry is not None and entry.ops]
     used = {op for _, _, entry in changes for op in entry.ops}
@@ -199,28 +212,45 @@ def _with_companions(ops: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name for op in ops for name in (op, *COMPANIONS.get(op, ()))))
 
 
-def _fused_norms(model: nn.Module, wanted: tuple[str, ...]) -> set[nn.Module]:
+def _fused_norms(adapters: Mapping[nn.Module, Adapter | str | None]) -> set[nn.Module]:
     """Returns the norms of queries and keys that are done together with the rotation."""
-    if "qk_norm_rope" not in wanted:
-        return set()
     norms: set[nn.Module] = set()
-    for module in model.modules():
-        adapter: Any = adapter_for(module)
+    for module, adapter in adapters.items():
         if isinstance(adapter, Attention) and "qk_norm_rope" in adapter.ops(module):
-            norms |= {child for name, child in module.named_children() if name in ("q_norm", "k_norm")}
+            both = [child for name, child in module.named_children() if name in ("q_norm", "k_norm")]
+            norms |= set(both) if all(isinstance(adapters[norm], Norm) for norm in both) else set()
     return norms
 
 
 def _find(
-    name: str, module: nn.Module, wanted: tuple[str, ...], fused: set[nn.Module], asked: bool
+    name: str,
+    module: nn.Module,
+    found: Adapter | str | None,
+    wanted: tuple[str, ...],
+    fused: set[nn.Module],
+    asked: bool,
 ) -> tuple[Adapter | None, Entry | None]:
     """Returns the adapter of `module`, None for one of ours; and the line of the report, None where there is none.
 
-    asked: whether the caller named the operations.
+    found: what `adapter_for` says. asked: whether the caller named the operations.
     """
+    adapter, entry = _line(name, module, found, wanted, fused, asked)
+    if entry is not None and entry.ops:
+        by = "own" if adapter is None else "row" if has_row(module, adapter) else "recognised"
+        entry = replace(entry, by=by)
+    return adapter, entry
+
+
+def _line(
+    name: str,
+    module: nn.Module,
+    found: Adapter | str | None,
+    wanted: tuple[str, ...],
+    fused: set[nn.Module],
+    asked: bool,
+) -> tuple[Adapter | None, Entry | None]:
     cls = type(module).__name__
-    ours: Any = module if isinstance(module, OURS) or _is_our_model(module) else None
-    found = None if ours is not None else adapter_for(module)
+    ours: Any = module if _is_ours(module) else None
     if isinstance(found, str):
         stays = found != LOSS_STAYS or any(op in wanted for op in LOSSES)
         return None, Entry(name, cls, reason=found) if stays else None
@@ -230,6 +260,9 @@ def _find(
         return None, None
     else:
         ops = ("qk_norm_rope",) if module in fused else found.ops(module)
+        if "qk_norm_rope" in wanted and isinstance(found, Attention) and "qk_norm_rope" in ops:
+            norm = getattr(module, "q_norm", None)  # norms that stay are called, and the rotation is then by itself
+            ops = ops if norm in fused else ("rope", *ops[1:])
     chosen = tuple(op for op in ops if op in wanted)
     if isinstance(found, Attention) and "qk_norm_rope" in ops and "qk_norm_rope" not in wanted and "rope" in wanted:
         chosen = ("rope", *chosen)

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         version = importlib.import_module("transformers").__version__
     except ImportError as e:
         parser.error(f"transformers cannot be imported ({e}); pip install transformers")
-    rows: list[tuple[str, ...]] = [("family", "norms", "MLP", "attention", "loss", "left as it was")]
+    rows: list[tuple[str, ...]] = [("family", "norms", "MLP", "attention", "loss", "recognised", "left as it was")]
     rows.append(tuple("-" * len(title) for title in rows[0]))
     chosen = options.family or LLAMA_LIKE
     try:

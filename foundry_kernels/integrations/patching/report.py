@@ -8,12 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """What became of one module: the operations that it runs on, and the reason why it, or one of them, was left."""
+    """What became of one module: the operations that it runs on, and the reason why it, or one of them, was left.
+
+    by: what it was known by: "row" (the table names its class), "recognised" (by what its code computes), "own" (it is
+    a module of this package); "" where it was left.
+    """
 
     name: str
     module_class: str
     ops: tuple[str, ...] = ()
     reason: str | None = None
+    by: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Report:
             lines[0] += f": {self.no_extension}"
         if not found:
             lines[0] = f"{self.model_class}: nothing to patch, it has no norm, gated MLP or attention"
-        done = Counter((e.module_class, "; ".join(self._served(e))) for e in self.replaced)
+        done = Counter((e.module_class, f"{e.by:<10}  {'; '.join(self._served(e))}") for e in self.replaced)
         left = Counter((e.module_class, e.reason or "") for e in self.left)
         width = max((len(name) for name, _ in (*done, *left)), default=0)
         for title, rows in (("replaced", done), ("left as it was", left)):
@@ -61,9 +66,9 @@ class Report:
         return [backends, entry.reason] if entry.reason else [backends]
 
 
-def parts(report: Report) -> tuple[str, str, str, str, str]:
-    """Returns the report in five words for a row of a table: norms, MLPs and experts, attention, loss, what was
-    left."""
+def parts(report: Report) -> tuple[str, str, str, str, str, str]:
+    """Returns the report in six words for a row of a table: norms, MLPs and experts, attention, loss, how many modules
+    were recognised, what was left."""
 
     def of(*kinds: str) -> str:
         entries = [e for e in report.replaced if e.module_class.endswith(kinds)]
@@ -72,4 +77,6 @@ def parts(report: Report) -> tuple[str, str, str, str, str]:
     left = Counter(f"{e.module_class}: {e.reason}" for e in report.left)
     text = ", ".join(f"{n} {text}" for text, n in left.items())
     products = of("MLP", "Experts", "Intermediate", "FeedForward", "ActDense")
-    return of("Norm", "NormGated"), products, of("Attention", "GatedDeltaNet"), of("ForCausalLM", "LMHeadModel"), text
+    known = f"{sum(e.by == 'recognised' for e in report.replaced)} of {len(report.replaced)}"
+    attention, loss = of("Attention", "GatedDeltaNet"), of("ForCausalLM", "LMHeadModel")
+    return of("Norm", "NormGated"), products, attention, loss, known, text

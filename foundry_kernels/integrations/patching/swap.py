@@ -24,8 +24,13 @@ _CLASSES: dict[tuple[type, Adapter], type] = {}
 def patched_class(original: type, adapter: Adapter) -> type:
     """Returns the subclass that instances of `original` are given; always the same one."""
     known = _CLASSES.get((original, adapter))
-    if known is not None:
-        return known
+    if known is None:
+        known = _CLASSES[original, adapter] = make_class(original, adapter)
+    return known
+
+
+def make_class(original: type, adapter: Adapter) -> type:
+    """Returns a new subclass for instances of `original`."""
     members = {
         "__module__": original.__module__,
         "__doc__": f"{original.__name__} on the operations of foundry_kernels.",
@@ -33,14 +38,14 @@ def patched_class(original: type, adapter: Adapter) -> type:
         "__prepare_scriptable__": refuse_scripting,
         "_foundry_row": adapter,
         "_foundry_original": original,
-        "_foundry_home": sys.modules[next(c for c in original.__mro__ if adapter.method in vars(c)).__module__],
+        "_foundry_home": sys.modules.get(next(c for c in original.__mro__ if adapter.method in vars(c)).__module__),
         **adapter.members(original),
     }
     # Its name stays too: transformers writes it into saved configs, and trainers find the layers to wrap by it.
     made: Any = type(original.__name__, adapter.bases(original), members)
     made._foundry_class = made  # a class that is derived from it has another
-    _CLASSES[original, adapter] = made
-    return made
+    class_made: type = made
+    return class_made
 
 
 def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
