@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import wraps
 from typing import Any
@@ -527,9 +527,10 @@ def _computed(value: Any) -> Any:
 def _check_not_in_function() -> None:
     """Raises an error for a forward of `torch.autograd.Function` that was given deferred logits: it takes them for no
     tensor, so that they would have no gradient."""
+    forwards = {getattr(cls.forward, "__code__", None) for cls in _subclasses(torch.autograd.Function)}
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not Deferral.run.__code__:
-        if frame.f_code is _APPLY:
+        if frame.f_code in forwards:
             raise RuntimeError(
                 "a torch.autograd.Function got logits that are not computed; patch(model, return_logits=True) computes "
                 "them"
@@ -537,7 +538,10 @@ def _check_not_in_function() -> None:
         frame = frame.f_back
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+def _subclasses(cls: Any) -> Iterator[Any]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _subclasses(each)
 
 
 def finished(out: Any, drop: bool) -> Any:
