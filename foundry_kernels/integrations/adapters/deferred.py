@@ -455,7 +455,7 @@ class DeferredLogits:
 
     @recorded
     def add(self, other: Any) -> Any:
-        """Of a bias."""
+        """Adds a bias, which has a value for each class."""
         if not isinstance(other, Tensor) or self.capped or self.scale != 1.0 or is_dtensor(self.call.weight):
             return None
         classes = self.call.weight.shape[0]

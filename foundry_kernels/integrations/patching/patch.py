@@ -90,7 +90,7 @@ def patch(
             has the kernels read it, "refuse" raises ValueError with the reason in the forward pass, "sdpa" runs that
             call on torch's scaled_dot_product_attention, or on the model's own eager attention where there is a soft
             cap or sinks, which SDPA lacks.
-        return_logits: whether a call of transformers' language model with labels also returns the logits in training
+        return_logits: whether a call of a language model with labels also returns the logits in training
             mode, where only its loss needs them. They are the largest tensor of a training step. By default they are
             None there, and never exist as a whole (:func:`foundry_kernels.linear_cross_entropy`); without labels or in
             eval mode they are returned as usual. A loss over no labels at all is 0, not NaN.
