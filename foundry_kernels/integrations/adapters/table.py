@@ -177,7 +177,7 @@ def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | No
         if (replaced := replaced_forward(module)) is not None:
             return replaced
         reason = unnamed.why_not(module)
-        return unnamed if reason is None else unnamed.without_attention(reason)
+        return unnamed.for_family(module) if reason is None else unnamed.without_attention(reason)
     if any(base.__name__.endswith(CANDIDATES) for base in cls.__mro__):
         asked = found and not cls.__name__.endswith("Attention")  # whose shape may be that of an MLP, by accident
         return replaced_forward(module) or (f"{NO_ROW}: {found}" if asked else NO_ROW)
