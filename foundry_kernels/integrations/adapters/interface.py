@@ -2,8 +2,8 @@
 names: it needs no row in the table. Their forward stays; projections, rotations and caches are the model's own.
 
 Such a model gets the masks that "sdpa" would give it (`mask_functions.py`), and what its attention function is given
-besides is what SDPA takes or ignores. So a family that runs on SDPA runs here; a family that transformers lets have no
-SDPA is left, because its eager attention may do something that no argument tells.
+besides is what SDPA takes or ignores. So a family that runs on SDPA runs here. A family that transformers lets have no
+SDPA gets the masks of "eager", if its eager attention is known to compute the same (`recognise/eager.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import inspect
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 
 from foundry_kernels.integrations.adapters.base import Attention, names_of
 from foundry_kernels.integrations.adapters.rotating import Rotating, rotations_of, unknown_rotation
+from foundry_kernels.integrations.recognise.eager import why_other
 
 #: What an attention's forward uses that asks for its function.
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
@@ -30,6 +31,8 @@ class InterfaceAttention(Rotating, Attention):
     """A class whose forward calls the attention function of its config, and has no row of its own."""
 
     arguments = frozenset()  # its own forward stays
+    #: Whether its masks are those of eager attention, of a family without SDPA.
+    as_eager: bool = False
 
     def known(self) -> frozenset[str]:
         return frozenset()
@@ -37,8 +40,8 @@ class InterfaceAttention(Rotating, Attention):
     def why_not(self, module: nn.Module) -> str | None:
         if not hasattr(vars(module).get("config"), "_attn_implementation"):
             return "it has no config of its own that names its attention"
-        if not self.may_be_sdpa(module):
-            return "its family does not run on SDPA, so that its eager attention may do what no argument tells"
+        if not self.may_be_sdpa(module) and (reason := _why_other(module, sys.modules[self.home(module)])) is not None:
+            return f"its family does not run on SDPA, and {reason}"
         if _knows_two_names(sys.modules[self.home(module)]):
             return "its family does something else for an attention that is called neither 'sdpa' nor 'eager'"
         return super().why_not(module)
@@ -46,11 +49,25 @@ class InterfaceAttention(Rotating, Attention):
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return (*super().ops(module), "flash_attention")
 
+    def for_family(self, module: nn.Module) -> Rotating:
+        return self if self.may_be_sdpa(module) else replace(self, as_eager=True)
+
     def rotation(self, module: nn.Module) -> str | None:
         """Returns the name that the module's forward has for a function that rotates; None where there is none."""
         cls: Any = type(module)
         names = sorted(name for name in _names(cls) if "rotary" in name or re.match("apply_.*rope", name))
         return names[0] if names else None
+
+
+def _why_other(module: nn.Module, home: ModuleType) -> str | None:
+    """Returns the reason why a family without SDPA may do what this package does not."""
+    eager: Any = getattr(home, "eager_attention_forward", None)
+    if eager is None:
+        return "has no eager attention to compare"
+    if re.search(r"_attn_implementation\s*(==|!=|in\b|not\b)", source_of(home)):
+        return "it does something of its own for a name of an attention"
+    cls: Any = type(module)
+    return why_other(eager, next(base for base in cls.__mro__ if "forward" in vars(base)))
 
 
 @functools.cache

@@ -45,6 +45,10 @@ class Rotating(Adapter):
         """Returns the adapter that replaces no rotation; None where nothing else would be replaced."""
         return None if type(self) is Rotating else replace(self, rotations=(), stays="")
 
+    def for_family(self, module: nn.Module) -> Rotating:
+        """Returns the adapter for a module of a family that may have masks of its own kind."""
+        return self
+
     def without_attention(self, reason: str) -> Rotating | str:
         """Returns the adapter of a module whose attention is left for this reason; the reason where nothing else is
         replaced."""

@@ -172,7 +172,8 @@ def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | No
     if twin is not None:
         return twin.why_not(module) or twin
     if unnamed is not None:
-        return unnamed
+        served = unnamed.for_family(module)
+        return served if recognise or served == unnamed else "its family does not run on SDPA"
     if any(base.__name__.endswith(CANDIDATES) for base in cls.__mro__):
         asked = found and not cls.__name__.endswith("Attention")  # whose shape may be that of an MLP, by accident
         return replaced_forward(module) or (f"{NO_ROW}: {found}" if asked else NO_ROW)

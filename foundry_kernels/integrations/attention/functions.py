@@ -15,6 +15,8 @@
     import foundry_kernels
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="foundry")
 
+`patch` gives "foundry_as_eager" to families that run on eager attention alone: their masks are those of "eager".
+
 Under ``torch.compile``, where the values of a mask cannot be read, packed sequences must be given by `cu_seq_lens_q`,
 `cu_seq_lens_k`, `max_length_q` and `max_length_k`, as transformers' data collators do; without these, position ids that
 restart fail when the graph runs. Padding is a mask of the keys there.
@@ -43,7 +45,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from foundry_kernels.integrations.attention.call import documents_of_layer
 from foundry_kernels.integrations.attention.documents import longest, refuse_other_names
-from foundry_kernels.integrations.attention.mask_functions import is_passed_on, mask, mask_or_error, mask_or_sdpa
+from foundry_kernels.integrations.attention.mask_functions import (
+    is_passed_on,
+    mask,
+    mask_as_eager,
+    mask_or_error,
+    mask_or_sdpa,
+)
 from foundry_kernels.integrations.attention.plan import AttentionPlan, DenseMask, seen_in
 from foundry_kernels.integrations.modules import makes_masks
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
@@ -196,6 +204,18 @@ def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return bool(collected) and any(name.endswith("attentions") for name in collected)
 
 
+def attention_as_eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function "foundry_as_eager": as :func:`attention`, for models whose masks are those of eager
+    attention: added to the scores, and None where every key is seen.
+
+    Raises:
+        ValueError: as :func:`attention`.
+    """
+    return attention(module, query, key, value, attention_mask, **(kwargs | {"is_causal": False}))
+
+
 def attention_or_error(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -282,6 +302,7 @@ def _own_eager(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None
 
 for _name, _attention, _mask in (
     ("foundry", attention, mask),
+    ("foundry_as_eager", attention_as_eager, mask_as_eager),
     ("foundry_or_error", attention_or_error, mask_or_error),
     ("foundry_or_sdpa", attention_or_sdpa, mask_or_sdpa),
     ("foundry_or_eager", attention_or_eager, mask_or_sdpa),

@@ -62,6 +62,15 @@ def mask(**kwargs: Any) -> Tensor | None:
     return asked.of_tokens()
 
 
+def mask_as_eager(**kwargs: Any) -> Tensor | None:
+    """The mask function of "foundry_as_eager": the mask of "eager", with separated documents."""
+    asked, dtype = Asked.of(kwargs), kwargs.get("dtype", torch.float32)
+    seen = asked.seen()
+    if seen is None:
+        return None
+    return torch.where(seen, torch.zeros((), device=seen.device, dtype=dtype), torch.finfo(dtype).min)
+
+
 def mask_or_error(**kwargs: Any) -> Tensor | None:
     """The mask function of "foundry_or_error": as :func:`mask`, but it never makes a dense mask.
 

@@ -38,6 +38,8 @@ class Configs:
         named: list[tuple[Any, str]] = []
         for module, adapter, state in layers:
             name = names[0] if adapter.may_be_sdpa(module) else names[1]
+            if getattr(adapter, "as_eager", False):
+                name = {"foundry": "foundry_as_eager", "foundry_or_eager": "eager"}.get(name, name)
             if not adapter.whole:
                 state.previous["attention"] = module.config._attn_implementation
                 named.append((module.config, name))
