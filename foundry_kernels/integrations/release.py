@@ -21,6 +21,6 @@ def check_release(version: str | None = None) -> None:
 
 
 def check_release_of(model: nn.Module) -> None:
-    """The same where a module of `model` is of transformers."""
+    """Calls `check_release` if a module of `model` is one of transformers."""
     if any(c.__module__.startswith("transformers.") for m in model.modules() for c in type(m).__mro__):
         check_release()

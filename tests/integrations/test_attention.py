@@ -207,7 +207,7 @@ def test_a_model_that_cuts_its_first_queries_off(dense_masks: str) -> None:
 
     expected = run()
     with fk.patch(model, dense_masks=dense_masks) as handle:
-        assert {e.module_class for e in handle.report().replaced} == {"Gemma4TextAttention"}
+        assert "Gemma4TextAttention" in {e.module_class for e in handle.report().replaced}
         assert all(map(close, run(), expected))
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         assert close(compiled(ids, logits_to_keep=3).logits, expected[6])

@@ -14,7 +14,21 @@ import pytest
 import torch
 from any_family import NAMED, WITHOUT_A_ROW, any_family
 from packaging.version import Version
-from packed import BY_POSITIONS, CAUSAL, CHANGED, DENSE, GIVEN, IDS, LENGTHS, ONES, OTHERS, POSITIONS, SEGMENTS, leaks
+from packed import (
+    BY_POSITIONS,
+    CAUSAL,
+    CHANGED,
+    DENSE,
+    GIVEN,
+    IDS,
+    LENGTHS,
+    ONES,
+    OTHERS,
+    POSITIONS,
+    SEGMENTS,
+    leaks,
+    refused,
+)
 from patching import BUILDABLE, close
 from slow import rest_slow
 from torch import Tensor
@@ -37,15 +51,6 @@ BEFORE_LINEAR = Version(__version__) < Version("5.23")
 def _no_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-def refused(model: Any, ids: Tensor, **given: Any) -> bool:
-    """Whether the model refuses a call in words about documents."""
-    try:
-        model(ids, **given)
-    except ValueError as error:
-        return "document" in str(error)
-    return False
 
 
 def _arguments(model: Any) -> set[str]:

@@ -229,10 +229,13 @@ def test_an_unknown_family() -> None:
     before = snapshot(model)
     handle = fk.patch(model)
     found = Counter((e.module_class, e.ops, e.by) for e in handle.report().replaced)
-    assert found == {("LayerNorm", ("layer_norm",), "row"): 4, ("MLP", ("bias_gelu",), "recognised"): 2}
+    assert found == {
+        ("OpenAIGPTLMHeadModel", ("linear_cross_entropy", "cross_entropy"), "recognised"): 1,
+        ("LayerNorm", ("layer_norm",), "row"): 4,
+        ("MLP", ("bias_gelu",), "recognised"): 2,
+    }
     assert {e.module_class: e.reason for e in handle.report().left} == {
         "Attention": "no adapter for this class",
-        "OpenAIGPTLMHeadModel": "its loss stays, with the logits: no adapter for this class",
     }
     handle.undo()
     assert snapshot(model) == before
@@ -247,7 +250,7 @@ def test_the_report() -> None:
     assert str(report).splitlines() == [
         "GptOssForCausalLM: 8 of 10 modules replaced (float32 on cpu)",
         "replaced",
-        "     1  GptOssForCausalLM  row         linear_cross_entropy: reference, cross_entropy: reference; logits of a "
+        "     1  GptOssForCausalLM  recognised  linear_cross_entropy: reference, cross_entropy: reference; logits of a "
         "call with labels are None in training mode; return_logits=True keeps them",
         "     2  GptOssAttention    row         rope: reference, flash_attention: reference",
         "     5  GptOssRMSNorm      recognised  rms_norm: reference",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from patching import close
+from torch import Tensor
 
 LENGTHS = (5, 9, 4)
 IDS = torch.randint(3, 61, (1, 18), generator=torch.Generator().manual_seed(0))
@@ -43,3 +44,12 @@ def leaks(model: Any, **given: Any) -> bool:
     """Whether another first document changes the logits of the others."""
     first, second = (model(ids, **given)[0] for ids in (IDS, CHANGED))
     return not close(first[:, 5:], second[:, 5:])
+
+
+def refused(model: Any, ids: Tensor, **given: Any) -> bool:
+    """Whether the model refuses a call in words about documents."""
+    try:
+        model(ids, **given)
+    except ValueError as error:
+        return "document" in str(error)
+    return False

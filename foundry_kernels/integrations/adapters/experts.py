@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from foundry_kernels.core.registry import is_dtensor
@@ -71,6 +72,65 @@ class ClampedExperts(Experts):
         return super().why_changed(original)
 
 
+@dataclass(frozen=True)
+class OwnGateExperts(Experts):
+    """Experts whose gate, or activation where they have no gate, is their class's own: their matmuls and the weighted
+    sum alone."""
+
+    names = frozenset()
+
+    def activation(self, module: nn.Module) -> tuple[str, str] | None:
+        return "", ""
+
+    def ops(self, module: nn.Module) -> tuple[str, ...]:
+        return ("grouped_mm",)
+
+    def members(self, original: type) -> dict[str, Any]:
+        return {"forward": _experts_forward}
+
+
+@dataclass(frozen=True)
+class SortedExperts(Gated):
+    """Llama 4's: each expert gets as many rows, which are sorted by expert. Its gated activation is replaced."""
+
+    names = split_names("view gate_up_proj shape hidden_size torch bmm chunk act_fn down_proj")
+    arguments = split_names("self hidden_states")
+
+    def members(self, original: type) -> dict[str, Any]:
+        return {"forward": _sorted_forward}
+
+
+def _sorted_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    rows = hidden_states.view(self.gate_up_proj.shape[0], -1, self.hidden_size)
+    y = torch.bmm(gated(self._foundry, torch.bmm(rows, self.gate_up_proj), None), self.down_proj)
+    return y.view(-1, self.hidden_size)
+
+
+def decorated_experts(module: Any) -> Experts | None:
+    """Returns the adapter of experts that have no row, None for anything else.
+
+    A decorator makes transformers run them by one function for all classes (unless `experts_implementation` is
+    "eager"), which attributes of the module tell the layout. It calls the class's `_apply_gate`, and not its forward.
+    """
+    forward = type(module).forward
+    code, home = getattr(forward, "__code__", None), getattr(forward, "__globals__", {}).get("__name__")
+    if (
+        code is None
+        or home != "transformers.integrations.moe"
+        or code.co_freevars != ("experts_interface", "original_forward")
+    ):
+        return None
+    if any(not hasattr(module, name) for name in ("has_gate", *LAYOUT)) or getattr(
+        module, "has_post_expert_norm", False
+    ):
+        return None
+    if forward.__closure__[0].cell_contents is not forward.__globals__.get("ALL_EXPERTS_FUNCTIONS"):
+        return None
+    usual = type(module)._apply_gate is forward.__globals__.get("_default_apply_gate")
+    found = Experts() if module.has_gate and usual else OwnGateExperts()
+    return found if found.activation(module) else OwnGateExperts()
+
+
 #: Of transformers' implementations of experts, those that mean no more than what is fastest with PyTorch alone.
 SERVED = (None, "grouped_mm", "batched_mm")
 #: What says how weights are laid out.
@@ -83,7 +143,8 @@ def _implementation(module: Any) -> str | None:
 
 
 def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    backends, gate_up, down = self._foundry.backends, self.gate_up_proj, self.down_proj
+    name, gate = ("gate_up_proj", self._apply_gate) if getattr(self, "has_gate", True) else ("up_proj", self.act_fn)
+    backends, gate_up, down = self._foundry.backends, getattr(self, name), self.down_proj
     if "grouped_mm" not in backends or _implementation(self) not in SERVED or is_dtensor(gate_up):
         original = self._foundry_original.forward
         result: Tensor = original(self, hidden_states, top_k_index, top_k_weights)
@@ -96,9 +157,9 @@ def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
         dispatch(top_k_index, self.num_experts, partial=self._is_expert_parallel),
         gate_up,
         down,
-        self._apply_gate,
+        gate,
         backends,
-        gate_up_bias=self.gate_up_proj_bias if self.has_bias else None,
+        gate_up_bias=getattr(self, f"{name}_bias") if self.has_bias else None,
         down_bias=self.down_proj_bias if self.has_bias else None,
     )
 

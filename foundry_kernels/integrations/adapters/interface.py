@@ -19,13 +19,14 @@ from typing import Any
 from torch import nn
 
 from foundry_kernels.integrations.adapters.base import Attention, names_of
+from foundry_kernels.integrations.adapters.rotating import Rotating, rotations_of, unknown_rotation
 
 #: What an attention's forward uses that asks for its function.
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 @dataclass(frozen=True)
-class InterfaceAttention(Attention):
+class InterfaceAttention(Rotating, Attention):
     """A class whose forward calls the attention function of its config, and has no row of its own."""
 
     arguments = frozenset()  # its own forward stays
@@ -43,16 +44,13 @@ class InterfaceAttention(Attention):
         return super().why_not(module)
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
-        return ("flash_attention",)
+        return (*super().ops(module), "flash_attention")
 
     def rotation(self, module: nn.Module) -> str | None:
-        """Returns the report's text on the rotation of queries and keys, which stays; None where there is none."""
+        """Returns the name that the module's forward has for a function that rotates; None where there is none."""
         cls: Any = type(module)
-        rotates = any("rotary" in name or re.match("apply_.*rope", name) for name in _names(cls))
-        return "its rotation stays: no adapter for this class" if rotates else None
-
-    def members(self, original: type) -> dict[str, Any]:
-        return {}
+        names = sorted(name for name in _names(cls) if "rotary" in name or re.match("apply_.*rope", name))
+        return names[0] if names else None
 
 
 @functools.cache
@@ -81,6 +79,16 @@ def _names(cls: type) -> frozenset[str]:
     return frozenset() if code is None else frozenset(names_of(code))
 
 
-def interface_adapter(cls: type) -> InterfaceAttention | None:
-    """Returns the adapter of a class of modules that has no row, or None where it asks for no attention function."""
-    return ANY if INTERFACE in _names(cls) else None
+@functools.cache
+def interface_adapter(cls: type) -> Rotating | None:
+    """Returns the adapter of a class of modules that has no row and asks for an attention function or calls a rotation
+    function; None for any other."""
+    rotations, attends = rotations_of(cls), INTERFACE in _names(cls)
+    if not attends and not rotations:
+        return None
+    if not attends:
+        asks_none = "its attention stays: it asks transformers for no attention function"
+        return Rotating(rotations=rotations, stays=asks_none)
+    unknown = unknown_rotation(cls)
+    stays = f"its rotation stays: {unknown} is no form that this package has" if unknown else ""
+    return InterfaceAttention(rotations=rotations, stays=stays)

@@ -23,6 +23,11 @@ KEYWORD = "foundry_log_probs"
 REFUSED = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict")
 
 
+def is_encoder_decoder(model: Any) -> bool:
+    """Returns whether a model makes its decoder's tokens of the labels, each of which its position predicts."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 class Request(NamedTuple):
     """A call's options, as for `PatchHandle.log_probs`."""
 
@@ -40,8 +45,9 @@ class Request(NamedTuple):
         begins = nn.functional.pad(place[:, 1:] != place[:, :-1], (0, 1))
         return after.masked_fill(begins, self.ignore_index)
 
-    def of_hidden(self, inputs: dict[str, Any], targets: Tensor) -> Any:
-        """Returns the results without logits. inputs: `linear_log_probs`'s, at temperature 1.
+    def of_hidden(self, inputs: dict[str, Any], targets: Tensor, before: bool) -> Any:
+        """Returns the results without logits. inputs: `linear_log_probs`'s, at temperature 1. before: whether a
+        position predicts the label after it.
 
         The temperature divides logits after their soft cap c: ``c tanh(x / c) / T`` is the soft cap c / T of x / T.
         """
@@ -50,13 +56,13 @@ class Request(NamedTuple):
             "logit_scale": inputs["logit_scale"] / self.temperature,
             "softcap": None if cap is None else cap / self.temperature,
         }
-        return self._at_labels(linear_log_probs(target=targets, **scaled, **self._options()))
+        return self._at_labels(linear_log_probs(target=targets, **scaled, **self._options()), before)
 
-    def of_logits(self, logits: Tensor, targets: Tensor, backend: str) -> Any:
+    def of_logits(self, logits: Tensor, targets: Tensor, backend: str, before: bool) -> Any:
         """Returns the results of a model whose head must be called; its logits are scaled and capped."""
         options = self._options()
         return self._at_labels(
-            log_probs(logits, targets, logit_scale=1.0 / self.temperature, backend=backend, **options)
+            log_probs(logits, targets, logit_scale=1.0 / self.temperature, backend=backend, **options), before
         )
 
     def _options(self) -> dict[str, Any]:
@@ -66,12 +72,11 @@ class Request(NamedTuple):
             "return_lse": self.return_lse,
         }
 
-    def _at_labels(self, found: Any) -> Any:
+    def _at_labels(self, found: Any, before: bool) -> Any:
         """Moves results from the position that predicts a token to that of the token."""
-        results = [
-            nn.functional.pad((x.full_tensor() if is_dtensor(x) else x)[:, :-1], (1, 0))
-            for x in (found if isinstance(found, tuple) else (found,))
-        ]
+        results = [x.full_tensor() if is_dtensor(x) else x for x in (found if isinstance(found, tuple) else (found,))]
+        if before:
+            results = [nn.functional.pad(x[:, :-1], (1, 0)) for x in results]
         return tuple(results) if isinstance(found, tuple) else results[0]
 
 
@@ -85,7 +90,8 @@ def call(
     inputs: Mapping[str, Any],
 ) -> Any:
     """Checks the arguments of `PatchHandle.log_probs`, and calls the model. modules: those that are patched."""
-    if not any(hasattr(module, "_foundry_their_loss") for module in modules):
+    heads = [module for module in modules if hasattr(module, "_foundry_makes_its_loss")]
+    if not heads:
         raise ValueError(
             "log_probs needs a causal language model with a head, whose loss is patched (see report()); got "
             f"{type(model).__name__}"
@@ -99,15 +105,20 @@ def call(
     check_int("ignore_index", request.ignore_index)
     if refused := [name for name in REFUSED if name in inputs]:
         raise ValueError(f"{refused[0]} must be left out: log_probs returns a value for each of labels")
-    tokens = inputs.get("inputs_embeds") if input_ids is None else input_ids
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"input_ids must be a tensor, or None with inputs_embeds; got {type(tokens).__name__}")
-    if labels.dim() != 2 or labels.shape != tokens.shape[:2]:
-        raise ValueError(
-            f"labels must be [B, T] like the tokens, {list(tokens.shape[:2])}; got shape {list(labels.shape)}"
-        )
     given = {"use_cache": False, **inputs, KEYWORD: request}
-    found = (model if through is None else through)(input_ids=input_ids, labels=labels, **given)
+    if input_ids is not None:
+        given["input_ids"] = input_ids
+    if not any(map(is_encoder_decoder, heads)):
+        tokens = inputs.get("inputs_embeds") if input_ids is None else input_ids
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"input_ids must be a tensor, or None with inputs_embeds; got {type(tokens).__name__}")
+        if labels.dim() != 2 or labels.shape != tokens.shape[:2]:
+            raise ValueError(
+                f"labels must be [B, T] like the tokens, {list(tokens.shape[:2])}; got shape {list(labels.shape)}"
+            )
+    elif labels.dim() != 2:
+        raise ValueError(f"labels must be [B, T]; got shape {list(labels.shape)}")
+    found = (model if through is None else through)(labels=labels, **given)
     first = found[0] if isinstance(found, tuple) else found
     if not isinstance(first, Tensor) or first.shape != labels.shape:
         raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from foundry_kernels.integrations.adapters.base import Adapter
+from foundry_kernels.integrations.adapters.deferred import head_property
 from foundry_kernels.integrations.attention.call import TELLING, Call, current, read, running, tokens_of
 from foundry_kernels.integrations.attention.documents import LENGTHS, Documents, refuse_other_names
 from foundry_kernels.integrations.modules import ROWS, goes_on
@@ -17,12 +18,16 @@ from foundry_kernels.integrations.modules import ROWS, goes_on
 
 @dataclass(frozen=True)
 class PackedModel(Adapter):
-    """A model of transformers, patched or in one that is."""
+    """A model of transformers, patched or in one that is. head: the name of its head, if that is of a model around it
+    that is patched; else empty."""
+
+    head: str = ""
 
     transparent: ClassVar[bool] = True
 
     def members(self, original: Any) -> dict[str, Any]:
-        return {"forward": reads_documents(_own, inspect.signature(original.forward))}
+        head = {self.head: head_property(self.head)} if self.head else {}
+        return head | {"forward": reads_documents(_own, inspect.signature(original.forward))}
 
 
 def _own(self: Any, *args: Any, **kwargs: Any) -> Any:

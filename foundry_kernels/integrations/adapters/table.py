@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from foundry_kernels.integrations.adapters.base import Adapter, Attention
-from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, CausalLM, has_loss
-from foundry_kernels.integrations.adapters.experts import ClampedExperts, Experts
+from foundry_kernels.integrations.adapters.causal_lm import language_model
+from foundry_kernels.integrations.adapters.experts import ClampedExperts, Experts, SortedExperts, decorated_experts
 from foundry_kernels.integrations.adapters.gpt_like import GPT2Attention, NemotronNorm, NeoXAttention
 from foundry_kernels.integrations.adapters.gpt_like_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.adapters.interface import interface_adapter
@@ -22,12 +22,13 @@ from foundry_kernels.integrations.adapters.linear_attention import DeltaNet, by_
 from foundry_kernels.integrations.adapters.torch_nn import TORCH
 from foundry_kernels.integrations.families import FAMILIES
 from foundry_kernels.integrations.recognise import recognised
+from foundry_kernels.integrations.recognise.code import twin_of
 
 #: Of a family: what follows in the name of a class, and the adapter of that class or the reason why it is left.
 Row = Mapping[str, Adapter | str]
 
 
-# What an attention function, a gate or a loss gets besides, read from the module.
+# What an attention function or a gate gets besides, read from the module.
 
 
 def _config_window(module: Any) -> dict[str, Any]:
@@ -50,34 +51,19 @@ def _window_and_sinks(module: Any) -> dict[str, Any]:
     return {"sliding_window": module.sliding_window, "s_aux": module.sinks}
 
 
-def _final_cap(module: Any) -> float | None:
-    cap: float | None = module.config.final_logit_softcapping
-    return cap
-
-
-def _inverse_scaling(module: Any) -> float:
-    return 1.0 / float(module.config.logits_scaling)
-
-
 def _clamped_gate(module: Any) -> dict[str, Any]:
     return {"alpha": module.alpha, "limit": module.limit, "up_offset": 1.0, "interleaved": True}
 
-
-CROSS = ("CausalLMOutputWithCrossAttentions", "cross_attentions")
-CAPPED = CausalLM(cap=_final_cap, uses=("final_logit_softcapping", "torch", "tanh"))
-PLAIN_LOSS = CausalLM()
-MIXTURE = CausalLM(mixture=True)
-BLOOM_LIKE = CausalLM(decoder="transformer", uses=(*CROSS, "return_dict"))
 
 WINDOW = Attention(passes=_layer_window, uses=("sliding_window",))
 CONFIG_WINDOW = Attention(passes=_config_window, uses=("getattr",))
 
 
-def _like_llama(family: str, attention: Attention, loss: CausalLM = PLAIN_LOSS, experts: Adapter | None = None) -> Row:
-    """Returns the row of a family with RMSNorm and gates, which are recognised."""
+def _like_llama(family: str, attention: Attention, experts: Adapter | None = None) -> Row:
+    """Returns the row of a family with RMSNorm and gates, which are recognised, as its loss is."""
     if FAMILIES[family].head_norms:
         attention = dataclasses.replace(attention, norms="heads")
-    row: Row = {"Attention": attention, "ForCausalLM": loss}
+    row: Row = {"Attention": attention}
     if experts is not None:
         row = {**row, "Experts": experts}
     if family in _DELTA_NETS:
@@ -90,28 +76,27 @@ _SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _LLAMA_LIKE: dict[str, tuple[Any, ...]] = {
     "llama": (Attention(),),
     "mistral": (CONFIG_WINDOW,),
-    "mixtral": (CONFIG_WINDOW, MIXTURE, Experts()),
+    "mixtral": (CONFIG_WINDOW, Experts()),
     "qwen2": (WINDOW,),
-    "qwen2_moe": (Attention(passes=_window_if_any), MIXTURE, Experts()),
+    "qwen2_moe": (Attention(passes=_window_if_any), Experts()),
     "qwen3": (WINDOW,),
-    "qwen3_moe": (WINDOW, MIXTURE, Experts()),
+    "qwen3_moe": (WINDOW, Experts()),
     "gemma": (Attention(),),
-    "gemma2": (Attention(passes=_window_and_cap, uses=("sliding_window", "attn_logit_softcapping")), CAPPED),
-    "gemma3": (WINDOW, CAPPED),
+    "gemma2": (Attention(passes=_window_and_cap, uses=("sliding_window", "attn_logit_softcapping")),),
+    "gemma3": (WINDOW,),
     "phi3": (Attention(packed=True, passes=_config_window, uses=("getattr",)),),
-    "granite": (Attention(), CausalLM(scale=_inverse_scaling, uses=("logits_scaling",))),
+    "granite": (Attention(),),
     "olmo2": (Attention(norms="projection"),),
     "olmo3": (Attention(norms="projection", passes=_layer_window, uses=("sliding_window",)),),
     "smollm3": (Attention(optional_rope=True, passes=_layer_window, uses=("sliding_window",)),),
     "gpt_oss": (
         Attention(half_tables=True, passes=_window_and_sinks, uses=("sliding_window", "sinks")),
-        MIXTURE,
         ClampedExperts(passes=_clamped_gate),
     ),
     "glm4": (Attention(interleaved=True),),
-    "qwen3_next": (Attention(gated=True), MIXTURE, Experts()),
+    "qwen3_next": (Attention(gated=True), Experts()),
     "qwen3_5": (Attention(gated=True),),
-    "qwen3_5_moe": (Attention(gated=True), MIXTURE, Experts()),
+    "qwen3_5_moe": (Attention(gated=True), Experts()),
     "olmo_hybrid": (Attention(norms="projection", optional_tables=True),),
 }
 #: The linear attention of families that have it.
@@ -127,14 +112,13 @@ _DELTA_NETS = {
     ),
 }
 _GPT_LIKE: dict[str, Row] = {
-    "gpt2": {"Attention": GPT2Attention(), "LMHeadModel": CausalLM(decoder="transformer", uses=CROSS)},
-    "gpt_neox": {"Attention": NeoXAttention(), "ForCausalLM": CausalLM(decoder="gpt_neox")},
+    "gpt2": {"Attention": GPT2Attention()},
+    "gpt_neox": {"Attention": NeoXAttention()},
     "bloom": {
         "Attention": BloomAttention(),
         "MLP": BloomMLP(up="dense_h_to_4h", down="dense_4h_to_h", act="gelu_impl"),
-        "ForCausalLM": BLOOM_LIKE,
     },
-    "falcon": {"Attention": FalconAttention(), "ForCausalLM": BLOOM_LIKE},
+    "falcon": {"Attention": FalconAttention()},
 }
 #: The rows of the families that `patch` knows.
 ROWS: dict[str, Row] = _GPT_LIKE | {family: _like_llama(family, *row) for family, row in _LLAMA_LIKE.items()}
@@ -144,19 +128,18 @@ LLAMA_LIKE, GPT_LIKE = tuple(_LLAMA_LIKE), tuple(_GPT_LIKE)
 PATCHED = (*LLAMA_LIKE, *GPT_LIKE)
 
 #: Class (module, name) -> the adapter, or the reason why it is left alone.
-TABLE: dict[tuple[str, str], Adapter | str] = (
-    TORCH
-    | {
-        ("transformers.models.nemotron.modeling_nemotron", "NemotronLayerNorm1P"): NemotronNorm(
-            "eps", 1.0, op="layer_norm", bias="bias", one_dtype=True
-        )
-    }
-    | {
+TABLE: dict[tuple[str, str], Adapter | str] = {
+    **TORCH,
+    ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): SortedExperts(),
+    ("transformers.models.nemotron.modeling_nemotron", "NemotronLayerNorm1P"): NemotronNorm(
+        "eps", 1.0, op="layer_norm", bias="bias", one_dtype=True
+    ),
+    **{
         (f"transformers.models.{family}.modeling_{family}", FAMILIES[family].name + end): adapter
         for family, row in ROWS.items()
         for end, adapter in row.items()
-    }
-)
+    },
+}
 
 #: How the names of classes end that this package might support.
 CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "ActDense", "Attention", "Experts")
@@ -177,14 +160,23 @@ def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | No
         return found
     if row is not None:
         return row
-    cls = type(module)
-    unnamed = interface_adapter(next(base for base in cls.__mro__ if "_foundry_class" not in vars(base)))
+    cls = next(base for base in type(module).__mro__ if "_foundry_class" not in vars(base))
+    unnamed = interface_adapter(cls)
+    if unnamed is not None and not recognise:
+        unnamed = unnamed.unrecognised()
+    twin = (decorated_experts(module) or twin_of(cls, TABLE)) if recognise else None
+    if (twin is not None or unnamed is not None) and (replaced := replaced_forward(module)) is not None:
+        return replaced
+    if unnamed is not None and (reason := unnamed.why_not(module)) is not None:
+        return unnamed.without_attention(reason)  # which must be such that any function can run it, for a twin too
+    if twin is not None:
+        return twin.why_not(module) or twin
     if unnamed is not None:
-        return replaced_forward(module) or unnamed.why_not(module) or unnamed
+        return unnamed
     if any(base.__name__.endswith(CANDIDATES) for base in cls.__mro__):
         asked = found and not cls.__name__.endswith("Attention")  # whose shape may be that of an MLP, by accident
         return replaced_forward(module) or (f"{NO_ROW}: {found}" if asked else NO_ROW)
-    return LOSS_STAYS if has_loss(module) else None
+    return language_model(module)
 
 
 def has_row(module: nn.Module, adapter: Adapter) -> bool:

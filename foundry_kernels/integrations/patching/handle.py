@@ -21,7 +21,7 @@ KEPT = "_foundry_patch"
 
 @dataclass(frozen=True)
 class Arguments:
-    """Those of a call of `patch`; `ops` in the order of PATCHABLE."""
+    """The arguments of a call of `patch`; `ops` in the order of PATCHABLE."""
 
     backend: Any
     ops: tuple[str, ...] | None

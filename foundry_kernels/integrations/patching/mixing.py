@@ -99,6 +99,8 @@ def gets_masks(attention: nn.Module) -> bool:
     cls: Any = type(attention)
     if "ALL_ATTENTION_FUNCTIONS" not in _calls(cls) or not makes_masks(cls):
         return False
+    if any(_takes_memory(m, "all") for m in attention.modules() if m is not attention):
+        return False  # a part of it mixes tokens by itself, which masks of its scores do not tell
     source = source_of(sys.modules[next(c.__module__ for c in cls.__mro__ if "forward" in vars(c))])
     calls = re.findall(r"\b(?:create_\w*mask\w*|mask_function)\(([^()]*)", source)
     named = '"position_ids": position_ids' in source  # in the arguments that several calls share

@@ -12,10 +12,10 @@ from torch import nn
 
 from foundry_kernels.core.registry import short_dtype
 from foundry_kernels.integrations.adapters.base import PATCHABLE, Adapter, Attention, Gated, Norm, State
-from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES, NO_LOGITS, CausalLM
-from foundry_kernels.integrations.adapters.interface import InterfaceAttention
+from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES, NO_LOGITS, HeadOwner, LanguageModel
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet
 from foundry_kernels.integrations.adapters.packed_model import PackedModel
+from foundry_kernels.integrations.adapters.rotating import Rotating
 from foundry_kernels.integrations.adapters.table import NO_ROW, adapter_for, has_row
 from foundry_kernels.integrations.modules import holders_of, is_model, models_around
 from foundry_kernels.integrations.patching import swap
@@ -23,6 +23,7 @@ from foundry_kernels.integrations.patching.configs import Configs
 from foundry_kernels.integrations.patching.handle import Arguments, PatchHandle, handle_of, keep
 from foundry_kernels.integrations.patching.mixing import gets_masks, lines, mixers, names_in
 from foundry_kernels.integrations.patching.report import Entry, Report
+from foundry_kernels.integrations.recognise.tables import Tables
 from foundry_kernels.integrations.release import check_release_of
 from foundry_kernels.nn import Attention as OurAttention
 from foundry_kernels.nn import Experts as OurExperts
@@ -131,7 +132,9 @@ def patch(
     taken = [name for name, module in model.named_modules() if swap.is_patched(module)]
     if taken:
         raise ValueError(f"model is patched already ({taken[0] or 'itself'} is); undo that first")
+    tables = Tables(model)
     adapters = {m: None if _is_ours(m) else adapter_for(m, recognise) for m in model.modules()}
+    adapters = {m: a.settled(m, tables) if isinstance(a, Rotating) else a for m, a in adapters.items()}
     fused = _fused_norms(adapters) if "qk_norm_rope" in wanted else set()
     found = [
         (module, *_find(name, module, adapters[module], wanted, fused, ops is not None))
@@ -156,13 +159,18 @@ def patch(
     around = [m for m in model.modules() if is_model(m)] if attends else models_around(model, linear)
     found_mixing, untold = mixers(model, {module for module, _, _ in attending}, set(linear)) if attends else ([], [])
     known = {module for module, _, _ in changes}
+    heads = _heads_of_others(changes)
+    more: dict[nn.Module, Adapter] = {module: HeadOwner(head) for module, head in heads.items()}
     for module in around:
-        if module not in known and "forward" not in vars(module):
-            changes.append((module, PACKED, Entry("", "")))
+        if "forward" not in vars(module):
+            more[module] = PackedModel(heads.get(module, ""))
+    for module, other in more.items():
+        if module not in known:
+            changes.append((module, other, Entry("", "")))
             states.append(State({}))
     holders = holders_of(linear, around)
     for (module, adapter, _), state in zip(changes, states, strict=True):
-        if isinstance(adapter, (CausalLM, PackedModel)):
+        if isinstance(adapter, (LanguageModel, PackedModel)):
             state.mixing, state.hands_on = names_in(module, found_mixing), module in holders
             state.masked = names_in(module, [m for m in found_mixing if gets_masks(m)])
     mixing = lines(found_mixing, untold)
@@ -181,9 +189,6 @@ def patch(
         configs.restore()
         raise
     return keep(model, done, report, arguments)
-
-
-PACKED = PackedModel()
 
 
 def _wanted(ops: Iterable[str] | None) -> tuple[str, ...]:
@@ -253,7 +258,7 @@ def _line(
     cls = type(module).__name__
     ours: Any = module if _is_ours(module) else None
     if isinstance(found, str):
-        stays = found != LOSS_STAYS or any(op in wanted for op in LOSSES)
+        stays = not found.startswith(LOSS_STAYS) or any(op in wanted for op in LOSSES)
         return None, Entry(name, cls, reason=found) if stays else None
     if ours is not None:
         ops: tuple[str, ...] = tuple(op for op in ours.backends if op in PATCHABLE)
@@ -272,19 +277,31 @@ def _line(
         return found, Entry(name, cls, rest, reason)
     if isinstance(found, Attention) and found.whole and "flash_attention" not in chosen:
         chosen = ()
+    if not chosen and isinstance(found, LanguageModel) and not asked:
+        return None, Entry(name, cls, reason=f"{LOSS_STAYS}return_logits=True")
     if not chosen:
         return None, Entry(name, cls, reason=f"{NOT_NAMED} {' or '.join(ops)}")
-    if isinstance(found, CausalLM) and "linear_cross_entropy" in chosen:
+    if isinstance(found, LanguageModel) and "linear_cross_entropy" in chosen:
         reason = found.why_not_without_logits(module)
         chosen = chosen if reason is None else tuple(op for op in chosen if op != "linear_cross_entropy")
         return found, Entry(name, cls, chosen, reason or NO_LOGITS)
-    if isinstance(found, InterfaceAttention) and "rope" in wanted:
-        return found, Entry(name, cls, chosen, found.rotation(module))
+    if isinstance(found, Rotating) and "rope" in wanted:
+        return found, Entry(name, cls, chosen, found.stays or None)
     return found, Entry(name, cls, chosen)
 
 
 #: How the reason begins for a module whose operations the caller left out.
 NOT_NAMED = "ops does not name"
+
+
+def _heads_of_others(changes: list[tuple[nn.Module, Adapter | None, Entry]]) -> dict[nn.Module, str]:
+    """Returns the modules that hold the head of a model around them, and its name there."""
+    found: dict[nn.Module, str] = {}
+    for module, adapter, entry in changes:
+        if isinstance(adapter, LanguageModel) and LOSSES[0] in entry.ops and "." in adapter.head:
+            owner, _, name = adapter.head.rpartition(".")
+            found[module.get_submodule(owner)] = name
+    return found
 
 
 def _without_containers(entries: list[Entry]) -> list[Entry]:

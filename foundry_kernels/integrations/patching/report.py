@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -71,12 +72,17 @@ def parts(report: Report) -> tuple[str, str, str, str, str, str]:
     were recognised, what was left."""
 
     def of(*kinds: str) -> str:
-        entries = [e for e in report.replaced if e.module_class.endswith(kinds)]
-        return ", ".join(f"{n} {op}" for op, n in Counter(op for e in entries for op in e.ops).items())
+        return _counted(op for e in report.replaced if e.module_class.endswith(kinds) for op in e.ops)
+
+    losses = [op for e in report.replaced for op in e.ops if op.endswith("cross_entropy")]
 
     left = Counter(f"{e.module_class}: {e.reason}" for e in report.left)
     text = ", ".join(f"{n} {text}" for text, n in left.items())
     products = of("MLP", "Experts", "Intermediate", "FeedForward", "ActDense")
     known = f"{sum(e.by == 'recognised' for e in report.replaced)} of {len(report.replaced)}"
-    attention, loss = of("Attention", "GatedDeltaNet"), of("ForCausalLM", "LMHeadModel")
-    return of("Norm", "NormGated"), products, attention, loss, known, text
+    attention = of("Attention", "GatedDeltaNet")
+    return of("Norm", "NormGated"), products, attention, _counted(losses), known, text
+
+
+def _counted(ops: Iterable[str]) -> str:
+    return ", ".join(f"{n} {op}" for op, n in Counter(ops).items())

@@ -141,7 +141,7 @@ def tokens_made(case: Case) -> int | None:
 
 
 def workspace_bytes(case: Case) -> int:
-    """Of the check against the reference, which materializes scores in float64: some copies."""
+    """Returns what the check against the reference takes: it materializes some copies of the scores in float64."""
     q, k = case.args["q"], case.args["k"]
     assert q is not None
     assert k is not None
@@ -161,7 +161,7 @@ _MATERIALIZE = ("eager", "torch.compile", "torch.compile, max-autotune", "SDPA m
 
 
 def peer_bytes(case: Case, name: str) -> int:
-    """Of forms that materialize all scores, in 16 bits and float32, and keep them for a backward pass."""
+    """Returns what a form takes that keeps all scores for a backward pass, in 16 bits and in float32."""
     q, k = case.args["q"], case.args["k"]
     assert q is not None
     assert k is not None

@@ -63,5 +63,5 @@ def pairs(q: Tensor) -> int:
 
 
 def peers(case: Case, device: str) -> dict[str, Callable[..., Any] | str]:
-    """As `bench.peers`, of the padded case."""
+    """Returns the peers of the padded case."""
     return bench_masked.peers(case, device) | {"FlexAttention": "makes a mask of blocks from the values of each batch"}

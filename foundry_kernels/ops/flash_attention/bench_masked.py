@@ -36,7 +36,7 @@ def _dense(mask: AttentionMask) -> Tensor:
 
 @lru_cache
 def pairs(mask: AttentionMask) -> int:
-    """Of query and key that see each other."""
+    """Returns the number of pairs of a query and a key that it sees."""
     return int(_dense(mask).sum())
 
 
@@ -119,7 +119,7 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
 
 
 def peers(case: Case, device: str) -> dict[str, Callable[..., Any] | str]:
-    """As `bench.peers`."""
+    """Returns the peers that take such masks."""
     dropout_p, mask = case.options.get("dropout_p", 0.0), case.options.get("attn_mask")
     dense = None if mask is None else _dense(mask).to(device)
     learns = (bias := case.args.get("attn_mask")) is not None and bias.grad

@@ -95,5 +95,5 @@ def peers() -> dict[str, Callable[..., Any]]:
 
 
 def pairs(q: Tensor) -> int:
-    """Of queries and keys that see each other."""
+    """Returns the number of pairs of a query and a key that it sees."""
     return q.shape[0] * q.shape[1] * _KEYS

@@ -36,7 +36,7 @@ class BlockTable:
 
     @property
     def n_pages(self) -> int:
-        """Those in use, and two more."""
+        """The number of pages in use, and two more."""
         return self.shared + sum(max(count - self.shared, 0) for count in self.counts) + 2
 
     def __call__(self, g: torch.Generator, shape: tuple[int, ...]) -> Tensor:

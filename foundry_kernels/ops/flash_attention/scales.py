@@ -98,7 +98,7 @@ def _distances(every: Tensor, lse: Tensor, unmasked: Tensor) -> Tensor:
 def _scales(
     q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], cotangents: tuple[Tensor, ...], n: int = 0
 ) -> dict[str, float]:
-    """Those of dense tensors, the first of which is sequence n for dropout."""
+    """Returns the scales of dense tensors. Their first sequence is sequence n for dropout."""
     group = q.shape[1] // k.shape[1]
     if q.numel() == 0 or k.numel() == 0:
         return {}

@@ -22,7 +22,7 @@ def load_from_pages(
     x, pages, stride_page, j0, seqlen_k, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
     CHECK: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """As `load_rows`, for the `Rows` x from j0 on."""
+    """Loads ROWS rows of x from j0 on, as `load_rows` does, from pages."""
     cols = tl.arange(0, COLS)[None, :]
     p = x.ptr + offsets_in_pages(pages, stride_page, x.stride, j0, seqlen_k, ROWS, PAGE_SIZE) + cols
     m_rows = j0 + tl.arange(0, ROWS)[:, None] < seqlen_k

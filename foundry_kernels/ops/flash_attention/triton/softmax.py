@@ -28,7 +28,7 @@ def powers(b_s, factor, b_base, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def fall(b_m, b_base, HAS_BIAS: tl.constexpr):
-    """The same of maxima."""
+    """Returns the difference of two maxima, in the unit of base-2 exponents."""
     return (b_m - b_base) * LOG2E if HAS_BIAS else b_m - b_base
 
 
