@@ -40,10 +40,6 @@ def split_names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: The arguments of a module of one input; `forward` is called with them by position or by these names.
-ONE_INPUT = split_names("self x hidden_states")
-
-
 def names_of(code: CodeType) -> set[str]:
     """Returns the globals and attributes that a function uses, including its inner functions."""
     inner = (names_of(part) for part in code.co_consts if isinstance(part, CodeType))
@@ -126,9 +122,6 @@ class Norm(Adapter):
     bias: str = ""
     one_dtype: bool = False
     takes: str = "hidden_states"
-
-    names = split_names("dtype to torch float32 pow mean rsqrt variance_epsilon weight _norm float type_as eps")
-    arguments = ONE_INPUT
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return (self.op,)
@@ -244,9 +237,6 @@ class MLP(Gated):
     gate_scale: str = ""
     scale: str = ""
     takes: str = "x"
-
-    names = split_names("gate_proj up_proj gate_up_proj down_proj act_fn activation_fn chunk")
-    arguments = ONE_INPUT
 
     def activation(self, module: nn.Module) -> tuple[str, str] | None:
         return self.kernel or super().activation(module)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters.activations import activation
 from foundry_kernels.integrations.adapters.base import (
-    ONE_INPUT,
     Adapter,
     Attention,
     Norm,
@@ -152,11 +151,6 @@ class PlainMLP(Adapter):
     outer: str = ""
     casts: bool = False
     takes: str = "hidden_states"
-
-    arguments = ONE_INPUT
-
-    def known(self) -> frozenset[str]:
-        return frozenset({self.up, self.down, self.act})
 
     def activation(self, module: nn.Module) -> tuple[str, str] | None:
         """Returns the operation of the activation, and the approximation of GELU; None where it has none."""

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from foundry_kernels.integrations.adapters.base import Adapter, Attention
-from foundry_kernels.integrations.adapters.causal_lm import language_model
+from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LanguageModel, language_model
 from foundry_kernels.integrations.adapters.experts import ClampedExperts, Experts, SortedExperts, decorated_experts
 from foundry_kernels.integrations.adapters.gpt_like import GPT2Attention, NemotronNorm, NeoXAttention
 from foundry_kernels.integrations.adapters.gpt_like_alibi import BloomAttention, BloomMLP, FalconAttention
@@ -177,7 +177,8 @@ def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | No
     if any(base.__name__.endswith(CANDIDATES) for base in cls.__mro__):
         asked = found and not cls.__name__.endswith("Attention")  # whose shape may be that of an MLP, by accident
         return replaced_forward(module) or (f"{NO_ROW}: {found}" if asked else NO_ROW)
-    return language_model(module)
+    loss = language_model(module)
+    return f"{LOSS_STAYS}{NO_ROW}" if isinstance(loss, LanguageModel) and not recognise else loss
 
 
 def has_row(module: nn.Module, adapter: Adapter) -> bool:
