@@ -123,7 +123,7 @@ def table(found: dict[str, Coverage]) -> str:
 
 
 BEGIN, END = "<!-- coverage -->", "<!-- end of coverage -->"
-PAGE = Path(__file__).parents[3] / "docs" / "hugging-face.md"
+PAGE = Path(__file__).parents[3] / "benchmarks" / "results" / "served.md"
 
 
 def section(found: dict[str, Coverage]) -> str:
