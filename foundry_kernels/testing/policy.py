@@ -94,9 +94,19 @@ def run(
 ) -> Result:
     """Forward, and backward from `cotangents` where they are given."""
     outputs = call(op, args, options, backend=backend)
+    return Result(outputs, {} if cotangents is None else _gradients(outputs, args, cotangents, retain_graph))
+
+
+def _gradients(
+    outputs: tuple[Tensor, ...],
+    args: Mapping[str, Tensor | None],
+    cotangents: tuple[Tensor, ...],
+    retain_graph: bool = False,
+) -> dict[str, Tensor]:
+    """The gradients of the arguments that require them and on which the outputs depend."""
     wanted = {k: v for k, v in args.items() if v is not None and v.requires_grad}
-    if cotangents is None or not wanted:
-        return Result(outputs, {})
+    if not wanted:
+        return {}
     paired = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
     grads = torch.autograd.grad(
         [o for o, _ in paired],
@@ -105,7 +115,7 @@ def run(
         retain_graph=retain_graph,
         allow_unused=True,
     )
-    return Result(outputs, {k: g for k, g in zip(wanted, grads, strict=True) if g is not None})
+    return {k: g for k, g in zip(wanted, grads, strict=True) if g is not None}
 
 
 def make_cotangents(
@@ -221,9 +231,9 @@ class Expected:
         """Computes, on the arguments' device, what is expected of the case's arguments, or of `args` with the case's
         options; drawn_on, of the gradients that flow in: see `Case.make`."""
         args = case.make(dtype, device) if args is None else args
-        reference = run(op, args, case.options, backend="reference")
-        cotangents = make_cotangents(reference.outputs, case.cotangent, drawn_on=drawn_on)
-        reference = run(op, args, case.options, cotangents, backend="reference")
+        outputs = call(op, args, case.options, backend="reference")
+        cotangents = make_cotangents(outputs, case.cotangent, drawn_on=drawn_on)
+        reference = Result(outputs, _gradients(outputs, args, cotangents))
         args64 = to_float64(args)
         cotangents64 = tuple(c.double() for c in cotangents)
         oracle = run(op, args64, case.options, cotangents64, backend="reference")

@@ -14,8 +14,6 @@ from torch import Tensor
 from foundry_kernels import OPS, compat
 from foundry_kernels.core.registry import BackendUnavailable
 
-methods = pytest.importorskip("torch.testing._internal.common_methods_invocations")
-
 #: The functions of compat by torch's names, with the operation whose kernels they call.
 FUNCTIONS = {
     "cross_entropy": "cross_entropy",
@@ -35,6 +33,8 @@ BACKENDS = ("auto", "reference", "triton")
 
 
 def samples(name: str, dtype: torch.dtype) -> list[Any]:
+    # Here and not above: the import takes two seconds, of each process that collects tests.
+    methods = pytest.importorskip("torch.testing._internal.common_methods_invocations")
     infos = [info for info in methods.op_db if info.name == f"nn.functional.{name}" and dtype in info.dtypes]
     if name == "linear_cross_entropy" and not infos:
         pytest.skip("this torch has no linear_cross_entropy")

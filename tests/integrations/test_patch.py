@@ -459,7 +459,7 @@ def test_patch_report_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cells.keys() == {"llama-70b", "encoder", "t5-small"}
     assert cells["llama-70b"][:2] == ["161 rms_norm", "80 swiglu"]
     assert cells["llama-70b"][2:] == [
-        "80 rope, 80 flash_attention", "1 linear_cross_entropy, 1 cross_entropy", ""
+        "80 rope, 80 flash_attention", "1 linear_cross_entropy, 1 cross_entropy", "241 of 322", ""
     ]  # fmt: skip
     assert cells["encoder"][2] == "3 flash_attention"
     assert cells["t5-small"][2] == "18 flash_attention"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +322,14 @@ def test_nothing_changes_by_being_asked() -> None:
     assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), before[0].values(), strict=True))
     assert torch.equal(torch.get_rng_state(), before[1])
     assert {name: dict(vars(m)) for name, m in module.named_modules()} == held
+
+
+def test_no_module_is_kept() -> None:
+    module = planted.Norm()
+    gone = weakref.ref(module.weight)
+    recognised(module)
+    del module
+    assert gone() is None
 
 
 def test_rows_alone() -> None:

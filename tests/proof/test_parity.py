@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundry_kernels.testing import (
     Case,
-    assert_parity,
     call,
     compare,
     make_cotangents,
     run,
     to_float64,
 )
+from foundry_kernels.testing.policy import Expected
 from foundry_kernels.tools.check import numel
 
 
@@ -33,9 +33,9 @@ def test_some_kernel_is_tested() -> None:
 @pytest.mark.usefixtures("poisoned")
 def test_parity(row: Row, dtype: torch.dtype, case: Case) -> None:
     """Outputs and gradients are as exact as the reference's and have its strides; inputs are not modified in place."""
-    result = assert_parity(row.op, case, backend=row.backend, dtype=dtype, device=row.device)
-    expected = call(row.op, case.make(dtype, row.device), case.options, backend="reference")
-    for i, (a, e) in enumerate(zip(result.outputs, expected, strict=True)):
+    expected = Expected.of(row.op, case, dtype, row.device)
+    outputs = expected.check(row.backend).outputs
+    for i, (a, e) in enumerate(zip(outputs, expected.reference.outputs, strict=True)):
         assert a.stride() == e.stride() or a.numel() == 0, f"output {i} has strides {a.stride()}, expected {e.stride()}"
 
 

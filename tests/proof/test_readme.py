@@ -109,6 +109,7 @@ def test_the_table_of_families_is_what_patch_report_prints(capsys: pytest.Captur
     assert lines == capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_the_benchmark_commands_choose_benchmarks() -> None:
     lines = [line for text in TEXTS.values() for _, block in blocks(text, "") for line in block.splitlines()]
     commands = [line.partition("#") for line in lines if "benchmarks" in line]

@@ -10,6 +10,7 @@ consecutive commits run all of them; `make test-all` runs all at once.
 from __future__ import annotations
 
 import functools
+import subprocess
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -80,6 +81,21 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str], every_case: 
 def first_dtype(row: Any) -> torch.dtype:
     """The dtype in which most cases are tested."""
     return torch.bfloat16 if row.hopper else torch.float32
+
+
+@functools.cache
+def kernels_changed() -> bool:
+    """Whether the last commit, or what is not committed, changes Triton's kernels or the tool that compiles them."""
+    of_kernels = ("foundry_kernels/_triton", "foundry_kernels/ops/**/triton", "foundry_kernels/tools/inspect")
+    command = ["git", "diff", "--quiet", "HEAD~1", "--", *(f":(top,glob){p}/**" for p in of_kernels)]
+    try:
+        return subprocess.run(command, cwd=COMPILING, capture_output=True).returncode == 1
+    except OSError:  # without git
+        return False
+
+
+#: Of tests that compile kernels for GPUs, which takes seconds a kernel.
+ahead_of_time = pytest.mark.usefixtures() if kernels_changed() else pytest.mark.slow
 
 
 @functools.cache

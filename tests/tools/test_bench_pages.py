@@ -34,6 +34,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_is_kept_and_becomes_a_page(tmp_path: Path) -> None:
     source, target = tmp_path / "run.json", tmp_path / "kept.json"
     chosen = "flash_attention and forward and float32 and H8 and Hk2 and T512 and causal or rms_norm-overhead"

@@ -8,6 +8,9 @@ beside the forms (`norms.py`, `mlps.py`), in every dtype, forward and backward, 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -39,22 +42,43 @@ def recognised(module: nn.Module) -> Adapter | str | None:
             return reason
         sizes = Sizes(module)
         known = _KNOWN.setdefault(type(module), [])
-        for reached, answers in known:
-            if _still(module, reached) and (answer := answers.get(_key(module, reached, sizes))) is not None:
-                return answer
+        for each in known:
+            if each.holds(module) and each.key == _key(module, each.paths, sizes):
+                return each.answer
         with undisturbed():
-            return _ask(module, sizes, known)
+            known.append(_ask(module, sizes))
+        return known[-1].answer
     except LeftError as error:
         return str(error)
+    except Exception as error:  # of code that is like none that this package has thought of
+        return f"asking what it computes raises {type(error).__name__}: {error}"
 
 
-#: Of a class: the code that its forward reaches, and the answer for each set of attributes.
-_KNOWN: dict[type, list[tuple[Reached, dict[Any, Adapter | str]]]] = {}
+@dataclass(frozen=True)
+class _Known:
+    """An answer about a class: for these functions, while these names mean what they did, and for modules with this
+    key, of the attributes at these paths. It holds nothing of a module."""
+
+    functions: list[FunctionType]
+    names: list[tuple[Callable[[], Any], Any]]
+    paths: tuple[tuple[str, ...], ...]
+    key: Any
+    answer: Adapter | str
+
+    def holds(self, module: nn.Module) -> bool:
+        return type(module).forward in self.functions and all(look() is value for look, value in self.names)
 
 
-def _ask(module: nn.Module, sizes: Sizes, known: list[tuple[Reached, dict[Any, Adapter | str]]]) -> Adapter | str:
+#: What this process knows of each class.
+_KNOWN: dict[type, list[_Known]] = {}
+
+
+def _ask(module: nn.Module, sizes: Sizes) -> _Known:
     reached = Reached(module)
-    key = _key(module, reached, sizes)
+    paths = tuple(reached.read)
+    key = _key(module, paths, sizes)
+    if reached.left is not None:
+        return _Known(reached.functions, reached.names, paths, key, reached.left)
     name = kept.key_of(reached.functions, key, [value for _, value in reached.names])
     answer = kept.load(name)
     if answer is None:
@@ -62,11 +86,8 @@ def _ask(module: nn.Module, sizes: Sizes, known: list[tuple[Reached, dict[Any, A
             answer = _found(module, reached, sizes)
         except LeftError as error:
             answer = str(error)
-        except Exception as error:  # whatever a class may do that this package has not thought of
-            answer = f"asking what it computes raises {type(error).__name__}: {error}"
         kept.save(name, answer)
-    known.append((reached, {key: answer}))
-    return answer
+    return _Known(reached.functions, reached.names, paths, key, answer)
 
 
 def _found(module: nn.Module, reached: Reached, sizes: Sizes) -> Adapter:
@@ -114,16 +135,11 @@ def _arguments(module: nn.Module) -> tuple[str, ...]:
     return tuple(each.name for each in taken)
 
 
-def _still(module: nn.Module, reached: Reached) -> bool:
-    """Returns whether the code is that of before."""
-    return type(module).forward in reached.functions and all(look() is value for look, value in reached.names)
-
-
-def _key(module: nn.Module, reached: Reached, sizes: Sizes) -> Any:
+def _key(module: nn.Module, paths: tuple[tuple[str, ...], ...], sizes: Sizes) -> Any:
     """Returns all that an answer depends on besides the code."""
     shape = tuple((name, p is None) for name, p in module._parameters.items())
     parts = tuple((name, None if part is None else _about(part, sizes)) for name, part in module._modules.items())
-    return shape, parts, tuple((path, _about(_at(module, path), sizes)) for path in reached.read)
+    return shape, parts, tuple((path, _about(_at(module, path), sizes)) for path in paths)
 
 
 def _at(module: Any, path: tuple[str, ...]) -> Any:

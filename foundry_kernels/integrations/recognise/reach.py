@@ -62,6 +62,7 @@ class Reached:
         read: what it reads of the module: the path of attributes, and the value.
         functions: the functions of Python that it runs.
         names: the globals and cells that it reads, as a function that looks each up again, and the value.
+        left: why it is none of the forms, as far as the code tells; the others are then what was read until there.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -69,8 +70,11 @@ class Reached:
         self.functions: list[FunctionType] = []
         self.names: list[tuple[Callable[[], Any], Any]] = []
         self._seen: set[tuple[Any, tuple[str, ...]]] = set()
-        self._module = module
-        self.call(module, ())
+        self.left: str | None = None
+        try:
+            self.call(module, ())
+        except LeftError as error:
+            self.left = str(error)
 
     def call(self, module: nn.Module, path: tuple[str, ...]) -> None:
         """Follows the forward of a module."""

@@ -13,7 +13,6 @@ import pytest
 import torch
 from attention_errors import assert_errors_of_the_reference
 from attention_inputs import plain_options
-from table import saved_tensors
 from torch import Tensor
 
 import foundry_kernels as fk
@@ -79,20 +78,6 @@ def inputs(
     shapes = ((b, h, t, d), (b, hk, s or t, d), (b, hk, s or t, d))
     q, k, v = (torch.randn(x, generator=g).to(dtype or torch.float32).requires_grad_() for x in shapes)
     return q, k, v
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", [*ISAS[:-1], *(pytest.param(n, marks=pytest.mark.slow) for n in ISAS[-1:])])
-@pytest.mark.usefixtures("poisoned")
-def test_every_instruction_set(instruction_set: Callable[[str], None], name: str, dtype: torch.dtype) -> None:
-    """All cases in float32. The dtypes differ in how memory is read and written: a case of each width and layout. The
-    last set is the one that all other tests run."""
-    instruction_set(name)
-    for op in (FLASH_ATTENTION, FLASH_ATTENTION_VARLEN):
-        for case in op.cases.CASES[op.name]:
-            plain = not case.options.keys() - {"causal", "max_seqlen_q", "max_seqlen_k"}
-            if dtype == torch.float32 or plain:
-                assert_parity(op, case, backend="native", dtype=dtype)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -213,29 +198,6 @@ def test_soft_cap_is_tanh(instruction_set: Callable[[str], None], name: str) -> 
         assert error < 6e-7, float(error)
 
 
-def test_what_is_kept_for_the_backward_pass() -> None:
-    q, k, v = inputs((2, 4, 70, 32))
-    with saved_tensors() as saved:
-        fk.flash_attention(q, k, v, causal=True, backend="native")
-    assert sum(t.numel() for t in saved) == 2 * q.numel() + k.numel() + v.numel() + q.numel() // 32
-    assert all(any(t.data_ptr() == x.data_ptr() for t in saved) for x in (q, k, v))
-
-
-def test_nothing_is_computed_for_what_needs_no_gradient() -> None:
-    q, k, v = (x.detach() for x in inputs())
-    sinks, bias = torch.zeros(4), torch.zeros(1, 4, 70, 1)
-    call = plain_options(70, 70, sinks=sinks, attn_mask=bias, return_lse=True)
-    options = call.operator_args()
-    out, lse, _, _ = torch.ops.foundry_kernels.flash_attention_fwd(q, k, v, *options, True, False)
-    for mask in range(32):
-        needed = [bool(mask >> i & 1) for i in range(5)]
-        grads = torch.ops.foundry_kernels.flash_attention_bwd(
-            torch.ones_like(out), None, q, k, v, out, lse, *options, *needed
-        )
-        for grad, like, wanted in zip(grads, (q, k, v, sinks, bias), needed, strict=True):
-            assert grad.shape == (like.shape if wanted else (0,))
-
-
 def test_gradients_lie_in_memory_as_their_tensors() -> None:
     q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs())
     grads = torch.autograd.grad(fk.flash_attention(q, k, v, backend="native").sum(), (q, k, v))
@@ -345,16 +307,3 @@ def test_the_bare_operator_checks_too() -> None:
         good = torch.tensor([0] + [70] * (len(bad) - 1))
         with pytest.raises(ValueError, match="cu_seqlens_k must start at 0, never decrease and end at the 70"):
             attend(*packed, cu_seqlens_q=good, cu_seqlens_k=torch.tensor(bad))
-
-
-def test_meta_tensors() -> None:
-    q, k, v = (torch.empty(2, h, 5, 8, device="meta") for h in (4, 2, 2))
-    options = plain_options(5, 5, window_right=0, return_lse=True)
-    out, lse, entropy, _ = torch.ops.foundry_kernels.flash_attention(
-        q.transpose(1, 2).contiguous().transpose(1, 2), k, v[..., :3], *options
-    )
-    assert out.is_meta
-    assert out.shape == (2, 4, 5, 3)
-    assert out.stride() == (60, 3, 12, 1)
-    assert lse.shape == (2, 4, 5)
-    assert entropy.numel() == 0

