@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 import pytest
+import served
 import torch
 import transformers
 from models import generative, inputs, tiny
@@ -138,3 +139,12 @@ def with_documents(model: Any, how: str) -> Tensor:
     with torch.no_grad():
         result: Tensor = model(IDS, **BY_POSITIONS[how])[0]
     return result
+
+
+@pytest.mark.slow
+def test_the_table_of_the_page() -> None:
+    """`python tests/integrations/sweep/served.py --write` writes it."""
+    if f"transformers {transformers.__version__}:" not in served.PAGE.read_text():
+        pytest.skip("the table is that of another release")
+    text = served.PAGE.read_text().partition(served.BEGIN)[2].partition(served.END)[0]
+    assert text == served.section(served.all_of_them())

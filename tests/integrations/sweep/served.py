@@ -1,4 +1,6 @@
-"""How much of transformers' generative classes `patch` serves: `python tests/integrations/sweep/served.py`.
+"""How much of transformers' generative classes `patch` serves.
+
+`python tests/integrations/sweep/served.py` prints it, with what is left and why; `--write` puts it into the page.
 
 A tiny model of each class is patched. Counted are modules by what their class's name says, whether this package knows
 the class or not:
@@ -16,10 +18,13 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import transformers
 from models import generative, tiny
 from torch import nn
 
@@ -102,7 +107,7 @@ def all_of_them(names: list[str] | None = None) -> dict[str, Coverage]:
 
 def table(found: dict[str, Coverage]) -> str:
     """Two tables in Markdown: all classes by kind, and those of the families that are named."""
-    lines = ["| | served | of | share | in classes | wholly in classes | of |", "| --- |" + " ---: |" * 6]
+    lines = ["| | served | of | share | some | all | of |", "| --- |" + " ---: |" * 6]
     for kind in KINDS:
         mine = [c for c in found.values() if c.found[kind]]
         served, total = sum(c.served[kind] for c in mine), sum(c.found[kind] for c in mine)
@@ -117,9 +122,22 @@ def table(found: dict[str, Coverage]) -> str:
     return "\n".join(lines)
 
 
+BEGIN, END = "<!-- coverage -->", "<!-- end of coverage -->"
+PAGE = Path(__file__).parents[3] / "benchmarks" / "results" / "served.md"
+
+
+def section(found: dict[str, Coverage]) -> str:
+    """What is between the marks of the page."""
+    return f"\nOf the {len(found)} generative classes of transformers {transformers.__version__}:\n\n{table(found)}\n"
+
+
 def main() -> None:
     found = all_of_them()
-    print(f"{len(found)} classes\n\n{table(found)}\n")
+    if "--write" in sys.argv:
+        before, _, after = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(before + BEGIN + section(found) + END + after.partition(END)[2])
+        return
+    print(section(found))
     left = sum((c.left for c in found.values()), Counter())
     for kind in KINDS:
         print(f"\n{kind}, left")
