@@ -36,7 +36,7 @@ MODELS = (
 INTEGRATIONS = (
     ("families", "modules", "release"),
     ("attention", "convert"),
-    ("adapters",),
+    ("adapters", "recognise"),
     ("patching",),
     ("trainers",),
     ("trainer", "lightning", "torchtitan"),

@@ -1,4 +1,4 @@
-"""Classes whose code is that of a class with a row: they are served by that row's adapter.
+"""Classes whose code is that of a class with a row: they get that row's adapter.
 
 Compared are the forward and every function, method and global that it reaches, instruction by instruction. Names of
 local variables, docstrings, annotations and lines are ignored. What is no function must be the same object, or an equal
@@ -63,7 +63,7 @@ def _candidates(cls: Any, rows: Mapping[tuple[str, str], Adapter | str]) -> Iter
 
 
 class _Comparison:
-    """Of two classes' code; functions that are being compared already count as equal."""
+    """A comparison of two classes' code. Functions that are being compared already count as equal."""
 
     def __init__(self, first: type, second: type) -> None:
         self.classes = first, second

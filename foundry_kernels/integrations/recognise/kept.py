@@ -26,10 +26,17 @@ ADAPTERS: dict[str, Any] = {cls.__name__: cls for cls in (Norm, GatedNorm, MLP, 
 
 def key_of(functions: Iterable[FunctionType], *others: Any) -> str:
     """Returns the name of an answer: of the code, its defaults, and whatever else the answer depends on."""
-    from foundry_kernels import __version__
-
     told: list[Any] = [_code(f.__code__) + repr((f.__defaults__, f.__kwdefaults__)) for f in functions]
-    text = repr((told, _plain(others), sys.version_info[:2], torch.__version__, __version__, _own_code()))
+    text = repr(
+        (
+            told,
+            _plain(others),
+            sys.version_info[:2],
+            torch.__version__,
+            sys.modules["foundry_kernels"].__version__,
+            _own_code(),
+        )
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters.base import Gated, State
-from foundry_kernels.integrations.patching import swap
+from foundry_kernels.integrations.adapters.subclass import make_class
 from foundry_kernels.integrations.recognise.reach import LeftError
 
 Call = Callable[..., Tensor]
@@ -62,7 +62,7 @@ def adapted(module: nn.Module, adapter: Any) -> Any:
     """Returns a copy of a module that runs on the references, by the adapter."""
     made = clone(module)
     ops = dict.fromkeys(adapter.ops(made), "reference")
-    made.__class__ = swap.make_class(type(module), adapter)
+    made.__class__ = make_class(type(module), adapter)
     gelu = adapter.activation(made) if isinstance(adapter, Gated) else None
     made._foundry = State(ops, gelu=gelu[1] if gelu else "none")
     return made

@@ -78,7 +78,7 @@ class Rotation:
         return rotated
 
     def rotate(self, backend: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the function's result, or None for a call that `rope` does not serve."""
+        """Returns the function's result, or None for a call that `rope` does not support."""
         given = dict(zip(self.names, args, strict=False))
         given.update(kwargs)
         for name, value in given.items():
@@ -162,7 +162,7 @@ UNSQUEEZE = "unsqueeze_dim"
 
 
 def own_bases(cls: type) -> list[type]:
-    """The classes that a class of modules is made of, but for those of torch and of every model of transformers."""
+    """The classes that a class of modules is made of, except for those of torch and of every model of transformers."""
     return [
         base
         for base in cls.__mro__
@@ -208,7 +208,7 @@ def _beyond(code: CodeType, home: dict[str, Any], seen: frozenset[Any]) -> str |
 
 @functools.cache
 def rotation_of(function: Any) -> Rotation | None:
-    """Returns the form that a function of a model's file computes; None if it computes none of ours."""
+    """Returns the form that a function of a model's file computes; None if it computes another one."""
     plain = inspect.unwrap(function)
     if not isinstance(plain, FunctionType) or beyond_words(plain) is not None:
         return None
