@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.adapters import deferred
+from foundry_kernels.integrations.adapters import deferral, deferred
 from foundry_kernels.integrations.adapters.causal_lm import NO_LOGITS
 
 V = 41
@@ -361,7 +361,7 @@ def test_an_error_in_the_forward_leaves_nothing_behind() -> None:
     with fk.patch(model):
         with pytest.raises(KeyError, match="no targets"):
             model(IDS)
-        assert deferred.current() is None
+        assert deferral.current() is None
         assert model.lm_head is model._modules["lm_head"]
         assert type(model.lm_head(torch.ones(1, 16))) is Tensor
         assert model(IDS, TARGETS)[0] is None

@@ -22,7 +22,9 @@ from torch.compiler import is_compiling
 from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.integrations.adapters import log_probs
 from foundry_kernels.integrations.adapters.base import Adapter, names_of, split_names
-from foundry_kernels.integrations.adapters.deferred import Deferral, DeferredLogits, finished, head_property
+from foundry_kernels.integrations.adapters.deferral import Deferral
+from foundry_kernels.integrations.adapters.deferred import DeferredLogits
+from foundry_kernels.integrations.adapters.deferred_head import finished, head_property
 from foundry_kernels.integrations.adapters.head import head_at, path_of_head, readable_matrix_of
 from foundry_kernels.integrations.adapters.packed_model import own_class, reads_documents
 from foundry_kernels.integrations.attention.call import current

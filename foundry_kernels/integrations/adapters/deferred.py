@@ -9,11 +9,8 @@ has the values and gradients that it has without a patch, whatever it does with 
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -24,145 +21,8 @@ from torch.compiler import is_compiling
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.integrations.adapters.base import split_names
-from foundry_kernels.integrations.adapters.head import on_mesh, readable_matrix_of
+from foundry_kernels.integrations.adapters.deferral import Deferral, HeadCall
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
-
-running = threading.local()  # its `deferral`; torch.compile can trace it, unlike a ContextVar
-
-
-def current() -> Deferral | None:
-    """Returns the innermost call in this thread whose logits are deferred, or None."""
-    return getattr(running, "deferral", None)
-
-
-class Deferral:
-    """A call of a patched model in which `head` returns DeferredLogits.
-
-    backend: of the loss. asked: whether the call is for log-probabilities, so that its loss is not needed.
-    """
-
-    def __init__(self, head: nn.Module, backend: str, asked: bool = False) -> None:
-        self.head, self.backend, self.asked = head, backend, asked
-        self.grad = torch.is_grad_enabled()
-        self.hooks = _saving_hooks()
-        self.calls: list[HeadCall] = []
-
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns what `function` returns, during whose call the head is deferred."""
-        outer = current()
-        running.deferral = self
-        try:
-            return function(*args, **kwargs)
-        finally:
-            running.deferral = outer
-            for call in self.calls:
-                call.members = []  # which refer to the call in turn: they are freed without the garbage collector
-
-    def is_same_run(self) -> bool:
-        """Returns whether this is not a part of the call that is computed again for its gradient, outside of the call:
-        then the head must be called both times."""
-        return torch.is_grad_enabled() == self.grad and _saving_hooks() is self.hooks
-
-
-def _saving_hooks() -> Any:
-    """Returns the hooks on tensors that autograd saves; non-reentrant checkpoints have some of their own."""
-    if is_compiling():
-        return None
-    found = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if found is None else found[0]
-
-
-def head_property(name: str) -> property:
-    """Returns the attribute of a model by which its forward gets its head."""
-
-    def get(self: Any) -> Any:
-        head = self._modules.get(name)
-        if head is None:
-            if name in self._modules:
-                return None
-            raise AttributeError(name)  # then nn.Module.__getattr__ looks for it, and says what there is
-        deferral = current()
-        return head if deferral is None or deferral.head is not head else DeferredHead(deferral, head)
-
-    def put(self: Any, value: Any) -> None:  # of what is no module: nn.Module handles those itself
-        vars(self)[name] = value
-
-    return property(get, put)
-
-
-class DeferredHead:
-    """Stands for a head in a call whose logits are deferred."""
-
-    def __init__(self, deferral: Deferral, head: nn.Module) -> None:
-        self._deferral, self._head = deferral, head
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        matrix = readable_matrix_of(self._head)
-        if kwargs or len(args) != 1 or matrix is None or not self._deferral.is_same_run():
-            return self._head(*args, **kwargs)
-        hidden, (weight, bias) = args[0], matrix
-        if not isinstance(hidden, Tensor) or hidden.is_nested or not _fits(hidden, weight, bias):
-            return self._head(hidden)
-        call = HeadCall(self._deferral, self._head, hidden, weight, bias)
-        self._deferral.calls.append(call)
-        return DeferredLogits(call, call.rows, autocast_dtype(hidden) or hidden.dtype)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._head, name)
-
-
-def _fits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Returns whether a linear layer would take its input; else it says itself why not."""
-    if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[-1] or hidden.device != weight.device:
-        return False
-    others = [x.dtype for x in (weight, bias) if x is not None]
-    return hidden.is_floating_point() and (
-        autocast_dtype(hidden) is not None or all(dtype == hidden.dtype for dtype in others)
-    )
-
-
-class HeadCall:
-    """One call of the head that was not made: its input, and the modes in which it would have run.
-
-    members: the DeferredLogits that come from it and have not been computed, in the order in which they were made.
-    lost: whether a loss has been computed from it.
-    """
-
-    def __init__(
-        self, deferral: Deferral, head: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> None:
-        self.deferral, self.head, self.hidden, self.weight, self.bias = deferral, head, hidden, weight, bias
-        self.rows = on_mesh(hidden, head) if is_dtensor(weight) else hidden
-        self.grad, self.low = torch.is_grad_enabled(), autocast_dtype(hidden)
-        self.version = None if is_compiling() or hidden.is_inference() else hidden._version
-        self.members: list[DeferredLogits] = []
-        self.lost = False
-
-    def check(self) -> None:
-        if self.version is not None and self.hidden._version != self.version:
-            raise RuntimeError(
-                f"the input of {type(self.head).__name__} was changed in place before its logits were used; "
-                "patch(model, return_logits=True) computes them at once"
-            )
-
-    def run(self, function: Callable[..., Any], *args: Any, grad: bool | None = None, **kwargs: Any) -> Any:
-        """Returns what `function` returns, under the autocast of the call of the head. grad: the grad mode."""
-        self.check()
-        grad = torch.is_grad_enabled() if grad is None else grad
-        same = autocast_dtype(self.hidden) == self.low
-        if same and torch.is_grad_enabled() == grad:
-            return function(*args, **kwargs)
-        device = self.hidden.device.type
-        cast: Any = nullcontext() if same else torch.autocast(device, dtype=self.low, enabled=self.low is not None)
-        with torch.set_grad_enabled(grad), cast:
-            return function(*args, **kwargs)
-
-    def release(self) -> None:
-        """Computes all logits that come from this call. From then on they are tensors, so that what writes to one of
-        them is seen in its views."""
-        members, self.members = self.members, []
-        for member in members:
-            member.tensor()
 
 
 def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -542,40 +402,3 @@ def _subclasses(cls: Any) -> Iterator[Any]:
     for each in cls.__subclasses__():
         yield each
         yield from _subclasses(each)
-
-
-def finished(out: Any, drop: bool) -> Any:
-    """Returns what a forward has returned, without deferred logits: None in their place where a loss was computed from
-    them, else the logits. drop: whether a tuple lacks them in place of None, as transformers' tuples do."""
-    if isinstance(out, DeferredLogits):
-        return None if out.made is None and out.call.lost else out.tensor()
-    if isinstance(out, dict):
-        if not _any_deferred(out.values()):
-            return out
-        found = {k: finished(v, drop) for k, v in out.items()}
-        return found if type(out) is dict else type(out)(**found)
-    if dataclasses.is_dataclass(out) and not isinstance(out, type):
-        own = {f.name: getattr(out, f.name) for f in dataclasses.fields(out) if f.init}
-        if not _any_deferred(own.values()):
-            return out
-        return dataclasses.replace(out, **{k: finished(v, drop) for k, v in own.items()})
-    if isinstance(out, (tuple, list)):
-        if not _any_deferred(out):
-            return out
-        values = [finished(x, drop) for x in out]
-        if hasattr(out, "_fields"):
-            return type(out)(*values)
-        gone = [isinstance(x, DeferredLogits) and y is None for x, y in zip(out, values, strict=True)]
-        return type(out)(x for x, without in zip(values, gone, strict=True) if not (drop and without))
-    return out
-
-
-def _any_deferred(values: Iterable[Any]) -> bool:
-    for x in values:
-        if isinstance(x, DeferredLogits):
-            return True
-        if isinstance(x, (tuple, list)) and _any_deferred(x):
-            return True
-        if isinstance(x, dict) and _any_deferred(x.values()):
-            return True
-    return False

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from foundry_kernels.integrations.adapters.base import Adapter
-from foundry_kernels.integrations.adapters.deferred import head_property
+from foundry_kernels.integrations.adapters.deferred_head import head_property
 from foundry_kernels.integrations.attention.call import TELLING, Call, current, read, running, tokens_of
 from foundry_kernels.integrations.attention.documents import LENGTHS, Documents, refuse_other_names
 from foundry_kernels.integrations.modules import ROWS, goes_on
