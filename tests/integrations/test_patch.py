@@ -37,6 +37,8 @@ from foundry_kernels.integrations.patching import swap
         ({"backend": "trition"}, ValueError, "backend must be one of"),
         ({"backend": {"rms_nrom": "native"}}, ValueError, "unknown operation 'rms_nrom'"),
         ({"backend": 3}, TypeError, "backend must be a string or a mapping"),
+        ({"recognise": "no"}, TypeError, "recognise must be"),
+        ({"return_logits": 1}, TypeError, "return_logits must be"),
         ({"dense_masks": "eager"}, ValueError, "dense_masks must be one of kernels, refuse, sdpa"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from foundry_kernels.core.checks import check_bool
 from foundry_kernels.core.registry import short_dtype
 from foundry_kernels.integrations.adapters.base import PATCHABLE, Adapter, Attention, Gated, Norm, State
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES, NO_LOGITS, HeadOwner, LanguageModel
@@ -60,14 +61,13 @@ def patch(
     """Replaces the supported norms, gated activations, rotations, attention, linear attention and loss of `model` in
     place.
 
-    Supported are norms and MLPs of any class that are recognised by what they compute (see `recognise`); the attention
-    and the loss of the families of `foundry_kernels.integrations.adapters.table.PATCHED` in Hugging Face transformers;
-    ``torch.nn.MultiheadAttention`` and torch.nn's transformer around it, ``torch.nn.RMSNorm`` and
-    ``torch.nn.LayerNorm``; and this package's own modules, whose backend is set. Every module stays the
-    same object with its parameters, buffers, names and hooks, and its class keeps its name; the state dict, optimizers
-    and wrappers (PEFT, FSDP) are not affected. A patched model can be deep-copied and pickled. transformers itself is
-    not changed: other models in the process are not affected. Packed documents do not see each other in a patched model
-    of transformers, or the call raises ValueError; `report` names layers that mix them. A LayerNorm's result has its
+    A layer is known by what its code computes (see `recognise`). So models of transformers 5.4 and newer, of remote
+    code and of one's own are supported; ``torch.nn.MultiheadAttention``, torch.nn's transformer around it, its norms
+    and this package's own modules too. Every module stays the same object with its parameters, buffers, names and
+    hooks, and its class keeps its name; the state dict, optimizers and wrappers (PEFT, FSDP) are not affected. A
+    patched model can be deep-copied and pickled. Other models in the process are not affected: transformers' files only get private names
+    (``_foundry_...``) beside their rotation functions. Packed documents do not see each other in a patched model of
+    transformers, or the call raises ValueError; `report` names layers that mix them. A LayerNorm's result has its
     input's dtype, where PyTorch's is float32 under autocast on a GPU.
 
     Attention goes through the model's config: it is set to "foundry" there (see
@@ -105,7 +105,7 @@ def patch(
         it is, modules that it got since included, and its handle is returned.
 
     Raises:
-        TypeError: `model` is no module, `ops` is a string or no iterable of strings.
+        TypeError: `model` is no module, `ops` is a string or no iterable of strings, a flag is no bool.
         ValueError: an unknown name in `ops`, `backend` or `dense_masks`; the model is patched already, by other
             arguments, which the message names, or in part.
         ImportError: transformers is older than 5.4.
@@ -119,6 +119,8 @@ def patch(
     wanted = tuple(op for op in asked if op != "linear_cross_entropy" or not return_logits)
     if dense_masks not in DENSE_MASKS:
         raise ValueError(f"dense_masks must be one of {', '.join(DENSE_MASKS)}; got {dense_masks!r}")
+    check_bool("return_logits", return_logits)
+    check_bool("recognise", recognise)
     check_release_of(model)
     arguments = Arguments(
         dict(backend) if isinstance(backend, Mapping) else backend,
