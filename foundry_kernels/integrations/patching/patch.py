@@ -65,10 +65,10 @@ def patch(
     code and of one's own are supported; ``torch.nn.MultiheadAttention``, torch.nn's transformer around it, its norms
     and this package's own modules too. Every module stays the same object with its parameters, buffers, names and
     hooks, and its class keeps its name; the state dict, optimizers and wrappers (PEFT, FSDP) are not affected. A
-    patched model can be deep-copied and pickled. Other models in the process are not affected: transformers' files only get private names
-    (``_foundry_...``) beside their rotation functions. Packed documents do not see each other in a patched model of
-    transformers, or the call raises ValueError; `report` names layers that mix them. A LayerNorm's result has its
-    input's dtype, where PyTorch's is float32 under autocast on a GPU.
+    patched model can be deep-copied and pickled. Other models in the process are not affected: transformers' files only
+    get private names (``_foundry_...``) beside their rotation functions. Packed documents do not see each other in a
+    patched model of transformers, or the call raises ValueError; `report` names layers that mix them. A LayerNorm's
+    result has its input's dtype, where PyTorch's is float32 under autocast on a GPU.
 
     Attention goes through the model's config: it is set to "foundry" there (see
     :mod:`foundry_kernels.integrations.attention.functions`). Because models may share a config object, the model gets a
