@@ -28,7 +28,8 @@ def holders_of(layers: Iterable[nn.Module], models: Iterable[nn.Module]) -> set[
 
 
 def is_model(module: nn.Module) -> bool:
-    return _is_class_of_models(type(module))
+    cls: Any = type(module)
+    return _is_class_of_models(cls)
 
 
 @functools.cache
