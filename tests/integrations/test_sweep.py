@@ -121,7 +121,12 @@ def test_a_patched_model_computes_what_it_did(name: str, monkeypatch: pytest.Mon
     assert snapshot(model) == before
     read: list[Any] = []
     follow = dis.get_instructions
-    monkeypatch.setattr(dis, "get_instructions", lambda code: (read.append(code), follow(code))[1])
+
+    def followed(code: Any) -> Any:
+        read.append(code)
+        return follow(code)
+
+    monkeypatch.setattr(dis, "get_instructions", followed)
     fk.patch(model).undo()
     assert not read, "the code of known classes is followed again"
     again = step(model, given)
