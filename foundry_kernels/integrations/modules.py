@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
@@ -21,13 +23,18 @@ def models_around(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Mod
 def holders_of(layers: Iterable[nn.Module], models: Iterable[nn.Module]) -> set[nn.Module]:
     """Returns, for each of `layers`, the innermost of `models` that holds it; a model comes before those in it."""
     theirs = set(layers)
-    holder = {module: model for model in models for module in model.modules() if module in theirs}
+    holder = {module: model for model in models if theirs for module in model.modules() if module in theirs}
     return set(holder.values())
 
 
 def is_model(module: nn.Module) -> bool:
-    known = (c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in type(module).__mro__)
-    return any(known)
+    cls: Any = type(module)
+    return _is_class_of_models(cls)
+
+
+@functools.cache
+def _is_class_of_models(cls: type) -> bool:
+    return any(c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in cls.__mro__)
 
 
 def reads_rows(model: nn.Module) -> bool:
@@ -43,9 +50,15 @@ def goes_on(arguments: tuple[str, ...]) -> bool:
 def arguments_of(module: nn.Module) -> tuple[str, ...]:
     """Returns the names of the arguments of a module's forward; none for one that is not Python."""
     try:
-        return tuple(inspect.signature(type(module).forward).parameters)[1:]
+        return taken_by(type(module).forward)[1:]
     except (AttributeError, TypeError, ValueError):
         return ()
+
+
+@functools.cache
+def taken_by(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of the arguments of a function: many modules have the same."""
+    return tuple(inspect.signature(function).parameters)
 
 
 def makes_masks(attention: type) -> bool:

@@ -3,6 +3,7 @@ none gets worse than it was."""
 
 from __future__ import annotations
 
+import dis
 import inspect
 from typing import Any
 
@@ -93,7 +94,7 @@ def generated(model: Any, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_patched_model_computes_what_it_did(name: str) -> None:
+def test_a_patched_model_computes_what_it_did(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(name)
     given = inputs(model)
     theirs = step(model, given)
@@ -118,6 +119,16 @@ def test_a_patched_model_computes_what_it_did(name: str) -> None:
         errors = {what: error_of(ours[what], exact[what]) / size[what] for what in different}
         assert max(errors.values()) <= FACTOR * own, f"{errors}, the model's own {own:.1e}"
     assert snapshot(model) == before
+    read: list[Any] = []
+    follow = dis.get_instructions
+
+    def followed(code: Any) -> Any:
+        read.append(code)
+        return follow(code)
+
+    monkeypatch.setattr(dis, "get_instructions", followed)
+    fk.patch(model).undo()
+    assert not read, "the code of known classes is followed again"
     again = step(model, given)
     assert all(torch.equal(again[what], tensor) for what, tensor in theirs.items())
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters.activations import activation
+from foundry_kernels.integrations.modules import taken_by
 from foundry_kernels.nn import LayerNorm, RMSNorm
 from foundry_kernels.nn._head import count_hooks
 from foundry_kernels.nn._linear_layers import Layers, products_for
@@ -95,8 +96,8 @@ class Adapter:
 
     def why_changed(self, original: type) -> str | None:
         """Returns the reason why `original` is not the class that the row describes, or None."""
-        taken = inspect.signature(getattr(original, self.method)).parameters
-        if self.arguments and (unknown := sorted(taken.keys() - self.arguments)):
+        taken = taken_by(getattr(original, self.method))
+        if self.arguments and (unknown := sorted({*taken} - self.arguments)):
             return f"its {self.method} takes {', '.join(unknown)}: another version of it than this package knows"
         code = getattr(inspect.unwrap(getattr(original, self.method)), "__code__", None)
         unknown = sorted(names_of(code) - self.known()) if code else ["something that is not Python"]
@@ -336,7 +337,7 @@ class Attention(Adapter):
 
     def why_not(self, module: nn.Module) -> str | None:
         eager = getattr(sys.modules[self.home(module)], "eager_attention_forward", None)
-        if eager and (unknown := sorted(inspect.signature(eager).parameters.keys() - ATTENTION_ARGUMENTS)):
+        if eager and (unknown := sorted({*taken_by(eager)} - ATTENTION_ARGUMENTS)):
             return f"its attention function takes {', '.join(unknown)}, which this package does not know"
         if getattr(module.config, "output_attentions", False):
             return (
@@ -381,7 +382,7 @@ class Attention(Adapter):
         return "SDPA" if self.may_be_sdpa(module) and not own else "the model's own eager attention"
 
     def members(self, original: Any) -> dict[str, Any]:
-        named = "cache" in inspect.signature(original.forward).parameters
+        named = "cache" in taken_by(original.forward)
         return {"forward": _attention_forward, "_foundry_cache": named}
 
 

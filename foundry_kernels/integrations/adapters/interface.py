@@ -78,6 +78,7 @@ def _knows_two_names(home: ModuleType) -> bool:
     return any("sdpa" in names and "eager" in names for names in lists)
 
 
+@functools.cache
 def source_of(home: ModuleType) -> str:
     """Returns the source of a module of Python; empty where there is none."""
     try:

@@ -33,7 +33,8 @@ class Configs:
         copies: dict[int, Any] = {}  # one for each object, however often it occurs
         for module, config in self._held:
             module.config = copy.deepcopy(config, copies)
-        headless = {m: set(m.modules()) for m, _ in self._held if getattr(m, "base_model", m) is m}
+        whole = any(adapter.whole for _, adapter, _ in layers)
+        headless = {m: set(m.modules()) for m, _ in self._held if whole and getattr(m, "base_model", m) is m}
         views: dict[int, Any] = {}
         named: list[tuple[Any, str]] = []
         for module, adapter, state in layers:

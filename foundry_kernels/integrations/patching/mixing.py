@@ -109,7 +109,7 @@ def gets_masks(attention: nn.Module) -> bool:
 
 def names_in(model: nn.Module, found: Collection[nn.Module]) -> tuple[str, ...]:
     """Returns the names of the classes of those of `found` that `model` holds."""
-    return tuple(sorted({type(m).__name__ for m in model.modules() if m in found}))
+    return tuple(sorted({type(m).__name__ for m in set(found).intersection(model.modules())})) if found else ()
 
 
 def lines(found: Iterable[nn.Module], untold: Iterable[nn.Module]) -> tuple[str, ...]:

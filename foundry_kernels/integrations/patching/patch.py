@@ -131,17 +131,15 @@ def patch(
     )
     if (handle := handle_of(model, arguments)) is not None:
         return handle
-    taken = [name for name, module in model.named_modules() if swap.is_patched(module)]
+    named = list(model.named_modules())
+    taken = [name for name, module in named if swap.is_patched(module)]
     if taken:
         raise ValueError(f"model is patched already ({taken[0] or 'itself'} is); undo that first")
     tables = Tables(model)
-    adapters = {m: None if _is_ours(m) else adapter_for(m, recognise) for m in model.modules()}
+    adapters = {m: None if _is_ours(m) else adapter_for(m, recognise) for _, m in named}
     adapters = {m: a.settled(m, tables) if isinstance(a, Rotating) else a for m, a in adapters.items()}
     fused = _fused_norms(adapters) if "qk_norm_rope" in wanted else set()
-    found = [
-        (module, *_find(name, module, adapters[module], wanted, fused, ops is not None))
-        for name, module in model.named_modules()
-    ]
+    found = [(module, *_find(name, module, adapters[module], wanted, fused, ops is not None)) for name, module in named]
     entries = _without_containers([entry for _, _, entry in found if entry is not None])
     changes = [(module, adapter, entry) for module, adapter, entry in found if entry is not None and entry.ops]
     used = {op for _, _, entry in changes for op in entry.ops}
@@ -158,7 +156,7 @@ def patch(
     linear = [module for module, adapter, _ in changes if isinstance(adapter, DeltaNet)]
     # Without attention only linear attention reads documents.
     attends = "flash_attention" in wanted
-    around = [m for m in model.modules() if is_model(m)] if attends else models_around(model, linear)
+    around = [m for _, m in named if is_model(m)] if attends else models_around(model, linear)
     found_mixing, untold = mixers(model, {module for module, _, _ in attending}, set(linear)) if attends else ([], [])
     known = {module for module, _, _ in changes}
     heads = _heads_of_others(changes)
@@ -309,9 +307,9 @@ def _heads_of_others(changes: list[tuple[nn.Module, Adapter | None, Entry]]) -> 
 def _without_containers(entries: list[Entry]) -> list[Entry]:
     """Leaves out the modules that were left, for no reason of their own, but hold others of the list: those tell what
     there is to know."""
-    names = [e.name for e in entries]
+    holders = {e.name[:i] for e in entries for i, letter in enumerate(e.name) if letter == "."}
     own = {e.name for e in entries if e.ops or not str(e.reason).startswith((NO_ROW, NOT_NAMED))}
-    return [e for e in entries if e.name in own or not any(n.startswith(e.name + ".") for n in names)]
+    return [e for e in entries if e.name in own or e.name not in holders]
 
 
 def _state(module: Any, adapter: Adapter | None, entry: Entry, backends: dict[str, str]) -> State:

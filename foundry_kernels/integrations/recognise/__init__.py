@@ -41,12 +41,13 @@ def recognised(module: nn.Module) -> Adapter | str | None:
         if reason := _peculiar(module):
             return reason
         sizes = Sizes(module)
+        held = _held(module, sizes)  # or an error, before any code is read
         known = _KNOWN.setdefault(type(module), [])
         for each in known:
-            if each.holds(module) and each.key == _key(module, each.paths, sizes):
+            if each.holds(module) and each.key == (held, _read(module, each.paths, sizes)):
                 return each.answer
         with undisturbed():
-            known.append(_ask(module, sizes))
+            known.append(_ask(module, sizes, held))
         return known[-1].answer
     except LeftError as error:
         return str(error)
@@ -74,10 +75,10 @@ class _Known:
 _KNOWN: dict[type, list[_Known]] = {}
 
 
-def _ask(module: nn.Module, sizes: Sizes) -> _Known:
+def _ask(module: nn.Module, sizes: Sizes, held: Any) -> _Known:
     reached = Reached(module)
     paths = tuple(reached.read)
-    key = _key(module, paths, sizes)
+    key = held, _read(module, paths, sizes)
     if reached.left is not None:
         return _Known(reached.functions, reached.names, paths, key, reached.left)
     name = kept.key_of(reached.functions, key, [value for _, value in reached.names])
@@ -136,11 +137,23 @@ def _arguments(module: nn.Module) -> tuple[str, ...]:
     return tuple(each.name for each in taken)
 
 
-def _key(module: nn.Module, paths: tuple[tuple[str, ...], ...], sizes: Sizes) -> Any:
-    """Returns all that an answer depends on besides the code."""
+# All that an answer depends on besides the code:
+
+
+def _held(module: nn.Module, sizes: Sizes) -> Any:
+    """Returns what a module holds.
+
+    Raises:
+        LeftError: no form holds that.
+    """
     shape = tuple((name, p is None) for name, p in module._parameters.items())
     parts = tuple((name, None if part is None else _about(part, sizes)) for name, part in module._modules.items())
-    return shape, parts, tuple((path, _about(_at(module, path), sizes)) for path in paths)
+    return shape, parts
+
+
+def _read(module: nn.Module, paths: tuple[tuple[str, ...], ...], sizes: Sizes) -> Any:
+    """Returns what is at the paths of attributes that its code reads."""
+    return tuple((path, _about(_at(module, path), sizes)) for path in paths)
 
 
 def _at(module: Any, path: tuple[str, ...]) -> Any:
