@@ -33,7 +33,6 @@ PLAIN: dict[tuple[str, str], Function] = {
     ("bias_silu", ""): F.silu,
     ("bias_relu", ""): F.relu,
 }
-NO_KERNEL = ("", "")
 SHAPES = ((3, 5), (7,), (2, 2, 3))
 
 
