@@ -102,8 +102,8 @@ LLAMA_LIKE = tuple(name for name, family in FAMILIES.items() if family.norm is n
 GPT_LIKE = ("gpt2", "gpt_neox", "bloom", "falcon")
 PATCHED = (*LLAMA_LIKE, *GPT_LIKE)
 
-#: Class (module, name) -> the adapter, or the reason why it is left alone.
-TABLE: dict[tuple[str, str], Adapter | str] = {
+#: Class (module, name) -> its adapter.
+TABLE: dict[tuple[str, str], Adapter] = {
     **TORCH,
     ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): SortedExperts(),
     ("transformers.models.nemotron.modeling_nemotron", "NemotronLayerNorm1P"): NemotronNorm(
@@ -178,8 +178,6 @@ def _row(module: nn.Module) -> Adapter | str | None:
         found = TABLE.get((base.__module__, base.__qualname__))
         if found is None:
             continue
-        if isinstance(found, str):
-            return found
         if "forward" in vars(module):
             return REPLACED
         if getattr(cls, found.method) is not getattr(base, found.method):
