@@ -14,7 +14,7 @@ from torch import nn
 from foundry_kernels.integrations.adapters.base import Adapter, Attention
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LanguageModel, language_model
 from foundry_kernels.integrations.adapters.experts import ClampedExperts, SortedExperts, decorated_experts
-from foundry_kernels.integrations.adapters.gpt_like import GPT2Attention, NemotronNorm, NeoXAttention
+from foundry_kernels.integrations.adapters.gpt_like import NemotronNorm, NeoXAttention
 from foundry_kernels.integrations.adapters.gpt_like_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.adapters.interface import interface_adapter
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet, by_key_head, one_each
@@ -88,11 +88,10 @@ _ROWS: dict[str, Row] = {
             uses=("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "cat", "view", "allow_neg_eigval"),
         ),
     },
-    "gpt2": {"Attention": GPT2Attention()},
     "gpt_neox": {"Attention": NeoXAttention()},
     "bloom": {
         "Attention": BloomAttention(),
-        "MLP": BloomMLP(up="dense_h_to_4h", down="dense_4h_to_h", act="gelu_impl"),
+        "MLP": BloomMLP("dense_h_to_4h", "dense_4h_to_h", ("bias_gelu", "tanh")),
     },
     "falcon": {"Attention": FalconAttention()},
 }
