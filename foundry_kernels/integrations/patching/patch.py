@@ -60,8 +60,8 @@ def patch(
     """Replaces the supported norms, gated activations, rotations, attention, linear attention and loss of `model` in
     place.
 
-    Supported are norms and MLPs of any class that are recognised by what they compute (see `recognise`); attention,
-    rotations, experts and the loss of models of Hugging Face transformers;
+    Supported are norms and MLPs of any class that are recognised by what they compute (see `recognise`); the attention
+    and the loss of the families of `foundry_kernels.integrations.adapters.table.PATCHED` in Hugging Face transformers;
     ``torch.nn.MultiheadAttention`` and torch.nn's transformer around it, ``torch.nn.RMSNorm`` and
     ``torch.nn.LayerNorm``; and this package's own modules, whose backend is set. Every module stays the
     same object with its parameters, buffers, names and hooks, and its class keeps its name; the state dict, optimizers
