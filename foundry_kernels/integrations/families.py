@@ -16,7 +16,7 @@ class Family(NamedTuple):
         name: what the names of its classes begin with.
         head: what follows in the name of its language model.
         norm: its RMSNorm: "llama" rounds before the weight multiplies, "rounded_once" after it, "gemma" too, with a
-            weight that is stored less 1; None where it has a LayerNorm, or `patch` does not know it.
+            weight that is stored less 1; None where it has a LayerNorm, or `tiny.py` makes no model of it.
         head_norms: whether queries and keys have an RMSNorm of each head.
         text: the `model_type` of its language model, if a model of images and text has the family's own name.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from patching import BUILDABLE, KINDS
+from patching import BY_KIND
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
@@ -43,7 +43,7 @@ def generated(model: Any) -> list[Any]:
     return [(out[name].generated_tokens, out[name].error) for name in sorted(out)]
 
 
-@pytest.mark.parametrize("family", [f if f in KINDS else pytest.param(f, marks=pytest.mark.slow) for f in BUILDABLE])
+@pytest.mark.parametrize("family", BY_KIND)
 def test_as_without_a_patch(family: str) -> None:
     """Also where it fails without: with linear attention, and in GPT-2 and those of its age."""
     found = []

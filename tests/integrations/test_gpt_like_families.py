@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from patching import IDS, close, gradients, logits
+from patching import IDS, close, logits
 from slow import rest_slow
 from torch import Tensor, nn
 
@@ -81,17 +81,6 @@ def test_logits_loss_gradients_and_generation(family: str) -> None:
         handle.undo()
         assert [type(m) for m in model.modules()] == before
         assert all(map(torch.equal, step(model, LEFT), expected[1]))
-
-
-@every_family
-def test_training_makes_no_logits(family: str) -> None:
-    model = tiny_model(family).train()
-    loss, expected = model(IDS, labels=IDS).loss, gradients(model)
-    with fk.patch(model):
-        out = model(IDS, labels=IDS)
-        assert out.logits is None
-        assert close(out.loss, loss)
-        assert close(gradients(model), expected)
 
 
 DROPOUT: dict[str, dict[str, Any]] = {

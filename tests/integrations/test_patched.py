@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalL
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import foundry_kernels as fk
-from foundry_kernels.integrations import unpatch
 from foundry_kernels.integrations.adapters.tiny import tiny_config, tiny_model
 
 # What stays --------------------------------------------------------------------------------------------------------
@@ -96,30 +92,6 @@ def test_models_that_share_a_config_object() -> None:
     assert patched.config._attn_implementation == plain.config._attn_implementation
     assert not patched.config.use_cache
     assert plain.config.use_cache
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_copies(way: str) -> None:
-    model = tiny_model("qwen3")
-    plain = logits(model)
-    handle = fk.patch(model)
-    if way == "deepcopy":
-        other = copy.deepcopy(model)
-    elif way == "pickle":
-        other = pickle.loads(pickle.dumps(model))
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
-    assert torch.equal(logits(other), logits(model))
-    assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
-    handle.undo()
-    assert torch.equal(logits(model), plain)
-    assert other.config._attn_implementation == "foundry"
-    unpatch(other)
-    assert torch.equal(logits(other), plain)
-    assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
 
 
 def test_undo_is_refused_where_a_class_has_changed() -> None:

@@ -209,14 +209,14 @@ FORMS: list[tuple[Any, Adapter]] = [
     (BareNorm, Norm(1e-3, weight="", takes="x")),
     (lambda: Plus1(48), Norm("eps", 1.0, op="layer_norm", bias="bias", takes="input")),
     (OfConfig, Norm("config.layer_norm_eps", round_before_weight=True, takes="x")),
-    (planted.Mlp, MLP("", "gate", "up", "down", kernel=("swiglu", ""))),
-    (Multiplied, MLP("", "gate", "up", "down", kernel=("swiglu", ""), gate_scale="of_gate", scale="of_all")),
-    (Titan, MLP("", "w1", "w3", "w2", kernel=("swiglu", ""))),
-    (Packed, MLP("", "fc", "", "proj", up_first=True, kernel=("geglu", "tanh"), outer="dropout")),
-    (NanoGpt, PlainMLP("c_fc", "c_proj", "", ("bias_gelu", "none"), outer="dropout", takes="x")),
-    (Silu, PlainMLP("c_fc", "c_proj", "", ("bias_silu", ""), outer="dropout", takes="x")),
-    (Relu, PlainMLP("c_fc", "c_proj", "", ("bias_relu", ""), outer="dropout", takes="x")),
-    (Written, PlainMLP("fc1", "fc2", "", ("bias_gelu", "tanh"), inner="drop1", takes="x")),
+    (planted.Mlp, MLP("gate", "up", "down", kernel=("swiglu", ""))),
+    (Multiplied, MLP("gate", "up", "down", kernel=("swiglu", ""), gate_scale="of_gate", scale="of_all")),
+    (Titan, MLP("w1", "w3", "w2", kernel=("swiglu", ""))),
+    (Packed, MLP("fc", "", "proj", up_first=True, kernel=("geglu", "tanh"), outer="dropout")),
+    (NanoGpt, PlainMLP("c_fc", "c_proj", ("bias_gelu", "none"), outer="dropout", takes="x")),
+    (Silu, PlainMLP("c_fc", "c_proj", ("bias_silu", ""), outer="dropout", takes="x")),
+    (Relu, PlainMLP("c_fc", "c_proj", ("bias_relu", ""), outer="dropout", takes="x")),
+    (Written, PlainMLP("fc1", "fc2", ("bias_gelu", "tanh"), inner="drop1", takes="x")),
 ]
 
 

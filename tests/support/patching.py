@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
@@ -28,6 +29,9 @@ BUILDABLE = tuple(family for family in PATCHED if _can_be_built(family))
 #: Families that differ in their classes. In the others, adapters are only given something else: some tests leave these
 #: to `make test-slow`.
 KINDS = ("llama", "gemma2", "gpt_oss", "gpt2", "bloom", "falcon", "qwen3_5")
+
+#: All of them, of which these alone are quick tests.
+BY_KIND = [f if f in KINDS else pytest.param(f, marks=pytest.mark.slow) for f in BUILDABLE]
 
 IDS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(0))
 LABELS = IDS.clone()

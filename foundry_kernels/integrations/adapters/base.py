@@ -198,17 +198,15 @@ def _backends(self: Any) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class Gated(Adapter):
-    """A gated MLP or a mixture of experts. Its activation, in `act`, must be supported."""
-
-    act: str = "act_fn"
+    """A gated MLP or a mixture of experts. Its activation must be supported."""
 
     def activation(self, module: nn.Module) -> tuple[str, str] | None:
         """Returns the same as the function of this name."""
-        return activation(getattr(module, self.act, None))
+        return activation(getattr(module, "act_fn", None))
 
     def why_not(self, module: nn.Module) -> str | None:
         if self.activation(module) is None:
-            return f"its activation is {type(getattr(module, self.act, None)).__name__}, which no gated kernel has"
+            return f"its activation is {type(getattr(module, 'act_fn', None)).__name__}, which no gated kernel has"
         return None
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
@@ -221,7 +219,7 @@ class MLP(Gated):
     """``outer(down(inner(act(gate(x)) * up(x))))``.
 
     gate, up, down: the names of the layers; without `up`, `gate` computes both, the gate first unless `up_first`.
-    kernel: the operation that the activation is, and the approximation of GELU; without it, that of the module's.
+    kernel: the operation that the activation is, and the approximation of GELU.
     inner, outer: the names of its dropouts; "" for none. casts: the input of `down` gets the dtype of its weight, which
     may be kept in float32, or be quantised. gate_scale, scale: the attributes that multiply the gate, before its
     activation, and the result; "" for none. takes: the name of the argument.
@@ -240,7 +238,7 @@ class MLP(Gated):
     takes: str = "x"
 
     def activation(self, module: nn.Module) -> tuple[str, str] | None:
-        return self.kernel or super().activation(module)
+        return self.kernel
 
     def members(self, original: type) -> dict[str, Any]:
         return {"forward": taking(_mlp_forward, self.takes)}

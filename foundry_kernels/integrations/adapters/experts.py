@@ -26,13 +26,6 @@ class Experts(Gated):
 
     passes: Callable[[Any], dict[str, Any]] = nothing
 
-    names = split_names(
-        "torch zeros_like no_grad nn functional one_hot num_experts permute greater sum nonzero where linear "
-        "gate_up_proj chunk act_fn down_proj index_add_ to dtype"
-    )
-    #: Called by position; GPT-OSS has other names for the last two.
-    arguments = split_names("self hidden_states top_k_index top_k_weights router_indices routing_weights")
-
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return ("grouped_mm", *super().ops(module))
 
@@ -60,6 +53,8 @@ class ClampedExperts(Experts):
         "torch zeros_like dtype device no_grad nn functional one_hot num_experts permute greater sum nonzero where "
         "gate_up_proj gate_up_proj_bias _apply_gate down_proj down_proj_bias index_add_ to"
     )
+    #: Called by position, with other names than others have for the last two.
+    arguments = split_names("self hidden_states router_indices routing_weights top_k_index top_k_weights")
     gate: ClassVar[frozenset[str]] = split_names("clamp limit torch sigmoid alpha")
 
     def activation(self, module: nn.Module) -> tuple[str, str] | None:
@@ -76,8 +71,6 @@ class ClampedExperts(Experts):
 class OwnGateExperts(Experts):
     """Experts whose gate, or activation where they have no gate, is their class's own: their matmuls and the weighted
     sum alone."""
-
-    names = frozenset()
 
     def activation(self, module: nn.Module) -> tuple[str, str] | None:
         return "", ""
@@ -120,9 +113,7 @@ def decorated_experts(module: Any) -> Experts | None:
         or code.co_freevars != ("experts_interface", "original_forward")
     ):
         return None
-    if any(not hasattr(module, name) for name in ("has_gate", *LAYOUT)) or getattr(
-        module, "has_post_expert_norm", False
-    ):
+    if not hasattr(module, "has_gate") or getattr(module, "has_post_expert_norm", False):
         return None
     if forward.__closure__[0].cell_contents is not forward.__globals__.get("ALL_EXPERTS_FUNCTIONS"):
         return None

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foundry_kernels.integrations.adapters.activations import activation
 from foundry_kernels.integrations.adapters.base import (
     Adapter,
     Attention,
@@ -35,25 +34,6 @@ class GptLikeAttention(Attention):
 
     def known(self) -> frozenset[str]:
         return self.names
-
-
-@dataclass(frozen=True)
-class GPT2Attention(GptLikeAttention):
-    """GPT-2's attention has no positions, so its forward stays and only the attention function is replaced."""
-
-    names = split_names(
-        "isinstance EncoderDecoderCache is_updated get layer_idx cross_attention_cache self_attention_cache hasattr "
-        "ValueError q_attn layers keys values c_attn split split_size shape head_dim view transpose update config "
-        "_attn_implementation ALL_ATTENTION_FUNCTIONS get_interface eager_attention_forward reorder_and_upcast_attn "
-        "_upcast_and_reordered_attn attn_dropout p training scaling reshape contiguous c_proj resid_dropout"
-    )
-    arguments = frozenset()  # its own forward stays
-
-    def ops(self, module: nn.Module) -> tuple[str, ...]:
-        return ("flash_attention",)
-
-    def members(self, original: type) -> dict[str, Any]:
-        return {}
 
 
 @dataclass(frozen=True)
@@ -120,52 +100,24 @@ def _nemotron_norm(self: Any, input: Tensor) -> Tensor:
     return _norm_forward(self, input)
 
 
-#: The approximations of GELU activations that gated MLPs do not use.
-MORE_GELUS = {
-    ("transformers.activations", "NewGELUActivation"): "tanh",
-    ("transformers.models.bloom.modeling_bloom", "BloomGelu"): "tanh",
-}
-
-
-def gelu_of(act: object) -> str | None:
-    """Returns the approximation of an activation module if it is GELU, otherwise None."""
-    found = activation(act)
-    if found is not None and found[0] == "geglu":
-        return found[1]
-    return MORE_GELUS.get((type(act).__module__, type(act).__qualname__))
-
-
 @dataclass(frozen=True)
 class PlainMLP(Adapter):
     """``outer(down(inner(act(up(x)))))``: the bias of the first matmul is fused into the activation.
 
-    up, down: the names of the layers; without `down` the activation is the last. act: the name of the activation.
+    up, down: the names of the layers; without `down` the activation is the last.
     kernel, inner, outer, casts, takes: as for `MLP`.
     """
 
     up: str = ""
     down: str = ""
-    act: str = "act"
     kernel: tuple[str, str] | None = None
     inner: str = ""
     outer: str = ""
     casts: bool = False
     takes: str = "hidden_states"
 
-    def activation(self, module: nn.Module) -> tuple[str, str] | None:
-        """Returns the operation of the activation, and the approximation of GELU; None where it has none."""
-        if self.kernel is not None:
-            return self.kernel
-        gelu = gelu_of(getattr(module, self.act, None))
-        return None if gelu is None else ("bias_gelu", gelu)
-
     def ops(self, module: nn.Module) -> tuple[str, ...]:
-        found = self.activation(module)
-        return () if found is None else (found[0],)
-
-    def why_not(self, module: nn.Module) -> str | None:
-        act = getattr(module, self.act, None)
-        return None if self.activation(module) else f"its activation is {type(act).__name__}, which is not GELU"
+        return (self.kernel[0],) if self.kernel else ()
 
     def members(self, original: type) -> dict[str, Any]:
         return {"forward": taking(_plain_mlp if self.down else activated, self.takes)}
@@ -179,9 +131,8 @@ def _plain_mlp(self: Any, hidden_states: Tensor) -> Tensor:
 def activated(self: Any, x: Tensor) -> Tensor:
     """``act(up(x))``."""
     row: PlainMLP = self._foundry_row
-    found = row.activation(self)
-    assert found is not None  # otherwise the module is not patched
-    op, approximate = found
+    assert row.kernel is not None
+    op, approximate = row.kernel
     product, bias = _product(layers_of(self, x), getattr(self, row.up), x)
     backend = self._foundry.backends[op]
     if op == "bias_gelu":

@@ -118,7 +118,9 @@ class BloomMLP(PlainMLP):
         return self.names
 
     def why_not(self, module: nn.Module) -> str | None:
-        return _why_not_sliced(module) or super().why_not(module)
+        act = type(module.gelu_impl).__name__
+        other = None if act == "BloomGelu" else f"its activation is {act}, which is not GELU"
+        return _why_not_sliced(module) or other
 
     def members(self, original: type) -> dict[str, Any]:
         return {"forward": _bloom_mlp}

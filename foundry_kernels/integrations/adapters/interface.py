@@ -52,12 +52,6 @@ class InterfaceAttention(Rotating, Attention):
     def for_family(self, module: nn.Module) -> Rotating:
         return self if self.may_be_sdpa(module) else replace(self, as_eager=True)
 
-    def rotation(self, module: nn.Module) -> str | None:
-        """Returns the name that the module's forward has for a function that rotates; None where there is none."""
-        cls: Any = type(module)
-        names = sorted(name for name in _names(cls) if "rotary" in name or re.match("apply_.*rope", name))
-        return names[0] if names else None
-
 
 def _why_other(module: nn.Module, home: ModuleType) -> str | None:
     """Returns the reason why a family without SDPA may do what this package does not."""

@@ -6,7 +6,6 @@ differs; what all share is in `base.py`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +13,8 @@ from torch import nn
 
 from foundry_kernels.integrations.adapters.base import Adapter, Attention
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LanguageModel, language_model
-from foundry_kernels.integrations.adapters.experts import ClampedExperts, Experts, SortedExperts, decorated_experts
-from foundry_kernels.integrations.adapters.gpt_like import GPT2Attention, NemotronNorm, NeoXAttention
+from foundry_kernels.integrations.adapters.experts import ClampedExperts, SortedExperts, decorated_experts
+from foundry_kernels.integrations.adapters.gpt_like import NemotronNorm, NeoXAttention
 from foundry_kernels.integrations.adapters.gpt_like_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.adapters.interface import interface_adapter
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet, by_key_head, one_each
@@ -24,8 +23,8 @@ from foundry_kernels.integrations.families import FAMILIES
 from foundry_kernels.integrations.recognise import recognised
 from foundry_kernels.integrations.recognise.code import twin_of
 
-#: Of a family: what follows in the name of a class, and the adapter of that class or the reason why it is left.
-Row = Mapping[str, Adapter | str]
+#: Of a family: what follows in the name of a class, and the adapter of that class.
+Row = Mapping[str, Adapter]
 
 
 # What an attention function or a gate gets besides, read from the module.
@@ -33,10 +32,6 @@ Row = Mapping[str, Adapter | str]
 
 def _config_window(module: Any) -> dict[str, Any]:
     return {"sliding_window": getattr(module.config, "sliding_window", None)}
-
-
-def _window_if_any(module: Any) -> dict[str, Any]:
-    return {"sliding_window": getattr(module, "sliding_window", None)}
 
 
 def _layer_window(module: Any) -> dict[str, Any]:
@@ -55,80 +50,59 @@ def _clamped_gate(module: Any) -> dict[str, Any]:
     return {"alpha": module.alpha, "limit": module.limit, "up_offset": 1.0, "interleaved": True}
 
 
-WINDOW = Attention(passes=_layer_window, uses=("sliding_window",))
-CONFIG_WINDOW = Attention(passes=_config_window, uses=("getattr",))
+_LAYER_WINDOW: dict[str, Any] = {"passes": _layer_window, "uses": ("sliding_window",)}
+_CONFIG_WINDOW: dict[str, Any] = {"passes": _config_window, "uses": ("getattr",)}
+_SEPARATE = DeltaNet(uses=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
 
-
-def _like_llama(family: str, attention: Attention, experts: Adapter | None = None) -> Row:
-    """Returns the row of a family with RMSNorm and gates, which are recognised, as its loss is."""
-    if FAMILIES[family].head_norms:
-        attention = dataclasses.replace(attention, norms="heads")
-    row: Row = {"Attention": attention}
-    if experts is not None:
-        row = {**row, "Experts": experts}
-    if family in _DELTA_NETS:
-        row = {**row, "GatedDeltaNet": _DELTA_NETS[family]}
-    return row
-
-
-_SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-
-_LLAMA_LIKE: dict[str, tuple[Any, ...]] = {
-    "llama": (Attention(),),
-    "mistral": (CONFIG_WINDOW,),
-    "mixtral": (CONFIG_WINDOW, Experts()),
-    "qwen2": (WINDOW,),
-    "qwen2_moe": (Attention(passes=_window_if_any), Experts()),
-    "qwen3": (WINDOW,),
-    "qwen3_moe": (WINDOW, Experts()),
-    "gemma": (Attention(),),
-    "gemma2": (Attention(passes=_window_and_cap, uses=("sliding_window", "attn_logit_softcapping")),),
-    "gemma3": (WINDOW,),
-    "phi3": (Attention(packed=True, passes=_config_window, uses=("getattr",)),),
-    "granite": (Attention(),),
-    "olmo2": (Attention(norms="projection"),),
-    "olmo3": (Attention(norms="projection", passes=_layer_window, uses=("sliding_window",)),),
-    "smollm3": (Attention(optional_rope=True, passes=_layer_window, uses=("sliding_window",)),),
-    "gpt_oss": (
-        Attention(half_tables=True, passes=_window_and_sinks, uses=("sliding_window", "sinks")),
-        ClampedExperts(passes=_clamped_gate),
-    ),
-    "glm4": (Attention(interleaved=True),),
-    "qwen3_next": (Attention(gated=True), Experts()),
-    "qwen3_5": (Attention(gated=True),),
-    "qwen3_5_moe": (Attention(gated=True), Experts()),
-    "olmo_hybrid": (Attention(norms="projection", optional_tables=True),),
-}
-#: The linear attention of families that have it.
-_DELTA_NETS = {
-    "qwen3_next": DeltaNet(by_key_head, uses=("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering", "cat")),
-    "qwen3_5": DeltaNet(uses=_SEPARATE),
-    "qwen3_5_moe": DeltaNet(uses=_SEPARATE),
-    "olmo_hybrid": DeltaNet(
-        one_each,
-        norm="o_norm",
-        out="o_proj",
-        uses=("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "cat", "view", "allow_neg_eigval"),
-    ),
-}
-_GPT_LIKE: dict[str, Row] = {
-    "gpt2": {"Attention": GPT2Attention()},
+#: The rows of families. Others whose attention is that of one of these are known by it (`recognise/code.py`).
+_ROWS: dict[str, Row] = {
+    "llama": {"Attention": Attention()},
+    "mistral": {"Attention": Attention(**_CONFIG_WINDOW)},
+    "qwen2": {"Attention": Attention(**_LAYER_WINDOW)},
+    "qwen3": {"Attention": Attention(norms="heads", **_LAYER_WINDOW)},
+    "gemma2": {"Attention": Attention(passes=_window_and_cap, uses=("sliding_window", "attn_logit_softcapping"))},
+    "gemma3": {"Attention": Attention(norms="heads", **_LAYER_WINDOW)},
+    "phi3": {"Attention": Attention(packed=True, **_CONFIG_WINDOW)},
+    "olmo2": {"Attention": Attention(norms="projection")},
+    "olmo3": {"Attention": Attention(norms="projection", **_LAYER_WINDOW)},
+    "smollm3": {"Attention": Attention(optional_rope=True, **_LAYER_WINDOW)},
+    "gpt_oss": {
+        "Attention": Attention(half_tables=True, passes=_window_and_sinks, uses=("sliding_window", "sinks")),
+        "Experts": ClampedExperts(passes=_clamped_gate),
+    },
+    "glm4": {"Attention": Attention(interleaved=True)},
+    "qwen3_next": {
+        "Attention": Attention(norms="heads", gated=True),
+        "GatedDeltaNet": DeltaNet(
+            by_key_head, uses=("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering", "cat")
+        ),
+    },
+    "qwen3_5": {"GatedDeltaNet": _SEPARATE},
+    "qwen3_5_moe": {"GatedDeltaNet": _SEPARATE},
+    "olmo_hybrid": {
+        "Attention": Attention(norms="projection", optional_tables=True),
+        "GatedDeltaNet": DeltaNet(
+            one_each,
+            norm="o_norm",
+            out="o_proj",
+            uses=("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "cat", "view", "allow_neg_eigval"),
+        ),
+    },
     "gpt_neox": {"Attention": NeoXAttention()},
     "bloom": {
         "Attention": BloomAttention(),
-        "MLP": BloomMLP(up="dense_h_to_4h", down="dense_4h_to_h", act="gelu_impl"),
+        "MLP": BloomMLP("dense_h_to_4h", "dense_4h_to_h", ("bias_gelu", "tanh")),
     },
     "falcon": {"Attention": FalconAttention()},
 }
-#: The rows of the families that `patch` knows.
-ROWS: dict[str, Row] = _GPT_LIKE | {family: _like_llama(family, *row) for family, row in _LLAMA_LIKE.items()}
 
-#: The families that `patch` knows: those like Llama, and those before it, whose norm is a LayerNorm.
-LLAMA_LIKE, GPT_LIKE = tuple(_LLAMA_LIKE), tuple(_GPT_LIKE)
+#: The families of which a small model can be made: those like Llama, and those before it, whose norm is a LayerNorm.
+LLAMA_LIKE = tuple(name for name, family in FAMILIES.items() if family.norm is not None)
+GPT_LIKE = ("gpt2", "gpt_neox", "bloom", "falcon")
 PATCHED = (*LLAMA_LIKE, *GPT_LIKE)
 
-#: Class (module, name) -> the adapter, or the reason why it is left alone.
-TABLE: dict[tuple[str, str], Adapter | str] = {
+#: Class (module, name) -> its adapter.
+TABLE: dict[tuple[str, str], Adapter] = {
     **TORCH,
     ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): SortedExperts(),
     ("transformers.models.nemotron.modeling_nemotron", "NemotronLayerNorm1P"): NemotronNorm(
@@ -136,7 +110,7 @@ TABLE: dict[tuple[str, str], Adapter | str] = {
     ),
     **{
         (f"transformers.models.{family}.modeling_{family}", FAMILIES[family].name + end): adapter
-        for family, row in ROWS.items()
+        for family, row in _ROWS.items()
         for end, adapter in row.items()
     },
 }
@@ -203,8 +177,6 @@ def _row(module: nn.Module) -> Adapter | str | None:
         found = TABLE.get((base.__module__, base.__qualname__))
         if found is None:
             continue
-        if isinstance(found, str):
-            return found
         if "forward" in vars(module):
             return REPLACED
         if getattr(cls, found.method) is not getattr(base, found.method):

@@ -352,7 +352,7 @@ def _packed_layer(layer: Any, packed: Packed) -> Tensor:
 
 
 #: Class (module, name) -> its adapter.
-TORCH: dict[tuple[str, str], Adapter | str] = {
+TORCH: dict[tuple[str, str], Adapter] = {
     ("torch.nn.modules.normalization", "RMSNorm"): TorchNorm(),
     ("torch.nn.modules.normalization", "LayerNorm"): TorchNorm("layer_norm"),
     ("torch.nn.modules.activation", "MultiheadAttention"): TorchAttention(),

@@ -139,7 +139,8 @@ def patch(
     adapters = {m: None if _is_ours(m) else adapter_for(m, recognise) for _, m in named}
     adapters = {m: a.settled(m, tables) if isinstance(a, Rotating) else a for m, a in adapters.items()}
     fused = _fused_norms(adapters) if "qk_norm_rope" in wanted else set()
-    found = [(module, *_find(name, module, adapters[module], wanted, fused, ops is not None)) for name, module in named]
+    found = [(module, *_line(name, module, adapters[module], wanted, fused, ops is not None)) for name, module in named]
+    found = [(module, adapter, _known(module, adapter, entry)) for module, adapter, entry in found]
     entries = _without_containers([entry for _, _, entry in found if entry is not None])
     changes = [(module, adapter, entry) for module, adapter, entry in found if entry is not None and entry.ops]
     used = {op for _, _, entry in changes for op in entry.ops}
@@ -228,7 +229,7 @@ def _fused_norms(adapters: Mapping[nn.Module, Adapter | str | None]) -> set[nn.M
     return norms
 
 
-def _find(
+def _line(
     name: str,
     module: nn.Module,
     found: Adapter | str | None,
@@ -240,21 +241,6 @@ def _find(
 
     found: what `adapter_for` says. asked: whether the caller named the operations.
     """
-    adapter, entry = _line(name, module, found, wanted, fused, asked)
-    if entry is not None and entry.ops:
-        by = "own" if adapter is None else "row" if has_row(module, adapter) else "recognised"
-        entry = replace(entry, by=by)
-    return adapter, entry
-
-
-def _line(
-    name: str,
-    module: nn.Module,
-    found: Adapter | str | None,
-    wanted: tuple[str, ...],
-    fused: set[nn.Module],
-    asked: bool,
-) -> tuple[Adapter | None, Entry | None]:
     cls = type(module).__name__
     ours: Any = module if _is_ours(module) else None
     if isinstance(found, str):
@@ -288,6 +274,13 @@ def _line(
     if isinstance(found, Rotating) and "rope" in wanted:
         return found, Entry(name, cls, chosen, found.stays or None)
     return found, Entry(name, cls, chosen)
+
+
+def _known(module: nn.Module, adapter: Adapter | None, entry: Entry | None) -> Entry | None:
+    """Returns the line of the report with what a module that is replaced was known by."""
+    if entry is None or not entry.ops:
+        return entry
+    return replace(entry, by="own" if adapter is None else "row" if has_row(module, adapter) else "recognised")
 
 
 #: How the reason begins for a module whose operations the caller left out.

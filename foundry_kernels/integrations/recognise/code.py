@@ -33,7 +33,7 @@ DOCSTRING = 0x4000000
 _TWINS: dict[tuple[type, Any], Adapter | None] = {}
 
 
-def twin_of(cls: Any, rows: Mapping[tuple[str, str], Adapter | str]) -> Adapter | None:
+def twin_of(cls: Any, rows: Mapping[tuple[str, str], Adapter]) -> Adapter | None:
     """Returns the adapter of the row whose class has the code of `cls`, or None."""
     key = cls, getattr(cls, "forward", None)
     if key not in _TWINS:
@@ -44,14 +44,14 @@ def twin_of(cls: Any, rows: Mapping[tuple[str, str], Adapter | str]) -> Adapter 
     return _TWINS[key]
 
 
-def _candidates(cls: Any, rows: Mapping[tuple[str, str], Adapter | str]) -> Iterator[tuple[Any, Adapter]]:
+def _candidates(cls: Any, rows: Mapping[tuple[str, str], Adapter]) -> Iterator[tuple[Any, Adapter]]:
     """The classes with rows that `cls` may be like by the names that it uses; no other's code is imported."""
     forward = inspect.unwrap(getattr(cls, "forward", nn.Module.forward))
     if not isinstance(forward, FunctionType) or cls.__module__.startswith("torch."):
         return
     taken, used = inspect.signature(forward).parameters.keys(), names_of(forward.__code__)
     for (home, name), adapter in rows.items():
-        if isinstance(adapter, str) or not isinstance(adapter, BY_FORWARD) or not home.startswith("transformers."):
+        if not isinstance(adapter, BY_FORWARD) or not home.startswith("transformers."):
             continue
         if adapter.method == "forward" and taken <= adapter.arguments and used <= adapter.known():
             try:

@@ -33,7 +33,6 @@ PLAIN: dict[tuple[str, str], Function] = {
     ("bias_silu", ""): F.silu,
     ("bias_relu", ""): F.relu,
 }
-NO_KERNEL = ("", "")
 SHAPES = ((3, 5), (7,), (2, 2, 3))
 
 
@@ -98,16 +97,16 @@ def _candidates(
             drop |= {"gate_scale": gate_scale, "scale": scale}
         if len(layers) == 3:
             for (gate, up, down), kernel in itertools.product(itertools.permutations(layers), (*GATES, *unknown)):
-                yield MLP("", gate, up, down, kernel=kernel, **drop)
+                yield MLP(gate, up, down, kernel=kernel, **drop)
         elif len(layers) == 2:
             for first, last in itertools.permutations(layers):
                 for kernel in () if scales else (*PLAIN, *unknown):
-                    yield PlainMLP(first, last, "", kernel, **drop)
+                    yield PlainMLP(first, last, kernel, **drop)
                 for kernel, up_first in itertools.product((*GATES, *unknown), (False, True)):
-                    yield MLP("", first, "", last, up_first, kernel, **drop)
+                    yield MLP(first, "", last, up_first, kernel, **drop)
         elif not inner and not outer and not scales:
             for kernel in (*PLAIN, *unknown):
-                yield PlainMLP(layers[0], "", "", kernel)
+                yield PlainMLP(layers[0], "", kernel)
 
 
 def _fits(adapter: MLP | PlainMLP, small: Any, width: int) -> bool:

@@ -65,7 +65,7 @@ def norm_of(small: nn.Module, reached: Reached, takes: tuple[str, ...]) -> Norm 
     return adapter
 
 
-def eps_candidates(small: nn.Module, reached: Reached) -> list[str | float | None]:
+def eps_candidates(reached: Reached) -> list[str | float | None]:
     """Where eps may be: in an attribute that the forward reads, or in the code."""
     named = [".".join(path) for path, value in reached.read.items() if isinstance(value, float) or value is None]
     named.sort(key=lambda name: "eps" not in name)
@@ -74,7 +74,7 @@ def eps_candidates(small: nn.Module, reached: Reached) -> list[str | float | Non
 
 
 def _candidates(small: nn.Module, reached: Reached, held: list[str]) -> Iterator[Norm]:
-    for eps in eps_candidates(small, reached):
+    for eps in eps_candidates(reached):
         if isinstance(eps, str) and not isinstance(at(small, eps), float) and at(small, eps) is not None:
             continue
         number = at(small, eps) if isinstance(eps, str) else eps
@@ -180,7 +180,7 @@ def _gated(small: nn.Module, width: int, reached: Reached, generator: torch.Gene
     weights = [name for name, parameter in small._parameters.items() if parameter is not None]
     if len(weights) != 1 or any(True for _ in small.children()):
         raise LeftError("it takes a gate, and is none of the norms with one that this package has")
-    ways = itertools.product(eps_candidates(small, reached), ("swiglu", "glu"), (False, True))
+    ways = itertools.product(eps_candidates(reached), ("swiglu", "glu"), (False, True))
     for eps, act, once in ways:
         if not isinstance(at(small, eps) if isinstance(eps, str) else eps, float):
             continue
