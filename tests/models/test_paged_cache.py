@@ -276,3 +276,14 @@ def test_bad_input() -> None:
         with pytest.raises(ValueError, match=message):
             call()
     assert cache.n_free == 40
+
+
+def test_the_last_of_those_that_share_a_page_keeps_it() -> None:
+    pages = Pages(3, 4)
+    first = pages.add()
+    pages.reserve({first: 3})
+    pages.advance({first: 3})
+    others = [pages.fork(first), pages.fork(first)]
+    copied = pages.reserve(dict.fromkeys((first, *others), 1))
+    assert (len(copied), pages.n_free) == (2, 0)
+    assert len({pages.table(sequence) for sequence in (first, *others)}) == 3
