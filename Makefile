@@ -51,7 +51,7 @@ demo: setup
 
 # Every operation, backend, direction, dtype and kind of proof, with selected cases.
 test: setup-test
-	@echo "The tests take about 9 minutes on 2 cores, a minute less once compiled. make test-all also runs the long sweeps: an hour and more."
+	@echo "The tests take about 7 minutes on 2 cores, a minute less once compiled. make test-all also runs the long sweeps: an hour and more."
 	$(PYTEST) -m "not slow" $(ARGS)
 
 # The long sweeps that `make test` leaves out: tests that tests/support/slow.py marks as slow, including instruction sets other
