@@ -439,9 +439,12 @@ def test_patch_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert not [family for family in LLAMA_LIKE if "Experts:" in rows[family]]
     assert main(["patch-report", "bert", "t5"]) == 0
     assert capsys.readouterr().out.count("flash_attention") == 2
-    with pytest.raises(SystemExit):
-        main(["patch-report", "tapas"])
-    assert "family must be one of llama" in capsys.readouterr().err
+    assert main(["patch-report", "Qwen2ForCausalLM"]) == 0
+    assert "65 rms_norm" in capsys.readouterr().out  # of its 32 layers
+    for name, message in (("tapas", "family must be one of llama"), ("Unknown", "transformers has no model Unknown")):
+        with pytest.raises(SystemExit):
+            main(["patch-report", name])
+        assert message in capsys.readouterr().err
 
 
 def test_patch_report_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -466,7 +469,7 @@ def test_patch_report_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cells["encoder"][2] == "3 flash_attention"
     assert cells["t5-small"][2] == "18 flash_attention"
     assert main(["patch-report", "llama", given[0]]) == 0
-    assert "a two-layer model of a family, of all layers of a checkpoint" in capsys.readouterr().out
+    assert "a two-layer model, a checkpoint's model" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

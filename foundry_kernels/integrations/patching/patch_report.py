@@ -30,15 +30,18 @@ def main(argv: list[str]) -> int:
     by which operations."""
     parser = argparse.ArgumentParser(prog="python -m foundry_kernels patch-report", description=main.__doc__)
     parser.add_argument(
-        "family", nargs="*", metavar="FAMILY_OR_PATH",
-        help="model types of transformers, folders of checkpoints, config.json files (default: all families that are "
-        "supported)",
+        "family", nargs="*", metavar="FAMILY_CLASS_OR_PATH",
+        help="model types or classes of transformers, folders of checkpoints, config.json files (default: the families "
+        "like Llama)",
     )  # fmt: skip
     options = parser.parse_args(argv)
     for name in options.family:
-        if name not in FAMILIES and not is_path(name):
+        if name not in FAMILIES and not is_path(name) and not is_class(name):
             known = ", ".join(FAMILIES)
-            parser.error(f"family must be one of {known}, or a folder with a config.json, or such a file; got {name}")
+            parser.error(
+                f"family must be one of {known}, or a class of transformers, or a folder with a config.json, or such a "
+                f"file; got {name}"
+            )
     try:
         version = importlib.import_module("transformers").__version__
     except ImportError as e:
@@ -52,9 +55,11 @@ def main(argv: list[str]) -> int:
     except NoModel as error:
         parser.error(str(error))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    models = "a checkpoint's model" if all(map(is_path, chosen)) else "a two-layer model"
-    if len(set(map(is_path, chosen))) == 2:
-        models += " of a family, of all layers of a checkpoint"
+    whole = ["a checkpoint's model"] * any(map(is_path, chosen)) + ["a class's usual model"] * any(
+        map(is_class, chosen)
+    )
+    small = ["a two-layer model"] * any(name in FAMILIES for name in chosen)
+    models = ", ".join(small + whole)
     print(f"transformers {version}: modules of {models}, and the operations that serve them")
     print("\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + " |" for r in rows))
     return 0
@@ -63,6 +68,27 @@ def main(argv: list[str]) -> int:
 def is_path(name: str) -> bool:
     """Whether it is a path, and no family: one that exists, or could be nothing else."""
     return name not in FAMILIES and ("/" in name or "\\" in name or name.endswith(".json") or Path(name).exists())
+
+
+def is_class(name: str) -> bool:
+    """Whether it is spelled as a class is, and names neither a family nor a path."""
+    return name not in FAMILIES and name.isidentifier() and name[0].isupper() and not is_path(name)
+
+
+def usual_model(name: str) -> Any:
+    """Returns the model that a class of transformers makes of its configuration's defaults, on the meta device.
+
+    Raises:
+        NoModel: transformers has no such class, or makes no model of it.
+    """
+    named: Any = getattr(importlib.import_module("transformers"), name, None)
+    if getattr(named, "config_class", None) is None:
+        raise NoModel(f"transformers has no model {name}")
+    try:
+        with torch.device("meta"):
+            return named._from_config(named.config_class())
+    except Exception as error:
+        raise NoModel(f"transformers makes no {name} of its defaults ({type(error).__name__}: {error})") from error
 
 
 def _title(name: str) -> str:
@@ -80,6 +106,8 @@ def report_on(name: str) -> Report:
     """
     if is_path(name):
         return patch(model_of(Path(name))).report()
+    if is_class(name):
+        return patch(usual_model(name)).report()
     from foundry_kernels.integrations.adapters.tiny import tiny_model
 
     return patch(tiny_model(name) if name in PATCHED else tiny_encoders.tiny_encoder(name)).report()
