@@ -33,6 +33,10 @@ PATCHABLE = (
 )  # fmt: skip
 
 
+#: The reason for a module whose forward is its own.
+REPLACED = "its forward was replaced on the instance, by a hook of another library perhaps"
+
+
 def nothing(module: Any) -> dict[str, Any]:
     return {}
 

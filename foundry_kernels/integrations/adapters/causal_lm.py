@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 
 from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.integrations.adapters import log_probs
-from foundry_kernels.integrations.adapters.base import Adapter, names_of, split_names
+from foundry_kernels.integrations.adapters.base import REPLACED, Adapter, names_of, split_names
 from foundry_kernels.integrations.adapters.deferral import Deferral
 from foundry_kernels.integrations.adapters.deferred import DeferredLogits
 from foundry_kernels.integrations.adapters.deferred_head import finished, head_property
@@ -118,7 +118,7 @@ def language_model(module: nn.Module) -> LanguageModel | str | None:
     if any("_foundry_class" in vars(base) for base in cls.__mro__):
         return f"{LOSS_STAYS}its class was derived from a patched one"
     if "forward" in vars(module):
-        return "its forward was replaced on the instance, by a hook of another library perhaps"
+        return REPLACED
     if not cls.__module__.startswith("transformers.models.") and (reason := why_unknown_loss(cls)):
         return LOSS_STAYS + reason
     if of_transformers and (reason := _why_changed()):

@@ -1,5 +1,6 @@
 """Attention of any model of transformers whose classes ask transformers for the attention function that their config
-names: it needs no row in the table. Their forward stays; projections, rotations and caches are the model's own.
+names: it needs no row in the table. Their forward stays, with its projections and caches; its rotation is `rope` where
+it is recognised (`rotating.py`).
 
 Such a model gets the masks that "sdpa" would give it (`mask_functions.py`), and what its attention function is given
 besides is what SDPA takes or ignores. So a family that runs on SDPA runs here. A family that transformers lets have no
@@ -79,9 +80,6 @@ def source_of(home: ModuleType) -> str:
         return inspect.getsource(home)
     except (OSError, TypeError):
         return ""
-
-
-ANY = InterfaceAttention()
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from foundry_kernels.integrations.adapters.base import Adapter, Attention
+from foundry_kernels.integrations.adapters.base import REPLACED, Adapter, Attention
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LanguageModel, language_model
 from foundry_kernels.integrations.adapters.experts import ClampedExperts, SortedExperts, decorated_experts
 from foundry_kernels.integrations.adapters.gpt_like import NemotronNorm, NeoXAttention
@@ -163,9 +163,6 @@ def has_row(module: nn.Module, adapter: Adapter) -> bool:
 def replaced_forward(module: nn.Module) -> str | None:
     """Returns the reason why a module whose forward was replaced is left."""
     return REPLACED if "forward" in vars(module) else None
-
-
-REPLACED = "its forward was replaced on the instance, by a hook of another library perhaps"
 
 
 def _row(module: nn.Module) -> Adapter | str | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foundry_kernels.integrations.adapters.base import Adapter
+from foundry_kernels.integrations.adapters.base import REPLACED, Adapter
 from foundry_kernels.integrations.recognise import kept
 from foundry_kernels.integrations.recognise.mlps import mlp_of
 from foundry_kernels.integrations.recognise.norms import norm_of
@@ -115,7 +115,7 @@ def _may_be_one(module: nn.Module) -> bool:
 def _peculiar(module: nn.Module) -> str | None:
     """Returns what makes a module another one than those of its class, or None."""
     if "forward" in vars(module):
-        return "its forward was replaced on the instance, by a hook of another library perhaps"
+        return REPLACED
     if is_observed(module):
         return "it has hooks"
     if module._buffers:
