@@ -16,7 +16,7 @@ from patching import BUILDABLE, IDS, close, logits
 from torch import Tensor, nn
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.adapters.base import ATTENTION_ARGUMENTS
+from foundry_kernels.integrations.adapters.attention import ATTENTION_ARGUMENTS
 from foundry_kernels.integrations.adapters.table import PATCHED, TABLE
 from foundry_kernels.integrations.adapters.tiny import tiny_model
 from foundry_kernels.integrations.attention.functions import OF_OTHERS

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foundry_kernels.integrations.adapters.attention import Attention
 from foundry_kernels.integrations.adapters.base import (
     Adapter,
-    Attention,
     Norm,
     _norm_forward,
     layers_of,

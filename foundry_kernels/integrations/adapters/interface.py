@@ -19,7 +19,8 @@ from typing import Any
 
 from torch import nn
 
-from foundry_kernels.integrations.adapters.base import Attention, names_of
+from foundry_kernels.integrations.adapters.attention import Attention
+from foundry_kernels.integrations.adapters.base import names_of
 from foundry_kernels.integrations.adapters.rotating import Rotating, rotations_of, unknown_rotation
 from foundry_kernels.integrations.recognise.eager import why_other
 

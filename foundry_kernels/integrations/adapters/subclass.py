@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from foundry_kernels.integrations.adapters.base import Adapter, Attention
+from foundry_kernels.integrations.adapters.attention import Attention
+from foundry_kernels.integrations.adapters.base import Adapter
 from foundry_kernels.nn._scripting import refuse_scripting
 
 _CLASSES: dict[tuple[type, Adapter], type] = {}

@@ -1,7 +1,7 @@
 """What `patch` does with the classes of each family of Hugging Face transformers.
 
 Classes are named by module and name, so that nothing has to be imported to know them. A row says in what a family
-differs; what all share is in `base.py`.
+differs; what all share is in `attention.py` and `base.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from foundry_kernels.integrations.adapters.base import REPLACED, Adapter, Attention
+from foundry_kernels.integrations.adapters.attention import Attention
+from foundry_kernels.integrations.adapters.base import REPLACED, Adapter
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LanguageModel, language_model
 from foundry_kernels.integrations.adapters.experts import ClampedExperts, SortedExperts, decorated_experts
 from foundry_kernels.integrations.adapters.gpt_like import NemotronNorm, NeoXAttention

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from foundry_kernels.integrations.adapters.base import Attention, State
+from foundry_kernels.integrations.adapters.attention import Attention
+from foundry_kernels.integrations.adapters.base import State
 
 ATTENTION = "_attn_implementation"
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from foundry_kernels.core.checks import check_bool
 from foundry_kernels.core.registry import short_dtype
-from foundry_kernels.integrations.adapters.base import PATCHABLE, Adapter, Attention, Gated, Norm, State
+from foundry_kernels.integrations.adapters.attention import Attention
+from foundry_kernels.integrations.adapters.base import PATCHABLE, Adapter, Gated, Norm, State
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES, NO_LOGITS, HeadOwner, LanguageModel
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet
 from foundry_kernels.integrations.adapters.packed_model import PackedModel

@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from foundry_kernels.integrations.adapters.base import Adapter, Attention, names_of
+from foundry_kernels.integrations.adapters.attention import Attention
+from foundry_kernels.integrations.adapters.base import Adapter, names_of
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet
 
 #: The adapters that read nothing of a module but what its forward does too.
