@@ -15,12 +15,11 @@ from foundry_kernels.losses.pairs import bounded, likelihood_of, metrics_of, ref
 from foundry_kernels.losses.tokens import (
     Tokens,
     check_choice,
-    check_even,
     check_rows,
     from_hidden,
     halves,
     mean,
-    shape_of,
+    shape_of_pairs,
     tokens_of,
 )
 
@@ -54,13 +53,13 @@ class _Pairs(NamedTuple):
 
 
 def _exo(p: _Pairs) -> Tensor:
-    win, lose = logsigmoid(p.h), logsigmoid(-p.h)
+    win, lose = (logsigmoid(x).clamp(min=-1e4) for x in (p.h, -p.h))  # x e^x of -inf would be NaN
     return win.exp() * (win - math.log1p(-p.smoothing)) + lose.exp() * (lose - math.log(p.smoothing))
 
 
 def _discopop(p: _Pairs) -> Tensor:
-    by_exponential = torch.sigmoid(p.h / p.tau)
-    return -logsigmoid(p.h) * (1.0 - by_exponential) + torch.exp(-p.h) * by_exponential
+    h = p.h.clamp(-1e30, 1e30)
+    return torch.exp(logsigmoid(h / p.tau) - h) - logsigmoid(h) * torch.sigmoid(-h / p.tau)
 
 
 def _aot(p: _Pairs) -> Tensor:
@@ -157,8 +156,7 @@ def dpo(
     arXiv:2406.05882 (AOT); D'Oosterlinck et al., 2024, arXiv:2408.06266 (APO); Lu et al., 2024, arXiv:2406.08414
     (DiscoPOP); Liu et al., 2024, arXiv:2409.06411 (LD-DPO); Zhou et al., 2024, arXiv:2406.11827 (WPO).
     """
-    shape = shape_of(log_probs, mask)
-    check_even("log_probs", shape[0])
+    shape = shape_of_pairs(log_probs, mask)
     types = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
     for each in types:
         check_choice("loss_type", each, tuple(DPO_TYPES))
@@ -193,12 +191,12 @@ def dpo(
     factor = None if ld_alpha is None else _length_factor(tokens, ld_alpha)
     logps = sums_of(tokens.log_probs, factor)
     ref = reference_of(ref_logps, tokens, factor, means=True in kinds)
-    above = halves("log_probs", logps - ref)
+    above = halves(logps - ref)
     pairs = _Pairs(
-        halves("log_probs", logps), halves("log_probs", ref), above,
+        halves(logps), halves(ref), above,
         (_score(above[0], f_divergence_type, f_alpha_divergence_coef),
          _score(above[1], f_divergence_type, f_alpha_divergence_coef)),
-        halves("log_probs", tokens.lengths), likelihood_of(tokens), beta, label_smoothing, discopop_tau,
+        halves(tokens.lengths), likelihood_of(tokens), beta, label_smoothing, discopop_tau,
     )  # fmt: skip
     of_pairs = sum(weight * DPO_TYPES[each](pairs) for each, weight in zip(types, weights, strict=True))
     assert isinstance(of_pairs, Tensor)
@@ -220,7 +218,7 @@ def dpo_loss(hidden: Tensor, weight: Tensor, target: Tensor, ref_logps: Tensor |
 
 def _length_factor(tokens: Tokens, alpha: float) -> Tensor:
     """Of each token 1, or alpha beyond the length of the shorter answer of its pair."""
-    shared = torch.minimum(*halves("log_probs", tokens.counts.sum(-1))).repeat(2).unsqueeze(-1)
+    shared = torch.minimum(*halves(tokens.counts.sum(-1))).repeat(2).unsqueeze(-1)
     place = tokens.counts.cumsum(-1)
     return torch.where(place > shared, tokens.log_probs.new_full((), alpha), tokens.log_probs.new_ones(()))
 

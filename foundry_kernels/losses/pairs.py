@@ -52,15 +52,15 @@ def sums_of(each: Tensor, factor: Tensor | None = None) -> Tensor:
 
 def means_of(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
     """The means over the tokens of chosen and rejected sequences, and which pairs have tokens on both sides."""
-    chosen, rejected = halves("log_probs", tokens.log_probs.sum(-1) / tokens.lengths)
-    some = halves("log_probs", tokens.counts.any(-1))
+    chosen, rejected = halves(tokens.log_probs.sum(-1) / tokens.lengths)
+    some = halves(tokens.counts.any(-1))
     return chosen, rejected, some[0] & some[1]
 
 
 def likelihood_of(tokens: Tokens) -> Tensor:
     """The negative log-likelihood of the chosen tokens, a mean over them."""
-    chosen = halves("log_probs", tokens.log_probs)[0]
-    return -chosen.sum() / halves("log_probs", tokens.counts)[0].sum().clamp(min=1)
+    chosen = halves(tokens.log_probs)[0]
+    return -chosen.sum() / halves(tokens.counts)[0].sum().clamp(min=1)
 
 
 def only(tokens: Tokens, counts: Tensor) -> Tokens:

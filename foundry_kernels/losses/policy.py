@@ -220,7 +220,7 @@ def grpo(
     else:
         low, top = (-epsilon, high) if loss_type == "gmpo" else (_log(1.0 - epsilon), math.log1p(high))
         if loss_type == "gmpo":
-            clipped = torch.where(advantages > 0.0, each_log_ratio.clamp(max=top), each_log_ratio.clamp(min=low))
+            clipped = torch.where(advantages >= 0.0, each_log_ratio.clamp(max=top), each_log_ratio.clamp(min=low))
             log_weight = (torch.where(acting.counts, clipped, 0.0).sum(-1) / acting.lengths).unsqueeze(-1)
         else:
             log_weight = _clipped(log_ratio, advantages, low, top, delta)
@@ -332,9 +332,17 @@ def _kl(d: Tensor, estimator: str, log_ratio: Tensor) -> Tensor:
         return -d
     if estimator == "k2":
         return 0.5 * d.square()
-    k3 = torch.expm1(d) - d
-    # Where k3 is 0, so is its product with any weight, and with the weight's derivative.
-    return k3 if estimator == "k3" else k3 * torch.where(k3 == 0.0, 0.0, log_ratio).exp()
+    if estimator == "k3":
+        return torch.expm1(d) - d
+    # The product of k3 with the weight, by logarithms: one may overflow where the other underflows. Where k3 is 0, so
+    # are the product and its derivatives.
+    large = d > 20.0
+    small, large_d = torch.where(large, 0.0, d), torch.where(large, d, 20.0)
+    k3 = torch.expm1(small) - small
+    none = (k3 == 0.0) & ~large
+    log_k3 = torch.where(large, large_d + torch.log1p(-(large_d + 1.0) * torch.exp(-large_d)),
+                         torch.log(torch.where(large | none, 1.0, k3)))  # fmt: skip
+    return torch.where(none, 0.0, torch.where(none, 0.0, log_k3 + log_ratio).exp())
 
 
 def _vespo_weight(each: Tensor, ratio: Tensor | None, k: Tensor, rate: Tensor, counts: Tensor) -> Tensor:
@@ -349,6 +357,8 @@ def _vespo_weight(each: Tensor, ratio: Tensor | None, k: Tensor, rate: Tensor, c
 def _of_top_entropy(tokens: Tokens, quantile: float) -> Tokens:
     """Of the tokens that count, those whose entropy is at least the quantile 1 - `quantile` of them all."""
     assert tokens.entropies is not None
+    if not tokens.counts.numel():
+        return tokens
     found = torch.where(tokens.counts, tokens.entropies.detach().float(), math.nan)
     return tokens._replace(counts=found >= torch.nanquantile(found, 1.0 - quantile))
 

@@ -29,13 +29,13 @@ from foundry_kernels.losses.pairs import (
 )
 from foundry_kernels.losses.tokens import (
     check_choice,
-    check_even,
     check_rows,
     from_hidden,
     halves,
     mean,
     mean_of,
     shape_of,
+    shape_of_pairs,
     tokens_of,
 )
 
@@ -160,8 +160,7 @@ def orpo(
 
     Hong et al., "ORPO: Monolithic Preference Optimization without Reference Model", 2024, arXiv:2403.07691.
     """
-    shape = shape_of(log_probs, mask)
-    check_even("log_probs", shape[0])
+    shape = shape_of_pairs(log_probs, mask)
     check_number("beta", beta)
     if nll_mask is not None:
         check_tensor("nll_mask", nll_mask)
@@ -252,8 +251,7 @@ def cpo(
     Xu et al., "Contrastive Preference Optimization", 2024, arXiv:2401.08417; Meng et al., "SimPO", 2024,
     arXiv:2405.14734; Gupta et al., "AlphaPO", 2025, arXiv:2501.03884.
     """
-    shape = shape_of(log_probs, mask)
-    check_even("log_probs", shape[0])
+    shape = shape_of_pairs(log_probs, mask)
     check_positive("beta", beta)
     check_choice("loss_type", loss_type, CPO_TYPES)
     if not 0.0 <= label_smoothing < 0.5:
@@ -266,7 +264,7 @@ def cpo(
         check_rows("entropies", entropies, shape)
     tokens = tokens_of(log_probs, mask, entropies)
     chosen, rejected, whole = means_of(tokens)
-    logps = halves("log_probs", tokens.log_probs.sum(-1))
+    logps = halves(tokens.log_probs.sum(-1))
     if loss_type in ("ipo", "simpo"):
         logps = chosen, rejected
     else:

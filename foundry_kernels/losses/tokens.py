@@ -157,15 +157,18 @@ def over_items(total: Tensor, count: Tensor | float) -> Tensor:
     return total / (count if count else torch.where(total == 0, 1.0, 0.0))
 
 
-def halves(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """The chosen sequences, the first half of a batch, and the rejected ones."""
-    check_even(name, x.shape[0])
     return x[: x.shape[0] // 2], x[x.shape[0] // 2 :]
 
 
-def check_even(name: str, n: int) -> None:
-    if n % 2:
+def shape_of_pairs(log_probs: Any, mask: Any) -> tuple[int, ...]:
+    """:func:`shape_of` ``[2 B, T]``."""
+    shape = shape_of(log_probs, mask)
+    if (n := shape[0]) % 2:
+        name = "hidden" if isinstance(log_probs, Hidden) else "log_probs"
         raise ValueError(f"{name} must hold as many rejected sequences as chosen ones before them; got {n} in all")
+    return shape
 
 
 def check_rows(name: str, x: Any, shape: tuple[int, ...]) -> None:

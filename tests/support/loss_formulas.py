@@ -34,7 +34,8 @@ def inputs(lengths: Sequence[int] = LENGTHS[0]) -> Inputs:
         "ref_means": -2.0 * torch.rand(B, generator=g),
         "good": torch.tensor([True, False, False, True]), "ratios": 0.5 + torch.rand(B, T, generator=g),
         "ref_each": torch.randn(B, T, generator=g) - 2.0, "pair_weights": torch.rand(B // 2, generator=g),
-        "nll": torch.randint(V, (B, T), generator=g).masked_fill_(target != -100, 0) + target.clamp(min=0),
+        "nll": torch.randint(V, (B, T), generator=g).masked_fill_(target != -100, 0)
+        .add_(target.clamp(min=0)).masked_fill_((target == -100) & (torch.arange(T) == T - 1), -100),
     }  # fmt: skip
 
 
@@ -244,9 +245,12 @@ class Loss:
     ) -> None:
         self.function, self.plain, self.names, self.options = function, plain, names, options
 
-    def __call__(self, x: Inputs, **changes: Any) -> Tensor:
-        given = {k: x[v[1:]] if isinstance(v, str) and v.startswith("@") else v for k, v in self.options.items()}
-        return self.function(x["hidden"], x["weight"], x["target"], *(x[n] for n in self.names), **(given | changes))
+    def given(self, x: Inputs) -> dict[str, Any]:
+        return {k: x[v[1:]] if isinstance(v, str) and v.startswith("@") else v for k, v in self.options.items()}
+
+    def __call__(self, x: Inputs, **changes: Any) -> Any:
+        given = self.given(x) | changes
+        return self.function(x["hidden"], x["weight"], x["target"], *(x[n] for n in self.names), **given)
 
 
 GRPO, DPO = losses.grpo_loss, losses.dpo_loss
@@ -318,7 +322,7 @@ LOSSES: dict[str, Loss] = {
         DPO, lambda x: (pair(x, average=True) - 1 / 0.6).square().mean(), "ref_sums", beta=0.3, loss_type="ipo"
     ),
     **{
-        name: Loss(
+        f"dpo-{name}": Loss(
             DPO, lambda x, name=name: dpo_of(x, name), "ref_means" if name == "sigmoid_norm" else "ref_sums", beta=0.3,
             loss_type=name, label_smoothing=0.1 if name in preference.SMOOTHED else 0.0, discopop_tau=0.5,
         )
