@@ -134,7 +134,7 @@ def dpo(
         loss_weights: their factors; None for 1.
         f_divergence_type: s by f': "reverse_kl", as above; "forward_kl", :math:`1 - e^{-s}`; "js_divergence",
             :math:`\log 2 + \log \sigma(s)`; "alpha_divergence", :math:`(e^{(a - 1) s} - 1) / (a - 1)`. An exponent
-            above 80 counts as 80. The types that have rewards of their own (from "nca_pair" on, but for "discopop")
+            above 80 counts as 80. The types that have rewards of their own (from "nca_pair" on, except "discopop")
             keep the s above.
         f_alpha_divergence_coef: a.
         ld_alpha: the factor of the tokens of an answer beyond the length of the shorter one of its pair ("LD-DPO").
@@ -217,7 +217,7 @@ def dpo_loss(hidden: Tensor, weight: Tensor, target: Tensor, ref_logps: Tensor |
 
 
 def _length_factor(tokens: Tokens, alpha: float) -> Tensor:
-    """Of each token 1, or alpha beyond the length of the shorter answer of its pair."""
+    """Each token's factor: 1, or alpha beyond the length of the shorter answer of its pair."""
     shared = torch.minimum(*halves(tokens.counts.sum(-1))).repeat(2).unsqueeze(-1)
     place = tokens.counts.cumsum(-1)
     return torch.where(place > shared, tokens.log_probs.new_full((), alpha), tokens.log_probs.new_ones(()))

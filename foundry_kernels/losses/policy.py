@@ -355,7 +355,7 @@ def _vespo_weight(each: Tensor, ratio: Tensor | None, k: Tensor, rate: Tensor, c
 
 
 def _of_top_entropy(tokens: Tokens, quantile: float) -> Tokens:
-    """Of the tokens that count, those whose entropy is at least the quantile 1 - `quantile` of them all."""
+    """Keeps the tokens whose entropy is at least the quantile 1 - `quantile` of all that count."""
     assert tokens.entropies is not None
     if not tokens.counts.numel():
         return tokens

@@ -169,6 +169,21 @@ def test_no_sequences(name: str) -> None:
         (losses.grpo_loss, {"epsilon": -0.1}, ValueError, "epsilon must"),
         (losses.grpo_loss, {"hidden": torch.zeros(T, D), "target": torch.zeros(T, dtype=torch.int64)}, ValueError,
          r"hidden must be \[B, T, D\]"),
+        (losses.grpo_loss, {"loss_type": "cispo"}, ValueError, "'cispo' needs epsilon_high"),
+        (losses.grpo_loss, {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, ValueError, "'gmpo' needs"),
+        (losses.grpo_loss, {"top_entropy_quantile": 0.0}, ValueError, "top_entropy_quantile must be in 0 .. 1"),
+        (losses.grpo_loss, {"importance_sampling_ratio": torch.zeros(B)}, ValueError, "importance_sampling_ratio must"),
+        (losses.grpo_loss, {"kl_estimator": "k4"}, ValueError, "kl_estimator must be one of k1, k2, k3, unbiased"),
+        (losses.dpo_loss, {"loss_type": "exo_pair", "ref_logps": None}, ValueError, "needs a label_smoothing"),
+        (losses.dpo_loss, {"loss_type": ("ipo", "sigmoid"), "ref_logps": torch.zeros(B)}, ValueError,
+         "need ref_logps of"),
+        (losses.dpo_loss, {"loss_type": ("ipo", "sigmoid"), "loss_weights": [1.0], "ref_logps": None}, ValueError,
+         "loss_weights must hold a number for each of 2 loss types; got 1"),
+        (losses.dpo_loss, {"label_smoothing": 0.1, "loss_type": "hinge", "ref_logps": None}, ValueError,
+         "label_smoothing needs one of the loss types"),
+        (losses.cpo_loss, {"loss_type": "dpo"}, ValueError, "loss_type must be one of sigmoid, hinge, ipo, simpo"),
+        (losses.orpo_loss, {"nll_target": torch.zeros(B, 2).long()}, ValueError, "nll_target must have shape"),
+        (losses.dpo_loss, {"ref_logps": None, "betta": 0.1}, TypeError, "unexpected keyword argument 'betta'"),
         (losses.dpo_loss, {"loss_type": "kto", "ref_logps": None}, ValueError, "loss_type must be one of sigmoid"),
         (losses.dpo_loss, {"ref_logps": torch.zeros(3)}, ValueError, "ref_logps must have shape"),
         (losses.dpo_loss, {"ref_logps": None, "beta": 0.0}, ValueError, "beta must"),
@@ -193,3 +208,56 @@ def test_bad_input(
         given["advantages"] = x["advantages"]
     with pytest.raises(error, match=message):
         function(**(given | changes))
+
+
+def test_forms_refuse_what_is_not_log_probabilities() -> None:
+    log_probs, mask = torch.zeros(B, T), torch.ones(B, T)
+    for given, message in (
+        ((log_probs[0], mask[0]), r"log_probs must be floating point \[B, T\]"),
+        ((log_probs, mask[:, 1:]), "mask must have shape"),
+        ((log_probs.long(), mask), "log_probs must be floating point"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sft.sft(*given)
+    with pytest.raises(ValueError, match="need entropies"):
+        policy.grpo(log_probs, mask, torch.zeros(B), entropy_coef=0.1)
+
+
+def test_advantages_of_groups() -> None:
+    rewards = torch.tensor([1.0, 2.0, 6.0, math.nan, 5.0, 4.0, 7.0, 7.0, 7.0])
+    rest = rewards[[0, 1, 2, 4, 5, 6, 7, 8]]
+    s = torch.std
+    expected = {
+        ("grpo", "none"): [-2, -1, 3, 0, 0.5, -0.5, 0, 0, 0],
+        ("grpo", "group"): [*(x / (s(rewards[:3]) + 1e-4) for x in (-2, -1, 3)), 0,
+                            *(x / (s(rewards[4:6]) + 1e-4) for x in (0.5, -0.5)), 0, 0, 0],
+        ("grpo", "batch"): [x / (s(rest) + 1e-4) for x in (-2, -1, 3, 0, 0.5, -0.5, 0, 0, 0)],
+        ("rloo", "none"): [-3, -1.5, 4.5, 0, 1, -1, 0, 0, 0],
+        ("reinforce_plus_plus", "none"): [0 if x.isnan() else (x - rest.mean()) / (s(rest) + 1e-4) for x in rewards],
+    }  # fmt: skip
+    for (kind, scale), values in expected.items():
+        found = losses.group_advantages(rewards, 3, kind=kind, scale_rewards=scale)
+        torch.testing.assert_close(found, torch.tensor([float(x) for x in values]))
+    assert losses.group_advantages(rewards[:3].double(), 3).dtype == torch.float64
+    for given, message in (({"rewards": rewards[:4]}, "a multiple of 3"), ({"kind": "mean"}, "kind must be one of")):
+        with pytest.raises(ValueError, match=message):
+            losses.group_advantages(**{"rewards": rewards, "num_generations": 3, **given})
+
+
+def test_correction_of_a_sampler() -> None:
+    """Ratios 2, 1 (unknown), 1/4 and, of the second sequence, 8 and what does not count."""
+    difference = torch.tensor([[2.0, math.nan, 0.25], [8.0, math.nan, math.nan]]).log()
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    expected = {
+        "token_truncate": [[2.0, 1.0, 0.5], [3.0, 1.0, 1.0]], "token_mask": [[2.0, 1.0, 0.0], [0.0, 1.0, 1.0]],
+        "sequence_truncate": [[0.5], [3.0]], "sequence_mask": [[0.5], [0.0]],
+    }  # fmt: skip
+    for mode, ratio in expected.items():
+        found = losses.sampling_correction(difference, torch.zeros(2, 3), mask, mode=mode, clip_min=0.5)
+        torch.testing.assert_close(found.ratio, torch.tensor(ratio))
+        some = found.ratio if mode.startswith("sequence") else found.ratio[mask.bool()]
+        torch.testing.assert_close(found[1:4], (some.min(), some.mean(), some.max()))
+        torch.testing.assert_close(found.logp_difference_max, torch.tensor(8.0).log())
+        torch.testing.assert_close(found.logp_difference_mean, torch.tensor([2.0, 4.0, 8.0]).log().mean())
+    none = losses.sampling_correction(difference, torch.zeros(2, 3), torch.zeros(2, 3))
+    assert not any(value.any() for value in none[1:])
