@@ -13,7 +13,7 @@ namespace foundry {
 
 #define FK_LOG_PROBS_OPTIONS(OPTION)     \
   OPTION(int64_t, ignore_index, integer) \
-  OPTION(double, logit_scale, real)      \
+  OPTION(double, logit_scale, number)     \
   OPTION(std::optional<double>, softcap, optional_positive)
 
 struct LogProbsArguments {
