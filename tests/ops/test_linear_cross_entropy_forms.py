@@ -13,7 +13,7 @@ from slow import rest_slow
 from table import saved_tensors
 from torch import Tensor
 
-from foundry_kernels import _triton
+from foundry_kernels import _triton, tuning
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 
 if not _triton.INTERPRET:
@@ -23,6 +23,7 @@ from foundry_kernels.ops._linear_loss import operators, sizes
 from foundry_kernels.ops._linear_loss.problem import ALL, TILES, Needs
 from foundry_kernels.ops._linear_loss.triton import _plan_scale, scale
 from foundry_kernels.ops.linear_cross_entropy.options import LinearCrossEntropyOptions
+from foundry_kernels.ops.linear_cross_entropy.triton import launchers
 
 TOKENS, WIDTH, CLASSES = 40, 8, 70
 
@@ -238,6 +239,22 @@ def test_a_gradient_is_scaled_and_rounded_by_one_kernel(
         assert (found is own) == (dtype == rounded and not retained)
         torch.testing.assert_close(found, (x.float() * factor).to(rounded), rtol=0.0, atol=0.0, equal_nan=True)
     assert [_plan_scale(n, rounded, x.device, True).grid for n in (1, 1 << 40)] == [(1,), (16,)]
+
+
+def test_the_wide_program_of_the_kernel_in_place() -> None:
+    """A candidate of `tune`: it makes the same loss and gradients."""
+    hidden, weight = torch.randn(2, 4, requires_grad=True), torch.randn(20000, 4, requires_grad=True)
+
+    def run() -> tuple[Tensor, ...]:
+        loss = linear_cross_entropy(hidden, weight, torch.tensor([3, 19999]), backend="triton")
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    with tuning.watched() as seen:
+        built_in = run()
+    (choice,) = seen.values()
+    assert launchers.WIDE in choice.configs[1:]
+    with tuning.forced(choice.kernel, choice.key, launchers.WIDE):
+        near(run(), built_in)
 
 
 @FORMS
