@@ -12,6 +12,7 @@ from table import saved_tensors
 from torch import Tensor
 
 import foundry_kernels as fk
+from foundry_kernels.core.registry import no_direct_call
 
 BACKENDS = [b for b in ("reference", "triton", "native") if fk.OPS["kl_div"].why_not(b, "cpu") is None]
 DIRECTIONS = ("forward", "reverse", "jsd")
@@ -165,6 +166,7 @@ def test_matmuls_and_what_is_saved(
             return own(a, *args, **options)
 
         monkeypatch.setattr(chunks, name, counted)
+    monkeypatch.setattr(fk.OPS["linear_kl_div"], "direct", no_direct_call)
     given = inputs(n=64, n_classes=512)
     given["hidden"].requires_grad_(), given["weight"].requires_grad_()
     with saved_tensors() as saved:

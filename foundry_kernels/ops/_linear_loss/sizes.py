@@ -18,8 +18,9 @@ _LEAST, _SHARE = 512, 16
 #: Tokens of a chunk on a CPU where the weight's gradient is summed in 24 bits, which is cheap; and tokens up to which
 #: the direct call makes all logits at once.
 SUMMED24 = 256
-#: Multiplications up to which a matmul of 16-bit inputs is small on a CPU, and in float32.
-SMALL = 1 << 22
+#: Multiplications up to which a matmul of 16-bit inputs is small on a CPU, and in float32: above, copying a weight for
+#: one token takes 2 to 4 times as long as PyTorch's bfloat16 matmul (Zen 4).
+SMALL = 1 << 19
 #: Bytes of logits that a single chunk may have on a CPU: as many as a chunk of float32 has by default over 32768
 #: classes.
 _ONE_CHUNK = 1 << 25
