@@ -118,7 +118,7 @@ class Tokens:
     def chunks(self) -> list[slice]:
         n, size = self.target.numel(), self.chunk_size
         if size is None:
-            size = sizes.tokens_of_a_chunk(n, self.x.element_size(), self.cpu, self.sums24)
+            size = sizes.tokens_of_a_chunk(n, self.x.element_size(), self.sums24)
         size = max(n, 1) if self.one_chunk else int(size)
         return [slice(i, min(n, i + size)) for i in range(0, n, size)]
 

@@ -106,12 +106,12 @@ def fake_backward(dloss: Tensor, hidden: Tensor, weight: Tensor, *rest: Any) -> 
 
 
 class Backend(NamedTuple):
-    """scale_: multiplies a gradient in place by a number that is on its device; None where that is PyTorch's."""
+    """scale: see `times_own_gradient`; None where that is PyTorch's."""
 
     loss: Loss
     forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor, ...]]
-    scale_: Callable[[Tensor, Tensor], None] | None
+    scale: Callable[[Tensor, Tensor, Tensor], None] | None
 
 
 #: The backends of the losses by the name of the loss with the prefix of its operators, which torch.compile can look up.
@@ -120,7 +120,7 @@ BACKENDS: dict[str, Backend] = {}
 
 def make_backend(
     loss: Loss, rows: type[RowKernel], prefix: str, define: Callable[..., Any],
-    scale_: Callable[[Tensor, Tensor], None] | None = None,
+    scale: Callable[[Tensor, Tensor, Tensor], None] | None = None,
 ) -> Callable[..., dict[str, Tensor]]:  # fmt: skip
     """The backend's function, of hidden, weight, target, bias, the constants and the options, which returns the results
     that the options request. Its operators, with `prefix` before their names, are registered by ``define(schema,
@@ -128,7 +128,7 @@ def make_backend(
     name, operators = prefix + loss.name, Operators(loss, rows)
     fwd, bwd = operators.schemas()
     forward = define(prefix + fwd, operators.forward, operators.fake_forward)
-    BACKENDS[name] = Backend(loss, forward, define(prefix + bwd, operators.backward, fake_backward), scale_)
+    BACKENDS[name] = Backend(loss, forward, define(prefix + bwd, operators.backward, fake_backward), scale)
 
     def results(inputs: tuple[Tensor | None, ...], options: Any, needs: Needs) -> dict[str, Tensor]:
         """All results; those that are not requested may be empty."""
@@ -193,25 +193,26 @@ class _LinearLoss(torch.autograd.Function):
             found = BACKENDS[ctx.name].backward(dloss, *inputs, *saved, *ctx.options, *ctx.needs)
         else:
             dscale, *gradients = stored
-            factor = dloss * dscale
-            scale_ = BACKENDS[ctx.name].scale_
-            found = tuple([times_own_gradient(g, factor, ctx.dtype, scale_) for g in gradients])
+            factor = dloss * dscale if ctx.dtype == torch.float16 else dloss  # elsewhere dscale is 1
+            scale = BACKENDS[ctx.name].scale
+            found = tuple([times_own_gradient(g, factor, ctx.dtype, scale) for g in gradients])
         dhidden, dweight, dbias = (g if n else None for g, n in zip(found, ctx.needs, strict=True))
         return None, None, dhidden, dweight, None, dbias, *[None] * len(loss.constants)
 
 
-def times_own_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype, scale_: Any) -> Tensor:
+def times_own_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype, scale: Any) -> Tensor:
     """gradient * factor, rounded once; skipping the multiplication by 1 if reading the factor does not wait: on a CPU,
-    or in a kernel on the device.
+    or in a kernel on the device, ``scale(gradient, factor, out)``.
 
     Of a graph that is retained the next backward pass needs `gradient`, so it is not handed out."""
-    plain = type(factor) is Tensor and not torch.compiler.is_compiling()
-    if plain and not (gradient.dtype == dtype and _graph_is_retained()):
-        if factor.device.type == "cpu" and factor.item() == 1.0:
+    if type(factor) is Tensor and not torch.compiler.is_compiling():
+        in_place = gradient.dtype == dtype and not _graph_is_retained()
+        if scale is not None and gradient.is_cuda and gradient.is_contiguous():
+            out = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
+            scale(gradient, factor, out)
+            return out
+        if (in_place or gradient.dtype != dtype) and factor.device.type == "cpu" and factor.item() == 1.0:
             return gradient.to(dtype)
-        if scale_ is not None and gradient.is_cuda and gradient.dtype == dtype and gradient.is_contiguous():
-            scale_(gradient, factor)
-            return gradient
     if gradient.dtype == dtype or torch.compiler.is_compiling():  # a compiler makes one loop of it
         return (gradient * factor).to(dtype)
     out = torch.empty_like(gradient, dtype=dtype)

@@ -162,7 +162,7 @@ def linear_cross_entropy(
     in float32.
 
     Gradients that are rounded when they are made (of 16 bits: on a GPU hidden's, and with all rows at once the
-    weight's; on a CPU in bfloat16 those of more than 4 million multiplications) are multiplied by the loss's own
+    weight's; on a CPU in bfloat16 those of more than 500,000 multiplications) are multiplied by the loss's own
     gradient and rounded again, where that is not 1.
 
     By default the CPU takes chunks; but of a bfloat16 weight that gets a gradient, if oneDNN has instructions for such

@@ -14,7 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from foundry_kernels.core import invariance
 from foundry_kernels.core.checks import check_dtype, check_int, check_shape
 from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops import kl_div as of_logits
@@ -85,6 +87,19 @@ def linear_kl_div(
     fit into a 32nd of a GPU's memory, and the teacher's logits of one chunk. There are no blocks of classes. DTensors:
     tokens may be sharded over devices, the classes may not.
     """
+    if (
+        chunk_size is None
+        and batch_invariant is invariance.on is False
+        and not is_dynamo_compiling()
+        and (
+            loss := LINEAR_KL_DIV.direct(
+                backend, hidden, weight, teacher_hidden, teacher_weight, teacher_logits, bias, teacher_bias, target,
+                temperature, direction, beta, ignore_index, reduction,
+            )
+        )
+        is not None
+    ):  # fmt: skip
+        return loss
     hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = under_autocast(
         hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias
     )

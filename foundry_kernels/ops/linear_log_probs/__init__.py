@@ -13,7 +13,9 @@ from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from foundry_kernels.core import invariance
 from foundry_kernels.core.checks import constants
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops import log_probs as of_logits
@@ -92,6 +94,17 @@ def linear_log_probs(
     a token. Results have the same bits in each run. DTensors: tokens may be sharded over devices, and so may the
     classes (`weight` and `bias` as ``Shard(0)``), as for :func:`foundry_kernels.linear_cross_entropy`.
     """
+    if (
+        return_entropy is return_lse is False
+        and chunk_size is None
+        and batch_invariant is invariance.on is False
+        and not is_dynamo_compiling()
+        and (
+            direct := LINEAR_LOG_PROBS.direct(backend, hidden, weight, target, bias, ignore_index, logit_scale, softcap)
+        )
+        is not None
+    ):
+        return direct
     hidden, weight, bias = under_autocast(hidden, weight, bias)
     logit_scale, softcap = constants(logit_scale, softcap)
     check_linear(hidden, weight, bias, logit_scale, chunk_size)
