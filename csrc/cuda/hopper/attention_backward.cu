@@ -86,6 +86,7 @@ cudaError_t attention_backward(const AttentionBackward& a, const BackwardPlan& p
   work.key_tiles = static_cast<int>(count_key_tiles(a));
   work.units = static_cast<int>(units);
   work.first_upper = first_upper_of(a);
+  work.upper_tiles = static_cast<int>(query_tiles / a.n_sequences) - work.first_upper;
   work.writers = column_blocks_of(width) * (work.in_order ? 2 : 8);
   work.splits = plan.splits();
   work.row_splits = plan.row_splits;

@@ -49,6 +49,7 @@ struct BackwardWork {
   int key_tiles;       // the same
   int units;           // tiles of keys, or pairs of them, of one head of all sequences
   int first_upper;     // the first tile of queries of a sequence that second halves visit
+  int upper_tiles;     // from it on
   int writers;         // of dq, of each of these
   int splits, row_splits, heads;  // shares of a key-value head and of a query head, and heads of a share
   bool pairs, in_order;
@@ -204,8 +205,7 @@ __device__ __forceinline__ int64_t query_tile_at(const BackwardWork& work, int h
 // The same of sums of second halves.
 __device__ __forceinline__ int64_t upper_tile_at(const AttentionBackward& a, const BackwardWork& work, int head,
                                                  int sequence, int tile) {
-  const int64_t each = work.query_tiles / a.n_sequences - work.first_upper;
-  return a.n_heads * work.query_tiles + (head * a.n_sequences + sequence) * each + tile - work.first_upper;
+  return a.n_heads * work.query_tiles + (head * a.n_sequences + sequence) * work.upper_tiles + tile - work.first_upper;
 }
 // The first piece of parts of dk (or dv) of a share's tile of keys.
 template <int kWidth>
