@@ -95,11 +95,11 @@ cudaError_t attention_backward(const AttentionBackward& a, const BackwardPlan& p
   work.lse = floats + count_sums(a, plan) * query_tile_of(width) * width;
   work.delta = work.lse + rows;
   work.parts = work.delta + rows;
+  work.counters = count_counters(a, plan);
+  work.places = integers + work.counters;
   work.done = integers;
   work.ticket = integers + count_shares(a, plan) * a.n_sequences;
   work.turns = work.ticket + 1;
-  work.counters = count_counters(a, plan);
-  work.places = integers + work.counters;
   work.score.scale = a.scale * kLog2e;
   if (FK_BENDS(a)) work.score.set_bend(a);
 

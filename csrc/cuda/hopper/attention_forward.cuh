@@ -51,7 +51,7 @@ struct Shape {
 // The last rows go first, because they see the most keys under a causal mask; of packed sequences see packed_order.cuh.
 struct Order {
   int tiles, row_tiles, heads, heads_at_once;
-  int* counter;  // counts tiles taken beyond each block's first, and is 0 at the end; null if there are none
+  int* counter;  // counts tiles taken beyond each block's first; null if there are none
 };
 
 // A tile of rows: of a sequence and head, from row `first` on. sequence < 0: no tile is left.
