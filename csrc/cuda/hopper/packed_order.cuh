@@ -29,11 +29,12 @@ __device__ __forceinline__ void order_sequences(const AttentionInputs& a, uint32
   if (n < n_sequences) {
     const int keys = length(a.starts_k, a.total_k, n);
     int place = 0, before = 0;
+#pragma unroll 4  // whose loads are in flight together
     for (int other = 0; other < n_sequences; ++other) {
-      const int of_other = length(a.starts_k, a.total_k, other);
+      const int of_other = length(a.starts_k, a.total_k, other), tiles = tiles_of(other);
       const bool first = of_other > keys || (of_other == keys && other < n);
       place += first;
-      before += first ? tiles_of(other) : 0;
+      before += first ? tiles : 0;
     }
     store_shared(to + 8 * place, n);
     store_shared(to + 8 * place + 4, before);
