@@ -172,6 +172,7 @@ class Result:
     gradients: list[list[Tensor]]  # (dq, dk, dv) of each sequence
     delta: list[Tensor]
     done: Tensor  # [shares, sequences]: the number of finished writers of dq
+    places: list[list[int]]  # sequence and tile of each tile of keys of packed sequences, in their order
 
     def bits(self, n: int) -> list[Tensor]:
         return [x.contiguous().view(torch.int16) for x in self.gradients[n]]
@@ -253,7 +254,9 @@ class Pass:
         assert (integers[plan.integers :] == behind).all()
         n, shares = len(self.sequences), self.case.heads // self.case.group * plan.head_splits * plan.row_splits
         done = integers[: shares * n].view(-1, n).clone()
-        return Result(report, [self._of(i) for i in range(n)], [self._delta(i) for i in range(n)], done)
+        tiles = sum(self.case.lengths_k) // 128 + n if self.case.lengths_q else 0
+        places = integers[plan.integers - 2 * tiles : plan.integers].view(-1, 2).tolist()
+        return Result(report, [self._of(i) for i in range(n)], [self._delta(i) for i in range(n)], done, places)
 
     def _span(self, n: int, of_keys: bool) -> slice:
         return slice(*self.starts[of_keys][n : n + 2].tolist())

@@ -88,6 +88,14 @@ def test_the_same_bits_in_any_order(name: str) -> None:
             assert all(torch.equal(*x) for x in zip(r.bits(n), results[0].bits(n), strict=True))
 
 
+def test_packed_sequences_with_the_most_queries_come_first() -> None:
+    case = CASES["packed, rows split"]
+    places = Pass(case, make(case)).run().places
+    order = sorted(range(3), key=lambda n: -case.lengths_q[n])
+    expected = [[n, tile] for n in order for tile in range((case.lengths_k[n] + 127) // 128)]
+    assert places == expected + [[-1, 0]] * (len(places) - len(expected))
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_neighbours_reach_nothing(dim: int) -> None:
     """A packed sequence has the same bits beside others as beside NaN and infinity, and as by itself."""
