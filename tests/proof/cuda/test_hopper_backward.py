@@ -220,7 +220,7 @@ MISTAKES = {
     "parts of the other warpgroup": ("(consumer * S::kPanels + column_block * 2)", "(column_block * 2)"),
     "parts read before they are written": ("  wait_for_launch_before();\n  const int piece", "  const int piece"),
     "counters that begin as anything": ("work.done[i] = 0;", ";"),
-    "places of equally long sequences": ("&& other < n)) before", "&& other <= n)) before"),
+    "places of equally long sequences": ("(h.q_len == own.q_len && other < n)", "false"),
 }
 
 
