@@ -3,6 +3,7 @@
 #include <cmath>
 #include <vector>
 
+#include "cuda/hopper/choice.h"
 #include "direct.h"
 #include "direct_calls.h"
 
@@ -35,9 +36,12 @@ bool has_map(const Tensor& x) {
 // Whether "auto" uses csrc/cuda/hopper: `takes` of ops/flash_attention/hopper.py, restricted to the calls that come
 // here and to tensors that need no copy.
 bool is_for_hopper(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options) {
-  constexpr int64_t kFewestQueries = 128, kWidest = 256;
+  constexpr int64_t kWidest = 256;
   return dtype_bit(q) != 1 && q.numel() > 0 && k.size(2) > 0 && q.size(3) <= kWidest && v.size(3) <= kWidest &&
-         (options.batch_invariant || q.size(2) >= kFewestQueries) && has_map(q) && has_map(k) && has_map(v);
+         has_map(q) && has_map(k) && has_map(v) &&
+         (options.batch_invariant ||
+          hopper_choice::forward_is_faster({q.size(0) * q.size(1), q.size(1) / k.size(1), q.size(2), q.size(2),
+                                            k.size(2), static_cast<int>(std::max(q.size(3), v.size(3)))}));
 }
 
 }  // namespace

@@ -17,6 +17,10 @@ struct OnDevice {
   int shared_memory() const { return 164 << 10; }
   int major() const { return pretends_hopper ? 9 : 8; }
   bool is_hopper() const { return pretends_hopper; }
+  int* counter() const {
+    static int counter = 0;
+    return &counter;
+  }
 };
 inline void check_cuda(cudaError_t error, const char* what) {
   TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
@@ -25,8 +29,13 @@ inline void check_cuda(cudaError_t error, const char* what) {
 
 #else
 
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
 
 #define FK_CUDA_KEY CUDA
 namespace foundry {
@@ -41,6 +50,27 @@ struct OnDevice {
   int major() const { return attribute(cudaDevAttrComputeCapabilityMajor); }
   // Whether code compiled for sm_90a runs.
   bool is_hopper() const { return major() == 9 && attribute(cudaDevAttrComputeCapabilityMinor) == 0; }
+  // An integer in the device's memory that is 0 between the kernels of the current stream, each of which leaves it so.
+  // Null where others may use it at the same time: in a graph's capture, and on streams that are not PyTorch's, whose
+  // handles may be used again.
+  int* counter() const {
+    using Key = std::pair<c10::DeviceIndex, c10::StreamId>;
+    static std::mutex mutex;
+    static std::map<Key, int*> counters;
+    const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream();
+    const bool external = current.id() != 0 && reinterpret_cast<cudaStream_t>(current.id()) == current.stream();
+    if (external || c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return nullptr;
+    const std::lock_guard<std::mutex> lock(mutex);
+    int*& counter = counters[{current.device_index(), current.id()}];
+    if (counter) return counter;
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed{cudaStreamCaptureModeRelaxed};  // other threads may capture
+    void* data = nullptr;
+    if (cudaMalloc(&data, sizeof(int)) == cudaSuccess &&
+        cudaMemsetAsync(data, 0, sizeof(int), current.stream()) == cudaSuccess)
+      counter = static_cast<int*>(data);
+    else cudaGetLastError();
+    return counter;
+  }
 
  private:
   int attribute(cudaDeviceAttr name) const {

@@ -32,22 +32,21 @@ inline void check_maps(cudaError_t error, const char* what, const NamedTensors& 
   check_cuda(error, what);
 }
 
-// `count` zeros on the device of `like`; null if count is 0.
-inline int* zeros(Tensor& kept, int64_t count, const Tensor& like) {
-  if (count == 0) return nullptr;
-  kept = at::zeros({count}, like.options().dtype(at::kInt));
-  return kept.mutable_data_ptr<int>();
-}
-
 // Runs the pass and returns true if these kernels support it.
 inline bool forward(const cuda::AttentionForward& a, const OnDevice& device, const Tensor& q,
                     const NamedTensors& tensors) {
   if (!device.is_hopper() || !cuda::hopper::takes(a)) return false;
   const int multiprocessors = device.multiprocessors();
-  Tensor counters;
-  int* const zero = zeros(counters, cuda::hopper::forward_counters(a, multiprocessors), q);
+  const bool counts = cuda::hopper::forward_counts(a, multiprocessors);
+  int* counter = counts ? device.counter() : nullptr;
+  Tensor zero;
+  if (counts && !counter) {
+    zero = at::zeros({1}, q.options().dtype(at::kInt));
+    counter = zero.mutable_data_ptr<int>();
+  }
   cuda::hopper::refused_map = nullptr;
-  check_maps(cuda::hopper::attention_forward(a, multiprocessors, zero, device.stream()), "attention forward", tensors);
+  check_maps(cuda::hopper::attention_forward(a, multiprocessors, counter, device.stream()), "attention forward",
+             tensors);
   ++forwards;
   return true;
 }
@@ -55,13 +54,13 @@ inline bool forward(const cuda::AttentionForward& a, const OnDevice& device, con
 inline bool backward(const cuda::AttentionBackward& a, bool deterministic, const OnDevice& device, const Tensor& q,
                      const NamedTensors& tensors) {
   if (!device.is_hopper() || !cuda::hopper::takes(a)) return false;
-  const cuda::hopper::BackwardSpace space = cuda::hopper::backward_space(a, deterministic);
+  const cuda::hopper::BackwardPlan plan = cuda::hopper::plan_backward(a, deterministic);
+  const cuda::hopper::BackwardSpace space = cuda::hopper::backward_space(a, plan);
   const Tensor floats = at::empty({space.floats}, q.options().dtype(at::kFloat));
-  Tensor integers;
-  int* const zero = zeros(integers, space.integers, q);
+  const Tensor integers = at::empty({space.integers}, q.options().dtype(at::kInt));
   cuda::hopper::refused_map = nullptr;
-  cudaError_t error = cuda::hopper::attention_backward(a, deterministic, device.multiprocessors(),
-                                                       floats.mutable_data_ptr<float>(), zero, device.stream());
+  cudaError_t error = cuda::hopper::attention_backward(a, plan, floats.mutable_data_ptr<float>(),
+                                                       integers.mutable_data_ptr<int>(), device.stream());
   if (error == cudaSuccess && a.dsinks) error = cuda::attention_dsinks(a, device.stream());
   check_maps(error, "attention backward", tensors);
   ++backwards;

@@ -7,6 +7,7 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from cuda_on_cpu.build import HERE, ROOT, as_one, load_plain
@@ -57,8 +58,10 @@ class Call(ctypes.Structure):
             for name in (
                 *("bf16", "sequences", "heads", "queries", "keys", "total_q", "total_k", "group", "head_dim"),
                 *("head_dim_v", "slopes_stride", "left", "right", "bottom_right", "deterministic", "multiprocessors"),
+                "batch_invariant",
             )
         ),
+        ("splits", ctypes.c_int64 * 2),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
         ("row_strides", ctypes.c_int64 * 3),
@@ -90,6 +93,8 @@ class Case:
     dlse: bool = False
     token_first: bool = False  # [B, T, H, D]
     multiprocessors: int = 4
+    batch_invariant: bool = False
+    splits: tuple[int, int] = (0, 0)  # of a group's heads and of their rows; (0, 0): as the shape decides
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
@@ -166,10 +171,20 @@ class Result:
     report: str
     gradients: list[list[Tensor]]  # (dq, dk, dv) of each sequence
     delta: list[Tensor]
-    done: Tensor  # [key-value heads, sequences]: the number of finished writers of dq
+    done: Tensor  # [shares, sequences]: the number of finished writers of dq
+    places: list[list[int]]  # sequence and tile of each tile of keys of packed sequences, in their order
 
     def bits(self, n: int) -> list[Tensor]:
         return [x.contiguous().view(torch.int16) for x in self.gradients[n]]
+
+
+class Plan(NamedTuple):
+    pairs: int
+    head_splits: int
+    row_splits: int
+    blocks: int
+    floats: int
+    integers: int
 
 
 class Pass:
@@ -211,7 +226,8 @@ class Pass:
         c.sequences, c.heads, c.group = len(sequences), case.heads, case.group
         c.head_dim, c.head_dim_v, c.scale, c.softcap = case.dim, case.dim_v or case.dim, case.dim**-0.5, case.softcap
         c.left, c.right, c.bottom_right = case.left, case.right, case.bottom_right
-        c.multiprocessors = case.multiprocessors
+        c.multiprocessors, c.batch_invariant = case.multiprocessors, case.batch_invariant
+        c.splits[:] = case.splits
         self.outputs = [x for x, _ in outputs]
         self.alive = [inputs, lse, dlse, slopes]
 
@@ -219,20 +235,28 @@ class Pass:
     def taken(self) -> bool:
         return bool(library().takes_backward(ctypes.byref(self.call)))
 
+    def plan(self) -> Plan:
+        numbers = (ctypes.c_int64 * 6)()
+        library().plan_of_backward(ctypes.byref(self.call), numbers)
+        return Plan(*numbers)
+
     def run(self, seed: int = 1, of: ctypes.CDLL | None = None) -> Result:
-        c, of = self.call, of or library()
-        space = (ctypes.c_int64 * 2)()
-        of.space_of_backward(ctypes.byref(c), space)
-        behind = 7777  # a guard after both
-        floats, integers = torch.full((space[0] + 32,), torch.nan), torch.zeros(space[1] + 32, dtype=torch.int32)
-        floats[space[0] :] = integers[space[1] :] = behind
+        c, plan = self.call, self.plan()
+        behind = 7777  # a guard after both; both begin as anything
+        floats, integers = (
+            torch.full((plan.floats + 32,), torch.nan),
+            torch.full((plan.integers + 32,), -5, dtype=torch.int32),
+        )
+        floats[plan.floats :] = integers[plan.integers :] = behind
         c.floats, c.integers = floats.data_ptr(), integers.data_ptr()
-        report = of.run_backward(ctypes.byref(c), seed).decode()
-        assert (floats[space[0] :] == behind).all()
-        assert (integers[space[1] :] == behind).all()
-        n = len(self.sequences)
-        done = integers[: self.case.heads // self.case.group * n].view(-1, n).clone()
-        return Result(report, [self._of(i) for i in range(n)], [self._delta(i) for i in range(n)], done)
+        report = (of or library()).run_backward(ctypes.byref(c), seed).decode()
+        assert (floats[plan.floats :] == behind).all()
+        assert (integers[plan.integers :] == behind).all()
+        n, shares = len(self.sequences), self.case.heads // self.case.group * plan.head_splits * plan.row_splits
+        done = integers[: shares * n].view(-1, n).clone()
+        tiles = sum(self.case.lengths_k) // 128 + n if self.case.lengths_q else 0
+        places = integers[plan.integers - 2 * tiles : plan.integers].view(-1, 2).tolist()
+        return Result(report, [self._of(i) for i in range(n)], [self._delta(i) for i in range(n)], done, places)
 
     def _span(self, n: int, of_keys: bool) -> slice:
         return slice(*self.starts[of_keys][n : n + 2].tolist())

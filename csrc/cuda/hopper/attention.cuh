@@ -4,6 +4,7 @@
 #include "../flash_attention_scores.cuh"
 #include "../flash_attention_tiles.cuh"
 #include "attention.h"
+#include "choice.h"
 #include "products.cuh"
 
 namespace foundry {
@@ -28,11 +29,18 @@ inline bool can_map(const void* data, const HeadStrides& s, const AttentionInput
          fits(s.head, heads) && (packed || fits(s.batch, a.n_sequences));
 }
 
-// What takes() requires of both passes. With few queries the other kernels split the keys over blocks; a
-// batch-invariant call must not depend on their number.
+inline hopper_choice::Shape shape_of(const AttentionInputs& a) {
+  const bool packed = a.starts_q != nullptr;
+  return {(packed ? 1 : a.n_sequences) * a.n_heads,
+          a.group,
+          packed ? a.total_q : a.n_queries,
+          a.n_queries,
+          a.n_keys,
+          max(a.head_dim, a.head_dim_v)};
+}
+
+// What takes() requires of both passes, besides the shape.
 inline bool takes_inputs(const AttentionInputs& a) {
-  constexpr int64_t kFewestQueries = 128;
-  if (!a.batch_invariant && a.n_queries < kFewestQueries) return false;
   return a.type != Dtype::f32 && a.n_queries > 0 && a.n_keys > 0 && a.n_sequences > 0 && !a.mask && !a.tiles.index &&
          !a.bias && !a.dropout.threshold && can_map(a.q, a.q_strides, a, a.n_heads, a.head_dim) &&
          can_map(a.k, a.k_strides, a, a.n_heads / a.group, a.head_dim) &&
@@ -86,11 +94,19 @@ __device__ __forceinline__ TileOf find_tile(const int32_t* starts, int64_t total
     const int each = static_cast<int>((tokens + size - 1) / size), at = static_cast<int>(index);  // of a grid's blocks
     return {at / each, at % each};
   }
-  int low = 0, high = static_cast<int>(n_sequences) - 1;  // the last sequence at or before `index`
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (first_tile_of(starts, total, tokens, middle, size) <= index) low = middle;
-    else high = middle - 1;
+  // The last sequence that begins at or before `index`: a step compares kWays of them, whose loads are independent.
+  constexpr int kWays = 8;
+  int low = 0;
+#pragma unroll 1
+  for (int count = static_cast<int>(n_sequences); count > 1;) {
+    const int step = (count + kWays - 1) / kWays;
+    int at = 0;
+    FK_UNROLL for (int i = 1; i < kWays; ++i) {
+      const int n = min(i * step, count - 1);
+      if (first_tile_of(starts, total, tokens, low + n, size) <= index) at = n;
+    }
+    low += at;
+    count = min(step, count - at);
   }
   return {low, static_cast<int>(index - first_tile_of(starts, total, tokens, low, size))};
 }

@@ -6,25 +6,33 @@ namespace cuda {
 namespace hopper {
 namespace {
 
-// Whether dq is summed in a fixed order. At width 256 another order would be no faster.
-bool is_in_order(const AttentionBackward& a, bool deterministic) { return deterministic || width_of(a) > 128; }
-
-// Whether each query sees all keys up to its own, so that tiles of keys are paired. In a fixed order the blocks of a
-// head wait for each other and must all run at once. They may use only half of the multiprocessors, so that two such
-// passes on streams of different priority cannot block each other. The choice does not depend on the rest of the batch.
-bool in_pairs(const AttentionBackward& a, bool in_order, int multiprocessors) {
-  const int64_t pairs = ((a.n_keys + kKeyTile - 1) / kKeyTile + 1) / 2;
-  return !a.starts_q && a.n_queries == a.n_keys && a.window_right == 0 && a.window_left >= a.n_queries - 1 &&
-         (!in_order || 2 * pairs * column_blocks_of(width_of(a)) <= multiprocessors);
-}
-
 int64_t count_query_tiles(const AttentionBackward& a) {
   return count_tiles(a.starts_q, a.total_q, a.n_sequences, a.n_queries, query_tile_of(width_of(a)));
 }
-
+int64_t count_key_tiles(const AttentionBackward& a) {
+  return count_tiles(a.starts_k, a.total_k, a.n_sequences, a.n_keys, kKeyTile);
+}
 int64_t count_units(const AttentionBackward& a, bool pairs) {
-  return pairs ? count_tiles(nullptr, 0, a.n_sequences, a.n_keys, 2 * kKeyTile)
-               : count_tiles(a.starts_k, a.total_k, a.n_sequences, a.n_keys, kKeyTile);
+  return pairs ? count_tiles(nullptr, 0, a.n_sequences, a.n_keys, 2 * kKeyTile) : count_key_tiles(a);
+}
+int first_upper_of(const AttentionBackward& a) {
+  return static_cast<int>((a.n_keys + 2 * kKeyTile - 1) / (2 * kKeyTile)) * (kKeyTile / query_tile_of(width_of(a)));
+}
+// Tiles of queries, of all heads, with sums of dq; pairs in order have second sums of the upper ones.
+int64_t count_sums(const AttentionBackward& a, const BackwardPlan& plan) {
+  const int64_t tiles = count_query_tiles(a);
+  return a.n_heads * (tiles + (plan.in_order && plan.pairs ? tiles - a.n_sequences * first_upper_of(a) : 0));
+}
+int64_t count_shares(const AttentionBackward& a, const BackwardPlan& plan) {
+  return a.n_heads / a.group * plan.splits();
+}
+// Floats of parts of dk and dv.
+int64_t count_parts(const AttentionBackward& a, const BackwardPlan& plan) {
+  return plan.splits() > 1 ? 2 * count_shares(a, plan) * count_key_tiles(a) * kKeyTile * width_of(a) : 0;
+}
+// Integers that begin as zeros: done, ticket and turns.
+int64_t count_counters(const AttentionBackward& a, const BackwardPlan& plan) {
+  return count_shares(a, plan) * a.n_sequences + (plan.in_order ? 1 + count_sums(a, plan) * pieces_of(width_of(a)) : 0);
 }
 
 }  // namespace
@@ -36,34 +44,61 @@ bool takes(const AttentionBackward& a) {
   return takes_inputs(a) && can_map(a.dout, a.dout_strides, a, a.n_heads, a.head_dim_v) && a.dq && a.dk && a.dv &&
          !a.dbias && fits(a.out, a.out_strides, a.head_dim_v) && fits(a.dq, a.dq_strides, a.head_dim) &&
          fits(a.dk, a.dk_strides, a.head_dim) && fits(a.dv, a.dv_strides, a.head_dim_v) &&
-         a.scale > 0.f;  // hidden scores become -infinity before scaling
+         a.scale > 0.f &&  // hidden scores become -infinity before scaling
+         (a.batch_invariant || hopper_choice::backward_is_faster(shape_of(a)));
 }
 
-BackwardSpace backward_space(const AttentionBackward& a, bool deterministic) {
-  const int width = width_of(a);
-  const bool in_order = is_in_order(a, deterministic);
-  const int64_t tiles = a.n_heads * count_query_tiles(a);
-  return {tiles * query_tile_of(width) * (width + 2),
-          (in_order ? tiles * pieces_of(width) + 1 : 0) + a.n_heads / a.group * a.n_sequences};
+BackwardPlan plan_backward(const AttentionBackward& a, bool deterministic) {
+  const int width = width_of(a), rows = query_tile_of(width);
+  BackwardPlan plan{};
+  plan.in_order = deterministic || width > 128;  // at width 256 another order would be no faster
+  // Each query sees all keys up to its own.
+  plan.pairs = !a.starts_q && a.n_queries == a.n_keys && a.window_right == 0 && a.window_left >= a.n_queries - 1;
+  plan.blocks = a.n_heads / a.group * count_units(a, plan.pairs) * column_blocks_of(width);
+  const int64_t window = std::min(a.window_left, a.n_keys) + std::min(a.window_right, a.n_keys) + kKeyTile;
+  const int64_t visited = plan.pairs ? a.n_queries + kKeyTile : std::min(a.n_queries, window);
+  const bool uneven = !plan.pairs && (a.window_left < a.n_keys) != (a.window_right < a.n_keys);
+  const int64_t splits = a.batch_invariant ? 1
+                                           : hopper_choice::backward_splits(plan.blocks, a.group,
+                                                                            (visited + rows - 1) / rows, rows, uneven);
+  plan.head_splits = static_cast<int>(std::min(splits, a.group));
+  plan.row_splits = static_cast<int>(splits / plan.head_splits);
+  plan.blocks *= splits;
+  return plan;
 }
 
-cudaError_t attention_backward(const AttentionBackward& a, bool deterministic, int multiprocessors, float* floats,
-                               int* integers, cudaStream_t stream) {
+BackwardSpace backward_space(const AttentionBackward& a, const BackwardPlan& plan) {
+  const int width = width_of(a), rows = query_tile_of(width);
+  return {count_sums(a, plan) * rows * width + a.n_heads * count_query_tiles(a) * rows * 2 + count_parts(a, plan),
+          count_counters(a, plan) + (a.starts_k ? 2 * count_units(a, plan.pairs) : 0)};
+}
+
+cudaError_t attention_backward(const AttentionBackward& a, const BackwardPlan& plan, float* floats, int* integers,
+                               cudaStream_t stream) {
   const int width = width_of(a);
   const int64_t query_tiles = count_query_tiles(a), rows = a.n_heads * query_tiles * query_tile_of(width);
   BackwardWork work{};
-  work.in_order = is_in_order(a, deterministic);
-  work.pairs = in_pairs(a, work.in_order, multiprocessors);
-  const int64_t units = count_units(a, work.pairs);
-  if (std::max(query_tiles, units) > kMaxBlocks) return cudaErrorInvalidConfiguration;
+  work.in_order = plan.in_order;
+  work.pairs = plan.pairs;
+  const int64_t units = count_units(a, plan.pairs);
+  if (std::max({query_tiles, units, count_key_tiles(a)}) > kMaxBlocks) return cudaErrorInvalidConfiguration;
   work.query_tiles = static_cast<int>(query_tiles);
+  work.key_tiles = static_cast<int>(count_key_tiles(a));
   work.units = static_cast<int>(units);
+  work.first_upper = first_upper_of(a);
+  work.upper_tiles = static_cast<int>(query_tiles / a.n_sequences) - work.first_upper;
   work.writers = column_blocks_of(width) * (work.in_order ? 2 : 8);
+  work.splits = plan.splits();
+  work.row_splits = plan.row_splits;
+  work.heads = static_cast<int>(a.group) / plan.head_splits;
   work.dq = floats;
-  work.lse = floats + rows * width;
+  work.lse = floats + count_sums(a, plan) * query_tile_of(width) * width;
   work.delta = work.lse + rows;
+  work.parts = work.delta + rows;
+  work.counters = count_counters(a, plan);
+  work.places = integers + work.counters;
   work.done = integers;
-  work.ticket = integers + a.n_heads / a.group * a.n_sequences;
+  work.ticket = integers + count_shares(a, plan) * a.n_sequences;
   work.turns = work.ticket + 1;
   work.score.scale = a.scale * kLog2e;
   if (FK_BENDS(a)) work.score.set_bend(a);

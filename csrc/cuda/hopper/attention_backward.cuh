@@ -8,7 +8,7 @@
 //   dK  += dS^T Q         dS^T from registers
 //   dQ   = dS K           dS^T from shared memory, where both warpgroups put theirs; each computes half of dQ, one step
 //                         later, when the other's dS^T has long arrived
-// dK and dV stay in registers over all heads of a group. At width 256 a block computes 128 columns of dK, dV and dQ,
+// dK and dV stay in registers over all heads of the block. At width 256 a block computes 128 columns of dK, dV and dQ,
 // and another block the other 128.
 #pragma once
 
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(384, 1)
   // By shuffle, so that the compiler knows that all lanes of a warp agree.
   const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0), warpgroup = warp / 4;
   const auto count_as_done = [&] {
-    add_release(work.done + block_word(words, kKvHead) * a.n_sequences + block_word(words, kSequence));
+    add_release(work.done + block_word(words, kShare) * a.n_sequences + block_word(words, kSequence));
   };
   if (warpgroup == 0) {
     fewer_registers<24>();
@@ -80,7 +80,7 @@ cudaError_t launch_backward(const AttentionBackward& a, const BackwardWork& work
   if (error == cudaSuccess) error = map_keys(v, a, a.v, a.v_strides, a.head_dim_v, kKeyTile);
   if (error == cudaSuccess) error = map_queries(dout, a, a.dout, a.dout_strides, a.head_dim_v, S::kQueries);
   if (error != cudaSuccess) return error;
-  const int64_t blocks = a.n_heads / a.group * work.units * S::kColumnBlocks;
+  const int64_t blocks = a.n_heads / a.group * work.splits * work.units * S::kColumnBlocks;
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   return launch_hopper(attention_backward_kernel<S>, dim3(static_cast<unsigned>(blocks)), dim3(384), S::kShared, stream,
                        false, q, k, v, dout, a, work);

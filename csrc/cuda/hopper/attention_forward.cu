@@ -46,7 +46,7 @@ cudaError_t launch_kernel(const AttentionForward& a, const Order& order, int blo
   if (error == cudaSuccess) error = map_keys(v, a, a.v, a.v_strides, a.head_dim_v, S::kKeys);
   if (error != cudaSuccess) return error;
   return launch_hopper(attention_forward<T, kDim, kOptions>, dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads),
-                       S::kShared, stream, false, q, k, v, a, order);
+                       S::kShared + order_bytes(a), stream, false, q, k, v, a, order);
 }
 
 template <class T>
@@ -69,15 +69,16 @@ cudaError_t launch_of_type(const AttentionForward& a, const Order& order, int bl
 bool takes(const AttentionForward& a) {
   return takes_inputs(a) && !a.entropy && !a.max_logit &&
          tiles::rows_are_aligned(a.out, a.out_strides, a.head_dim_v, a.type) &&
-         count_row_tiles(a) * count_heads(a) <= kMaxBlocks / 2;
+         count_row_tiles(a) * count_heads(a) <= kMaxBlocks / 2 &&
+         (a.batch_invariant || hopper_choice::forward_is_faster(shape_of(a)));
 }
 
-int64_t forward_counters(const AttentionForward& a, int multiprocessors) {
-  return count_row_tiles(a) * count_heads(a) > multiprocessors ? 1 : 0;
+bool forward_counts(const AttentionForward& a, int multiprocessors) {
+  return count_row_tiles(a) * count_heads(a) > multiprocessors;
 }
 
-cudaError_t attention_forward(const AttentionForward& a, int multiprocessors, int* counters, cudaStream_t stream) {
-  const Order order = order_of(a, counters);
+cudaError_t attention_forward(const AttentionForward& a, int multiprocessors, int* counter, cudaStream_t stream) {
+  const Order order = order_of(a, counter);
   const int blocks = std::min(order.tiles, multiprocessors);
   return a.type == Dtype::bf16 ? launch_of_type<__nv_bfloat16>(a, order, blocks, stream)
                                : launch_of_type<__half>(a, order, blocks, stream);

@@ -14,7 +14,7 @@
 //   registers |                   | P n-1 from S | rescale O
 #pragma once
 
-#include "attention.cuh"
+#include "packed_order.cuh"
 
 namespace foundry {
 namespace cuda {
@@ -48,7 +48,7 @@ struct Shape {
 };
 
 // The order of the tiles of rows: in groups of heads whose K and V fit in the L2 cache, and within a group row by row.
-// The last rows go first, because they see the most keys under a causal mask.
+// The last rows go first, because they see the most keys under a causal mask; of packed sequences see packed_order.cuh.
 struct Order {
   int tiles, row_tiles, heads, heads_at_once;
   int* counter;  // counts tiles taken beyond each block's first; null if there are none
@@ -60,14 +60,16 @@ struct Work {
 };
 
 template <int kRows>
-__device__ __forceinline__ Work work_of(const AttentionForward& a, const Order& order, int tile) {
+__device__ __forceinline__ Work work_of(const AttentionForward& a, const Order& order, uint32_t sequences, int tile) {
   const int each = order.heads_at_once * order.row_tiles, group = tile / each, rest = tile % each;
   const int heads = min(order.heads_at_once, order.heads - group * order.heads_at_once);
-  const int row_tile = order.row_tiles - 1 - rest / heads, head = group * order.heads_at_once + rest % heads;
+  const int position = rest / heads, row_tile = order.row_tiles - 1 - position,
+            head = group * order.heads_at_once + rest % heads;
   const int n_heads = static_cast<int>(a.n_heads);
   if (!a.starts_q) return {head / n_heads, head % n_heads, row_tile * kRows};
-  const TileOf found = find_tile(a.starts_q, a.total_q, a.n_sequences, 0, kRows, row_tile);
-  return {found.sequence, head, found.tile * kRows};
+  const TileOf found = has_order(a) ? tile_at(a, sequences, position)
+                                    : find_tile(a.starts_q, a.total_q, a.n_sequences, 0, kRows, row_tile);
+  return {found.sequence, head, found.tile < kFar ? found.tile * kRows : kFar};
 }
 
 // The tiles of keys [begin, end) that rows [first, last] see. At least one, even if it is fully hidden.
@@ -106,7 +108,7 @@ __device__ __forceinline__ void produce(const AttentionForward& a, const TensorM
         tma_load(to + panel * panel_bytes, map, barrier, panel * kPanel, static_cast<int>(token), head, batch);
   };
   for (int tile = blockIdx.x;;) {
-    Work work = tile < order.tiles ? work_of<S::kRows>(a, order, tile) : Work{-1, 0, 0};
+    Work work = tile < order.tiles ? work_of<S::kRows>(a, order, base + S::kShared, tile) : Work{-1, 0, 0};
     const Head h(a, max(work.sequence, 0), work.head);
     if (work.sequence < 0 || work.first < h.q_len) {
       mbarrier_wait(base + S::kQEmpty + 8 * in_q.stage, in_q.parity);
@@ -139,7 +141,10 @@ __device__ __forceinline__ void produce(const AttentionForward& a, const TensorM
       }
     }
     // While the others still work through the stages.
-    tile = gridDim.x + (order.counter ? atomicAdd(order.counter, 1) : tile);
+    const int taken = order.counter ? atomicAdd(order.counter, 1) : tile;
+    if (order.counter && taken == order.tiles - 1)
+      *order.counter = 0;  // each block adds once more than it finds a tile
+    tile = gridDim.x + taken;
   }
 }
 

@@ -41,7 +41,7 @@ __device__ __forceinline__ void weigh(const AttentionBackward& a, const Backward
     float slope = 0.f;
     if (a.alibi_slopes)
       slope = kLog2e * a.alibi_slopes[block_word(words, kSequence) * a.alibi_slopes_batch_stride +
-                                      block_word(words, kKvHead) * a.group + head];
+                                      block_word(words, kFirstHead) + head];
     const float distance =
         static_cast<float>(tile * S::kQueries + 2 * c + block_word(words, kOffset) - part_word(part, kTile) * kKeyTile -
                            key);  // distance of the first query from the first key
@@ -81,7 +81,7 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
   using T = typename S::T;
   constexpr int kQueries = S::kQueries;
   const uint32_t words = base + S::kWords;
-  const int thread = threadIdx.x % 128, lane = thread % 32, group = static_cast<int>(a.group);
+  const int thread = threadIdx.x % 128, lane = thread % 32;
   // The first of the thread's two keys within the tile. With options registers are scarce, so cheap values are
   // recomputed.
   const auto thread_again = [] { return static_cast<int>(S::kOptions ? tiles::hidden(threadIdx.x) : threadIdx.x); };
@@ -246,11 +246,10 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
           deliver(dq, count - 1, place);
         }
         if constexpr (!S::kInOrder)
-          place = (block_word(words, kKvHead) * group + head) * work.query_tiles + block_word(words, kFirstQueryTile) +
-                  tile;
+          place = (block_word(words, kFirstHead) + head) * work.query_tiles + block_word(words, kFirstQueryTile) + tile;
         begun = true;
         ++count;
-        if (++head == group) head = 0, tile += part_word(part, kStepBy);
+        if (++head == work.heads) head = 0, tile += part_word(part, kStepBy);
       } while (tile != part_word(part, kStop));
       const uint32_t last = (count - 1) & 1;
       mbarrier_wait(base + S::kScoresFull + 8 * last, ((count - 1) / 2) & 1);
@@ -267,10 +266,23 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
       deliver(dq, count - 1, place);
     }
 
+    const int key_tile = part_word(part, kTile);
+    if (work.splits > 1) {
+      const auto write = [&](bool of_dv, const float (&sums)[S::kColumns / 2]) {
+        float* const to =
+            part_at<S::kWidth>(a, work, of_dv, block_word(words, kShare), block_word(words, kFirstKeyTile) + key_tile) +
+            (consumer * S::kPanels + column_block * 2) * kPieceFloats + thread * 4;
+        FK_UNROLL for (int i = 0; i < S::kColumns / 8; ++i)
+            store_four(to + i * 512, sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+      };
+      write(false, dk);
+      write(true, dv);
+      continue;
+    }
     Head h(a, block_word(words, kSequence), 0);
     h.kv_head = block_word(words, kKvHead);  // avoids a division
     FK_UNROLL for (int half = 0; half < 2; ++half) {
-      const int row = part_word(part, kTile) * kKeyTile + key_again() + 8 * half;
+      const int row = key_tile * kKeyTile + key_again() + 8 * half;
       const int first_column = column_block * S::kColumns;
       const auto write = [&](void* data, const HeadStrides& strides, const float (&sums)[S::kColumns / 2], float factor,
                              int width) {

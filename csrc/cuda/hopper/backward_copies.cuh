@@ -19,7 +19,7 @@ __device__ __forceinline__ void produce(const AttentionBackward& a, const Backwa
   constexpr int kAtOnce = S::kHalves ? 2 : S::kPanels;  // panels of Q and dO per copy
   const uint32_t words = base + S::kWords;
   const int batch = a.starts_q ? 0 : block_word(words, kSequence), kv_head = block_word(words, kKvHead);
-  const int group = static_cast<int>(a.group), column_block = S::kHalves ? block_word(words, kColumnBlock) : 0;
+  const int first_head = block_word(words, kFirstHead), column_block = S::kHalves ? block_word(words, kColumnBlock) : 0;
   const auto load_keys = [&](uint32_t to, const TensorMap* map, uint32_t full, uint32_t part) {
     mbarrier_expect(base + full, S::kKeyBytes);
     const int token = block_word(words, kKeyStart) + part_word(part, kTile) * kKeyTile;
@@ -28,8 +28,8 @@ __device__ __forceinline__ void produce(const AttentionBackward& a, const Backwa
   };
   int stage = 0;
   uint32_t parity = 1;
-  for (Walk walk(words, group); !walk.at_end(); walk.next()) {
-    const int head = kv_head * group + walk.head;
+  for (Walk walk(words, work.heads); !walk.at_end(); walk.next()) {
+    const int head = first_head + walk.head;
     const int token = block_word(words, kQueryStart) + walk.tile * S::kQueries;
     const int64_t row = query_tile_at(work, head, block_word(words, kFirstQueryTile), walk.tile) * S::kQueries;
     const auto load_queries = [&](uint32_t to, const TensorMap* map, uint32_t full, uint32_t free, const float* numbers,
@@ -63,10 +63,13 @@ __device__ __forceinline__ void produce(const AttentionBackward& a, const Backwa
 // --- dq out, by turns: one thread for each of the warpgroups that multiply -------------------------------------------
 
 template <class S>
-__device__ __forceinline__ int64_t piece_at(const BackwardWork& work, uint32_t words, const Walk& walk, int group,
-                                            int piece) {
-  const int head = block_word(words, kKvHead) * group + walk.head;
-  return query_tile_at(work, head, block_word(words, kFirstQueryTile), walk.tile) * S::kPieces + piece;
+__device__ __forceinline__ int64_t piece_at(const AttentionBackward& a, const BackwardWork& work, uint32_t words,
+                                            const Walk& walk, int piece) {
+  const int head = block_word(words, kFirstHead) + walk.head;
+  const int64_t tile = work.pairs && walk.part != part_words(words, 0)
+                           ? upper_tile_at(a, work, head, block_word(words, kSequence), walk.tile)
+                           : query_tile_at(work, head, block_word(words, kFirstQueryTile), walk.tile);
+  return tile * S::kPieces + piece;
 }
 
 // Adds what the warpgroup has put into shared memory.
@@ -74,11 +77,10 @@ template <class S>
 __device__ __forceinline__ void add_staged(const AttentionBackward& a, const BackwardWork& work, uint32_t base,
                                            int consumer) {
   const uint32_t words = base + S::kWords;
-  const int group = static_cast<int>(a.group);
   int count = 0;
-  for (Walk walk(words, group); !walk.at_end(); walk.next(), ++count) {
-    const int64_t piece = piece_at<S>(work, words, walk, group, consumer);
-    const int turn = turn_of<S::kQueries>(a, work, words, walk.tile, part_word(walk.part, kTile));
+  for (Walk walk(words, work.heads); !walk.at_end(); walk.next(), ++count) {
+    const int64_t piece = piece_at<S>(a, work, words, walk, consumer);
+    const int turn = turn_of<S::kQueries>(work, words, walk);
     const int place = 2 * consumer + count % 2;
     const uint32_t from = base + S::kSums + place * S::kPieceBytes;
     mbarrier_wait(base + S::kSumsFull + 8 * place, count / 2 & 1);
@@ -101,14 +103,14 @@ template <class S>
 __device__ __forceinline__ void tell_turns(const AttentionBackward& a, const BackwardWork& work, uint32_t base,
                                            int consumer) {
   const uint32_t words = base + S::kWords, full = base + S::kSumsFull + 8 * consumer;
-  const int group = static_cast<int>(a.group), place = 2 * block_word(words, kColumnBlock) + consumer;
-  Walk walk(words, group);
+  const int place = 2 * block_word(words, kColumnBlock) + consumer;
+  Walk walk(words, work.heads);
   bool told = false;
   for (uint32_t parity = 0; !walk.at_end(); parity ^= 1) {
     int piece = 0, turn = 0;
     const auto find = [&] {
-      piece = static_cast<int>(piece_at<S>(work, words, walk, group, place));
-      turn = turn_of<S::kQueries>(a, work, words, walk.tile, part_word(walk.part, kTile));
+      piece = static_cast<int>(piece_at<S>(a, work, words, walk, place));
+      turn = turn_of<S::kQueries>(work, words, walk);
     };
     const auto tell = [&] {
       store_shared(words + 4 * (kPiece0 + consumer), turn == 0 ? ~piece : piece);

@@ -1,7 +1,7 @@
 """Which calls "auto" runs on the kernels of `csrc/cuda/hopper`, on compute capability 9.0 if the extension has them:
-the calls whose forward pass they support. `takes` of `csrc/cuda/hopper/attention.h` is the authoritative list. This is
-the same list in a form that torch.compile can trace, and `tests/ops/flash_attention/test_hopper_kernels.py` compares
-the two."""
+the calls whose forward pass they support, and compute faster than others. `takes` of `csrc/cuda/hopper/attention.h` is
+the authoritative list. This is the same list in a form that torch.compile can trace, and
+`tests/ops/flash_attention/test_hopper_kernels.py` compares the two."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from foundry_kernels._triton.devices import capability, too_old
 from foundry_kernels.core import extension
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
-#: With fewer queries than this, kernels that split the keys are used, unless the call must be batch-invariant.
-FEWEST_QUERIES = 128
+#: The GPU's multiprocessors: of an H100 or H200.
+MULTIPROCESSORS = 132
 MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16)
 #: Elements of 16 bits in what TMA copies: widths and strides are multiples.
@@ -43,10 +43,28 @@ def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
         return False
     if q.shape[-1] > MAX_HEAD_DIM or v.shape[-1] > MAX_HEAD_DIM or q.shape[-1] % STEP or v.shape[-1] % STEP:
         return False
-    queries = options.max_seqlen_q if options.packed else q.shape[2]
-    if not options.batch_invariant and (queries < FEWEST_QUERIES or q.shape[tokens] < FEWEST_QUERIES):
+    if not options.batch_invariant and not _shape_is_faster(q, k, v, options):
         return False
     return _has_map(q) and _has_map(k) and _has_map(v)
+
+
+def _shape_is_faster(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
+    width = max(q.shape[-1], v.shape[-1])
+    if not options.packed:
+        return is_faster(q.shape[0] * q.shape[1], q.shape[2], q.shape[2], k.shape[2], width)
+    longest, keys = min(options.max_seqlen_q, q.shape[0]), min(options.max_seqlen_k, k.shape[0])
+    return is_faster(q.shape[1], q.shape[0], longest, keys, width)
+
+
+def is_faster(heads: int, queries: int, longest: int, keys: int, width: int) -> bool:
+    """`forward_is_faster` of `csrc/cuda/hopper/choice.h`, which says why.
+
+    heads: query heads, of all sequences unless they are packed. queries: of a sequence, or of all packed ones. longest,
+    keys: of the longest sequence. width: the larger head dimension."""
+    rows = 192 if width <= 64 else 128
+    if 2 * longest < rows:
+        return False
+    return keys <= 1024 or 5 * heads * ((queries + rows - 1) // rows) >= 2 * MULTIPROCESSORS
 
 
 def _has_map(x: Tensor) -> bool:

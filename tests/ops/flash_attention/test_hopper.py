@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
+from cuda_on_cpu.build import ROOT, load_plain
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -87,7 +89,8 @@ LEFT: dict[str, Any] = {
     "width": lambda: {"q": heads(width=68)},
     "wide": lambda: {"q": heads(width=264)},
     "wide values": lambda: {"v": heads(width=512)},
-    "few queries": lambda: {"q": heads(127), "k": heads()},
+    "few queries": lambda: {"q": heads(95), "k": heads()},
+    "few tiles, many keys": lambda: {"q": heads(n_heads=4), "k": heads(1100)},
     "no keys": lambda: {"k": heads(0)},
     "mask": lambda: {"attn_mask": torch.empty(1, 1, 256, 256, dtype=torch.bool, device="cuda")},
     "bias": lambda: {"attn_mask": torch.empty(1, 1, 256, 256, dtype=BF16, device="cuda")},
@@ -105,10 +108,55 @@ def test_left_to_the_usual_order(chosen: list[str], name: str) -> None:
     assert chosen == ["triton"]
 
 
+#: Heads of all sequences, queries of each or of all packed ones, the longest's, its keys, the width; whether these
+#: kernels are faster.
+SHAPES = {
+    "training": ((64, 4096, 4096, 4096, 128), True),
+    "tensor parallel, four heads": ((4, 8192, 8192, 8192, 128), True),
+    "one head, 8,192 tokens": ((1, 8192, 8192, 8192, 128), True),
+    "one head, 4,096 tokens": ((1, 4096, 4096, 4096, 128), False),
+    "one short sequence": ((8, 256, 256, 256, 64), True),
+    "packed": ((8, 8192, 4096, 4096, 128), True),
+    "packed, none long": ((32, 8192, 60, 60, 128), False),
+    "a prompt's part over long keys": ((32, 128, 128, 32768, 128), False),
+    "a larger part": ((32, 512, 512, 32768, 128), True),
+    "half a tile": ((64, 64, 64, 4096, 128), True),
+    "less than half": ((64, 63, 63, 4096, 128), False),
+    "the same of tiles of 192": ((64, 95, 95, 4096, 64), False),
+    "decoding": ((2048, 1, 1, 4096, 128), False),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_choice_by_shape(name: str) -> None:
+    shape, faster = SHAPES[name]
+    assert hopper.is_faster(*shape) is faster
+
+
+def test_the_extension_chooses_alike() -> None:
+    source = ROOT / "csrc" / "cuda" / "hopper" / "choice.h"
+    text = (
+        source.read_text()
+        + """
+extern "C" int is_faster(long long heads, long long queries, long long longest, long long keys, int width) {
+  return foundry::hopper_choice::forward_is_faster({heads, 1, queries, longest, keys, width});
+}"""
+    )
+    compiled = load_plain(source, text).is_faster
+    numbers = (1, 8, 33), (1, 63, 64, 95, 96, 500, 3000), (1000, 1024, 1025, 9000), (8, 64, 72, 256)
+    answers = []
+    for heads, queries, keys, width in itertools.product(*numbers):
+        for longest in {queries, queries // 2}:
+            shape = (heads, queries, longest, keys, width)
+            answers.append(hopper.is_faster(*shape))
+            assert bool(compiled(*shape)) == answers[-1], shape
+    assert {True, False} == set(answers)
+
+
 def test_packed(chosen: list[str]) -> None:
     q = torch.empty(300, 4, 64, dtype=BF16, device="cuda")
     starts = torch.empty(3, dtype=torch.int32, device="cuda")
-    for longest in (200, 100):
+    for longest in (200, 95):
         fk.flash_attention_varlen(q, q, q, starts, starts, longest, longest, causal=True)
     pages = torch.empty(8, 16, 4, 64, dtype=BF16, device="cuda")
     table, used = (torch.empty(size, dtype=torch.int32, device="cuda") for size in ((2, 8), (2,)))

@@ -52,11 +52,12 @@ def test_what_python_leaves_to_others_these_kernels_refuse(op: OpSpec) -> None:
 
 #: Few queries go to others. So do statistics forward, and backward calls that do not need all gradients.
 SHARED = (
-    (dense_case(1, (2, 1), (127, 150), 64, "few-queries", causal=True, return_lse=True), (0, 0)),
-    (dense_case(1, (2, 1), (128, 150), 64, "queries", causal=True, return_lse=True), (1, 1)),
+    (dense_case(1, (2, 1), (63, 150), 64, "few-queries", causal=True, return_lse=True), (0, 0)),
+    (dense_case(1, (2, 1), (70, 150), 64, "more", causal=True, return_lse=True), (0, 1)),
+    (dense_case(1, (2, 1), (100, 150), 64, "queries", causal=True, return_lse=True), (1, 1)),
     (dense_case(1, (2, 1), (140, 150), 64, "statistics", causal=True, sinks=normal(), return_stats=True), (0, 1)),
     (dense_case(1, (2, 1), (128, 70), 64, "frozen-keys", frozen="kv", sinks=normal(), return_lse=True), (1, 0)),
-    (packed_case((100, 0, 28), (30, 5, 44), (2, 1), 64, "short", causal=True, return_lse=True), (0, 0)),
+    (packed_case((60, 0, 28), (30, 5, 44), (2, 1), 64, "short", causal=True, return_lse=True), (0, 0)),
     (packed_case((130, 0, 28), (130, 5, 44), (2, 1), 64, "long", causal=True, return_lse=True), (1, 1)),
 )
 

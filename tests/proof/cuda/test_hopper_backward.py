@@ -13,7 +13,13 @@ CASES = {
     "pairs": Case(queries=320, keys=320, heads=2, group=2, right=0, batch=2),
     "pairs, 64 wide": Case(queries=640, keys=640, heads=2, group=2, right=0, dim=64, multiprocessors=6),
     "pairs, 256 wide": Case(queries=320, keys=320, heads=2, group=2, right=0, dim=256, multiprocessors=8),
-    "causal without pairs": Case(queries=400, keys=400, heads=1, right=0, multiprocessors=1),
+    "one pair at a time": Case(queries=600, keys=600, heads=1, right=0, multiprocessors=1),
+    "pairs, heads split": Case(queries=400, keys=400, heads=4, group=4, right=0, splits=(2, 1)),
+    "pairs, rows split": Case(queries=400, keys=400, heads=1, right=0, splits=(1, 3)),
+    "pairs, 64 wide, both split": Case(queries=400, keys=400, group=2, right=0, dim=64, splits=(2, 2)),
+    "pairs, 256 wide, both split": Case(queries=260, keys=260, group=2, right=0, dim=256, splits=(2, 2)),
+    "D 40, heads split": Case(queries=150, keys=200, heads=4, group=2, dim=40, splits=(2, 1), batch=2),
+    "D 192, Dv 128, rows split": Case(queries=140, keys=150, heads=1, dim=192, dim_v=128, splits=(1, 2)),
     "all, ends of tiles": Case(queries=140, keys=333, heads=1),
     "more keys": Case(queries=190, keys=450, heads=4, group=4, right=0),
     "rows without keys": Case(queries=450, keys=190, heads=1, right=0, batch=2),
@@ -34,6 +40,10 @@ CASES = {
     "[B, T, H, D]": Case(queries=130, keys=200, heads=4, group=4, batch=2, token_first=True),
     "packed": Case(lengths_q=(100, 0, 70, 200, 3), lengths_k=(120, 50, 0, 200, 300), heads=2, group=2, right=0),
     "packed, 64 wide": Case(lengths_q=(100, 0, 170), lengths_k=(120, 50, 200), heads=1, dim=64, left=40, right=0),
+    "packed, heads split": Case(
+        lengths_q=(100, 0, 70, 200, 3), lengths_k=(120, 50, 0, 200, 300), group=2, right=0, softcap=2.0, splits=(2, 1)
+    ),
+    "packed, rows split": Case(lengths_q=(100, 0, 170), lengths_k=(120, 50, 200), heads=1, left=40, splits=(1, 3)),
     "packed, 256 wide": Case(lengths_q=(130, 0, 70), lengths_k=(120, 50, 90), heads=1, dim=256),
 }
 
@@ -52,24 +62,22 @@ def test_gradients_are_right(name: str, deterministic: bool) -> None:
     ]
     for found, s in zip(r.delta, sequences, strict=True):
         assert error(found, s.delta) < 1e-6
-    assert r.done.tolist() == expected_writers(case, deterministic)
+    assert r.done.tolist() == expected_writers(case, p)
 
 
-def expected_writers(case: Case, deterministic: bool) -> list[list[int]]:
-    """What the launch that makes dq waits for: of each head and sequence, the writers of all blocks."""
+def expected_writers(case: Case, p: Pass) -> list[list[int]]:
+    """What the launch that makes dq waits for: of each share and sequence, the writers of all blocks."""
+    plan = p.plan()
     blocks = []
-    for t, s in case.lengths:
+    for _, s in case.lengths:
         tiles = (s + 127) // 128
         columns = 2 if max(case.dim, case.dim_v or 0) > 128 else 1
-        deterministic = deterministic or columns == 2
-        pairs = not case.lengths_q and t == s and case.right == 0 and case.left >= t
-        if pairs and not (deterministic and (tiles + 1) // 2 * columns > case.multiprocessors // 2):
-            tiles = (tiles + 1) // 2
-        blocks.append(tiles * columns * (2 if deterministic else 8))
-    return [blocks] * (case.heads // case.group)
+        in_order = p.deterministic or columns == 2
+        blocks.append(((tiles + 1) // 2 if plan.pairs else tiles) * columns * (2 if in_order else 8))
+    return [blocks] * (case.heads // case.group * plan.head_splits * plan.row_splits)
 
 
-@pytest.mark.parametrize("name", ["pairs", "pairs, 64 wide", "pairs, 256 wide", "window", "packed"])
+@pytest.mark.parametrize("name", ["pairs", "pairs, 64 wide", "pairs, 256 wide, both split", "window", "packed"])
 def test_the_same_bits_in_any_order(name: str) -> None:
     case = replace(CASES[name], multiprocessors=8)
     sequences = make(case)
@@ -80,10 +88,18 @@ def test_the_same_bits_in_any_order(name: str) -> None:
             assert all(torch.equal(*x) for x in zip(r.bits(n), results[0].bits(n), strict=True))
 
 
+def test_packed_sequences_with_the_most_queries_come_first() -> None:
+    case = CASES["packed, rows split"]
+    places = Pass(case, make(case)).run().places
+    order = sorted(range(3), key=lambda n: -case.lengths_q[n])
+    expected = [[n, tile] for n in order for tile in range((case.lengths_k[n] + 127) // 128)]
+    assert places == expected + [[-1, 0]] * (len(places) - len(expected))
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_neighbours_reach_nothing(dim: int) -> None:
     """A packed sequence has the same bits beside others as beside NaN and infinity, and as by itself."""
-    case = Case(lengths_q=(70, 150, 90), lengths_k=(200, 100, 90), heads=2, group=2, dim=dim, right=0)
+    case = Case(lengths_q=(70, 150, 90), lengths_k=(200, 100, 90), group=2, dim=dim, right=0, batch_invariant=True)
     sequences = make(case)
     alone = Pass(replace(case, lengths_q=(150,), lengths_k=(100,)), sequences[1:2]).run().bits(0)
     beside = Pass(case, sequences).run()
@@ -104,7 +120,7 @@ def test_neighbours_reach_nothing(dim: int) -> None:
 
 @pytest.mark.parametrize("name", ["window", "pairs"])
 def test_a_batch_changes_no_bits(name: str) -> None:
-    case = replace(CASES[name], batch=3)
+    case = replace(CASES[name], batch=3, batch_invariant=True)
     sequences = make(case)
     all_of_them = Pass(case, sequences).run()
     for n, s in enumerate(sequences):
@@ -115,8 +131,10 @@ def test_a_batch_changes_no_bits(name: str) -> None:
 def test_what_is_not_taken() -> None:
     case = Case(queries=128, keys=128, heads=1)
     assert Pass(case, make(case)).taken
-    short = replace(case, queries=127)
+    short = replace(case, queries=31)
     assert not Pass(short, make(short)).taken
+    short = replace(short, batch_invariant=True)
+    assert Pass(short, make(short)).taken
     for changes in ({"scale": -1.0}, {"scale": 0.0}, {"head_dim": 100}, {"head_dim_v": 12}, {"head_dim": 264}):
         p = Pass(case, make(case))
         for field, value in changes.items():
@@ -135,6 +153,35 @@ def test_what_is_not_taken() -> None:
         p = Pass(case, make(case))
         p.call.outputs[i] = None
         assert not p.taken
+
+
+#: Shapes of an H100's 132 multiprocessors by name: B, H, Hk, T, S and width, then pairs, splits of heads and of rows,
+#: and blocks.
+SHAPES = {
+    "pretraining": ((8, 32, 8, 4096, 4096, 128), (1, 1, 1, 1024)),
+    "one sequence of 2,048": ((1, 32, 8, 2048, 2048, 128), (1, 2, 1, 128)),
+    "one of 4,096": ((1, 32, 8, 4096, 4096, 128), (1, 1, 1, 128)),
+    "one of 32,768, which one head fills": ((1, 32, 8, 32768, 32768, 128), (1, 1, 1, 1024)),
+    "tensor parallel, two key-value heads": ((1, 8, 2, 4096, 4096, 128), (1, 4, 1, 128)),
+    "tensor parallel, one": ((1, 4, 1, 8192, 8192, 128), (1, 4, 1, 128)),
+    "tensor parallel, one of 2,048": ((1, 4, 1, 2048, 2048, 128), (1, 4, 4, 128)),
+    "one head": ((1, 1, 1, 8192, 8192, 128), (1, 1, 4, 128)),
+    "no groups": ((1, 8, 8, 2048, 2048, 64), (1, 1, 2, 128)),
+    "heads of 256": ((1, 16, 4, 2048, 2048, 256), (1, 2, 1, 128)),
+    "not causal": ((1, 8, 2, 4096, 4097, 128), (0, 2, 1, 132)),
+    "short": ((1, 8, 8, 256, 256, 128), (1, 1, 1, 8)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_blocks_fill_the_gpu(name: str) -> None:
+    (batch, heads, kv_heads, queries, keys, dim), expected = SHAPES[name]
+    p = Pass(Case(queries=128, keys=128, heads=1, dim=dim), make(Case(queries=128, keys=128, heads=1, dim=dim)))
+    p.call.sequences, p.call.heads, p.call.group = batch, heads, heads // kv_heads
+    p.call.queries, p.call.keys, p.call.right = queries, keys, 0 if queries == keys else hopper_backward.FAR
+    assert p.plan()[:4] == expected
+    p.call.batch_invariant = True
+    assert p.plan()[1:3] == (1, 1)
 
 
 #: What is changed, and into what.
@@ -163,12 +210,26 @@ MISTAKES = {
         "const int to = part_word(part, kUpper) + shift + 1;",
     ),
     "whole tiles": ("to / kQueries);", "to / kQueries + 1);"),
+    "second halves in the sums of the first": (
+        "walk.part != part_words(words, 0)\n                           ?",
+        "false ?",
+    ),
+    "second halves left out": ("if (work.pairs && work.in_order && tile", "if (false && tile"),
+    "tiles of queries of another share": ("(row_share + step - lowest % step) % step;", "row_share;"),
+    "a share left out": ("for (int i = 0; i < work.splits; ++i)", "for (int i = 1; i < work.splits; ++i)"),
+    "parts of the other warpgroup": ("(consumer * S::kPanels + column_block * 2)", "(column_block * 2)"),
+    "parts read before they are written": ("  wait_for_launch_before();\n  const int piece", "  const int piece"),
+    "counters that begin as anything": ("work.done[i] = 0;", ";"),
+    "places of equally long sequences": ("(h.q_len == own.q_len && other < n)", "false"),
 }
+
+
+EQUAL = Case(lengths_q=(60, 60), lengths_k=(150, 100), heads=2, group=2, splits=(2, 1))
 
 
 def is_found(old: str, new: str) -> bool:
     library = hopper_backward.load(hopper_backward.broken(old, new))
-    for case in (CASES["pairs"], CASES["window"]):
+    for case in (CASES["pairs"], CASES["window"], replace(CASES["pairs, rows split"], splits=(1, 2)), EQUAL):
         sequences = make(case)
         p = Pass(case, sequences)
         if not all(is_right(case, sequences, p.run(seed, library)) for seed in range(3)):

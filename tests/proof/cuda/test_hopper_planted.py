@@ -12,7 +12,7 @@ from cuda_on_cpu.build import ROOT, load_plain
 from torch import Tensor
 
 FOLDER = ROOT / "csrc" / "cuda" / "hopper"
-HEADERS = ("attention_forward_kernel.cuh", "attention_forward.cuh", "attention.cuh")
+HEADERS = ("attention_forward_kernel.cuh", "attention_forward.cuh", "packed_order.cuh", "attention.cuh")
 
 DRIVER = """
 extern "C" const char* run(const void* q, const void* k, const void* v, void* out, double* lse, const int32_t* starts,
@@ -34,7 +34,7 @@ extern "C" const char* run(const void* q, const void* k, const void* v, void* ou
   a.row_strides = {0, rows, 1};
   int counter = 0;
   try {
-    report = cuda::hopper::attention_forward(a, 2, &counter, nullptr) ? "launch failed" : "";
+    report = cuda::hopper::attention_forward(a, 2, &counter, nullptr) ? "launch failed" : counter ? "counter" : "";
   } catch (const std::runtime_error& e) {
     report = e.what();
   }
@@ -68,7 +68,7 @@ def run(text: str, dim: int, packed: bool, seeds: int) -> str:
     library = load_plain(FOLDER / "attention_forward.cu", text + DRIVER)
     library.run.restype = ctypes.c_char_p
     generator = torch.Generator().manual_seed(0)
-    heads, group, lengths = 4, 2, [130, 0, 75, 163] if packed else [300]
+    heads, group, lengths = 4, 2, [130, 0, 130, 163] if packed else [300]
     tokens = sum(lengths)
     shapes = ((heads, 8.0), (heads // group, 1.0), (heads // group, 1.0))  # sharp scores: maxima grow on the way
     q, k, v = ((x * torch.randn(h, tokens, dim, generator=generator)).bfloat16() for h, x in shapes)
@@ -207,6 +207,9 @@ PLANTED = {
     "values behind a sequence's end kept": ("    clear_values(h, keys);\n", "", 128, True, "wrong"),
     "cleared values without a fence": ("  fence_proxy_async();\n}", "}", 128, True, "fence"),
     "cleared values without a barrier": ("    FK_NAMED_BARRIER(1, 128 * S::kGroups);\n", "", 128, True, "race|barrier"),
+    "a place of two sequences": ("(of_other == keys && other < n)", "of_other == keys", 128, True, "written|wrong"),
+    "tiles beyond the end taken": ("position < end ? end - 1 - position : kFar", "end - 1 - position", 128, True, "."),
+    "the counter not reset": ("*order.counter = 0;", ";", 128, False, "counter"),
     "an edge taken for whole": ("weigh<true, true>(n,", "weigh<false, true>(n,", 64, False, "wrong"),
     "a tile that is passed over not released": (
         "        release_v(in_k);\n        release_k();",

@@ -1,5 +1,7 @@
 // The backward pass of csrc/cuda/hopper for tests/support/hopper_backward.py, which puts it behind that folder's
 // sources.
+#include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -20,7 +22,8 @@ struct Call {
   float* floats;
   int32_t* integers;
   int64_t bf16, sequences, heads, queries, keys, total_q, total_k, group, head_dim, head_dim_v, slopes_stride;
-  int64_t left, right, bottom_right, deterministic, multiprocessors;
+  int64_t left, right, bottom_right, deterministic, multiprocessors, batch_invariant;
+  int64_t splits[2];  // of heads and rows; zeros for those that the shape decides
   double scale, softcap;
   int64_t row_strides[3];
 };
@@ -42,23 +45,30 @@ AttentionBackward arguments(const Call& c) {
   a.scale = float(c.scale), a.softcap = float(c.softcap);
   a.alibi_slopes = c.slopes, a.alibi_slopes_batch_stride = c.slopes_stride;
   a.window_left = c.left, a.window_right = c.right, a.bottom_right = c.bottom_right != 0;
+  a.batch_invariant = c.batch_invariant != 0;
   a.row_strides = {c.row_strides[0], c.row_strides[1], c.row_strides[2]};
   return a;
+}
+hopper::BackwardPlan plan_of(const Call& c) {
+  hopper::BackwardPlan plan = hopper::plan_backward(arguments(c), c.deterministic != 0);
+  if (c.splits[0]) plan.head_splits = int(c.splits[0]), plan.row_splits = int(c.splits[1]);
+  return plan;
 }
 }  // namespace
 
 extern "C" int takes_backward(const Call* c) { return hopper::takes(arguments(*c)); }
-extern "C" void space_of_backward(const Call* c, int64_t* space) {
-  const auto s = hopper::backward_space(arguments(*c), c->deterministic != 0);
-  space[0] = s.floats, space[1] = s.integers;
+extern "C" void plan_of_backward(const Call* c, int64_t* numbers) {
+  const hopper::BackwardPlan plan = plan_of(*c);
+  const hopper::BackwardSpace space = hopper::backward_space(arguments(*c), plan);
+  const int64_t all[] = {plan.pairs, plan.head_splits, plan.row_splits, plan.blocks, space.floats, space.integers};
+  std::copy(std::begin(all), std::end(all), numbers);
 }
 extern "C" const char* run_backward(const Call* c, int seed) {
   static std::string report;
   cuda_on_cpu_schedule(unsigned(seed), int(c->multiprocessors));
   report.clear();
   try {
-    const cudaError_t error = hopper::attention_backward(arguments(*c), c->deterministic != 0, int(c->multiprocessors),
-                                                         c->floats, c->integers, nullptr);
+    const cudaError_t error = hopper::attention_backward(arguments(*c), plan_of(*c), c->floats, c->integers, nullptr);
     if (error != cudaSuccess) report = "error " + std::to_string(int(error));
   } catch (const std::runtime_error& e) {
     report = e.what();
