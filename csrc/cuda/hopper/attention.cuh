@@ -5,6 +5,7 @@
 #include "../flash_attention_tiles.cuh"
 #include "attention.h"
 #include "products.cuh"
+#include "score.cuh"
 
 namespace foundry {
 namespace cuda {
