@@ -154,14 +154,16 @@ struct Consumer {
     pack_weights();
   }
 
-  // Zeroes values beyond the end of a packed sequence, in the last tile, which is at `at`: they belong to the next one,
-  // and weights of 0 would not remove NaN.
-  __device__ __forceinline__ void clear_values(int end, const Place<S::kStages>& at) {
+  // Zeroes values beyond the end of a packed sequence: they belong to the next one, and weights of 0 would not remove
+  // NaN.
+  __device__ __forceinline__ void clear_values(const Head& h, const KeyTiles& keys) {
+    const int end = h.k_len - (keys.end - 1) * kKeys;
     if (!a.starts_k || end >= kKeys) return;
-    wait_v(at);
+    wait_v(in_k);
     // Done by the last warpgroup, whose rows see at least as many keys as the others'.
     if (group == S::kGroups - 1)
-      clear_rows(base + S::kV + at.stage * S::kVBytes, max(end, 0), kKeys, S::kPanelsV, S::kKPanel, threadIdx.x % 128);
+      clear_rows(base + S::kV + in_k.stage * S::kVBytes, max(end, 0), kKeys, S::kPanelsV, S::kKPanel,
+                 threadIdx.x % 128);
     FK_NAMED_BARRIER(1, 128 * S::kGroups);
   }
 
@@ -177,10 +179,9 @@ struct Consumer {
       keep_q(base + S::kQ);
       release_q();
     }
+    clear_values(h, keys);
 
     int n = keys.end - 1;
-    const int end = h.k_len - n * kKeys;
-    const Place<S::kStages> last = in_k;
     const bool skips = S::kSkips && n > keys.begin && (h.end_key(own + 63) - 1) / kKeys < n;
     if (skips) {
       wait_k();
@@ -199,8 +200,8 @@ struct Consumer {
     weigh<true, true>(n, n < middle);
     FK_UNROLL for (int x = 0; x < kDimV / 2; ++x) o[x] = 0.f;
     pack_weights();
-    clear_values(end, last);
-    if (skips) {
+    if (skips) {  // not before, because K arrives first
+      const Place<S::kStages> last = in_k.before().before();
       if constexpr (S::kTurns) {
         wait_for_turn();
         pass_turn();

@@ -24,7 +24,7 @@ struct Log2Score {
     if (!FK_BENDS(a)) return;
     const float inner = a.scale / a.softcap, square = inner * inner;
     curve = -square;
-    // A smaller interval if the last coefficient may underflow; in neither does the product's square overflow.
+    // A smaller interval, error 2^-17, if the last coefficient may underflow. The square of `edge` is finite.
     const float most = (inner < 1e-6f ? 0.0625f : 0.375f) / inner;
     edge = most < 1e18f ? most : 1e18f;
     odd[0] = -0.33332333f * square;
@@ -34,15 +34,16 @@ struct Log2Score {
     cap = a.softcap / a.scale;
   }
 
-  // cap tanh(product / cap), for |product| / cap up to 3/8 by a polynomial, relative error 2^-22.5, and above by an
-  // exponential function, 2^-20. There a polynomial would be long; below, 1 - 2 / (1 + e^2x) would cancel.
+  // cap tanh(product / cap): for |product| / cap up to 3/8 by a polynomial, relative error 2^-22, above by an
+  // exponential function, 2^-19.5. There a polynomial would be long; below, 1 - 2 / (1 + e^2x) would cancel.
   __device__ __forceinline__ float bend_small(float product) const {
     const float z = product * product;
     return product * fmaf(z, fmaf(z, fmaf(z, odd[2], odd[1]), odd[0]), 1.f);
   }
   __device__ __forceinline__ float bend(float product) const {
-    const float large = fmaf(fast_reciprocal(1.f + fast_exp2(product * exponent)), -2.f * cap, cap);
-    return fabsf(product) <= edge ? bend_small(product) : large;
+    const float size = fabsf(product);
+    const float large = fmaf(fast_reciprocal(1.f + fast_exp2(size * exponent)), -2.f * cap, cap);
+    return size <= edge ? bend_small(product) : copysignf(large, product);
   }
   // Of all of them. The same bits, but less work if each of the warp's is small.
   template <int kCount>
