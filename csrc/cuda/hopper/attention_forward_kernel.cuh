@@ -34,7 +34,10 @@ struct Consumer {
 
   __device__ static bool is_first_lane() { return threadIdx.x % 32 == 0; }
   // The thread's first row within the tile.
-  __device__ int row() const { return group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+  __device__ int row() const {
+    const int thread = kOptions ? tiles::hidden(threadIdx.x) : threadIdx.x;
+    return group * 64 + thread / 32 % 4 * 16 + thread % 32 / 4;
+  }
 
   __device__ __forceinline__ uint32_t place_of_q() const { return taken % S::kQueues; }
   __device__ __forceinline__ Work read_work() const {
