@@ -7,6 +7,7 @@ elsewhere, or if a step grew, results would not change, only the time.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ def executed_between_waits(disassembly: str, through: str) -> list[int]:
     bare = [re.sub(r"^@!?U?P\w+\s+", "", text) for text in code]
     waits = [(at, wait[1]) for at, text in enumerate(bare) if (wait := _WAIT.match(text))]
     found = []
-    for (begin, first), (end, second) in zip(waits, waits[1:], strict=False):
+    for (begin, first), (end, second) in itertools.pairwise(waits):
         if first == "0" or second != "0":
             continue
         least: dict[tuple[int, bool], int] = {(begin + 1, False): 0}

@@ -16,8 +16,9 @@ needs_nvcc = pytest.mark.skipif(nvcc.nvcc() is None, reason="nvcc is neither in 
 FOLDER = nvcc.ROOT / "csrc" / "cuda" / "hopper"
 TYPES = ("bfloat16", "__half")
 
-#: Forward by the widths of keys and values: registers of a thread when the kernel begins, before warpgroups take them from one another; of the
-#: loop without masks and options all instructions, and those between the waits with so many exponentials.
+#: Forward by the widths of keys and values: registers of a thread when the kernel begins, before warpgroups take them
+#: from one another; of the loop without masks and options all instructions, and those between the waits with so many
+#: exponentials.
 FORWARD = {
     (64, 64): (128, 500, 302, 66),
     (96, 96): (168, 500, 296, 66),

@@ -238,7 +238,13 @@ PLANTED = {
         False,
         "more arrivals",
     ),
-    "values copied as wide as keys": ("S::kPanelsV,\n               S", "S::kPanels,\n               S", 192, False, "race|fills"),
+    "values copied as wide as keys": (
+        "S::kPanelsV,\n               S",
+        "S::kPanels,\n               S",
+        192,
+        False,
+        "race|fills",
+    ),
     "the stages of values as far apart as those of keys": (
         "matrix(base + S::kV + at.stage * S::kVBytes",
         "matrix(base + S::kV + at.stage * S::kKBytes",
