@@ -31,14 +31,8 @@ ARCHITECTURES = ("80", "90a")
 #: The compiled sources and their architectures.
 JOBS = [*((source, arch) for source in KERNELS for arch in ARCHITECTURES), *((source, "90a") for source in HOPPER)]
 
-#: Allowed bytes of stack: two numbers, which are read once for each head and once at the end of masked tiles, and one
-#: that is read once for a tile of rows.
-STACK = {
-    "attention_backward_tiles<bfloat16, 128, 4, false>": 8,
-    "attention_backward_tiles<__half, 128, 4, false>": 8,
-    "hopper::forward::attention_forward<bfloat16, hopper::forward::Shape<192, 128, 0>, true>": 8,
-    "hopper::forward::attention_forward<__half, hopper::forward::Shape<192, 128, 0>, true>": 8,
-}
+#: Allowed bytes of stack: two numbers, which are read once for each head and once at the end of masked tiles.
+STACK = {"attention_backward_tiles<bfloat16, 128, 4, false>": 8, "attention_backward_tiles<__half, 128, 4, false>": 8}
 
 
 @dataclass(frozen=True)

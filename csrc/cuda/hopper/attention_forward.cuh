@@ -225,17 +225,13 @@ __device__ __forceinline__ void soften(float (&s)[kKeys / 2], Rows& rows, float 
   }
 }
 
-// Bends scores and, if there is ALiBi, turns them into logits in powers of 2. i: the thread's first row; j: the key of
-// its first column.
+// Turns scores into logits in powers of 2, with ALiBi. i: the thread's first row; j: the key of its first column.
 template <int kKeys>
-__device__ __forceinline__ void to_logits(float (&s)[kKeys / 2], const AttentionForward& a, const Log2Score& score,
-                                          const Head& h, int i, int j) {
-  if (FK_BENDS(a)) score.bend(s);
-  if (!a.alibi_slopes) return;
+__device__ __forceinline__ void add_alibi(float (&s)[kKeys / 2], float scale, const Head& h, int i, int j) {
   const float slope = h.slope * kLog2e;
   const int distance = i + h.offset - j;
   FK_UNROLL for (int x = 0; x < kKeys / 2; ++x) s[x] =
-      fmaf(s[x], score.scale, -slope * fabsf(static_cast<float>(distance + x / 2 % 2 * 8 - x / 4 * 8 - x % 2)));
+      fmaf(s[x], scale, -slope * fabsf(static_cast<float>(distance + x / 2 % 2 * 8 - x / 4 * 8 - x % 2)));
 }
 
 // Hides the columns of a tile from key `n` on that the thread's rows i and i + 8 do not see. `left`: some may be left

@@ -112,17 +112,20 @@ struct Consumer {
     FK_UNROLL for (int i = 0; i < kKeys / 4; ++i) p[i] = pack<T>(s[2 * i], s[2 * i + 1]);
   }
 
-  // Of what to_logits returns, to logits in powers of 2.
+  // From the numbers that weights are computed from to logits in powers of 2.
   __device__ __forceinline__ float scale() const { return kOptions && a.alibi_slopes ? 1.f : score.scale; }
 
   // Turns the scores of tile n into weights. kMasked: an edge of what rows see may cross the tile.
   template <bool kMasked, bool kFirst>
   __device__ __forceinline__ void weigh(int n, bool left) {
-    if constexpr (kOptions || kMasked) {
+    if constexpr (kOptions)
+      if (FK_BENDS(a)) score.bend(s);
+    const bool has_alibi = kOptions && a.alibi_slopes;
+    if (kMasked || has_alibi) {
       const Work own = work();
       const Head h(a, own.sequence, own.head);
       const int i = own.first + row();
-      if constexpr (kOptions) to_logits<kKeys>(s, a, score, h, i, n * kKeys + threadIdx.x % 4 * 2);
+      if (has_alibi) add_alibi<kKeys>(s, score.scale, h, i, n * kKeys + threadIdx.x % 4 * 2);
       if constexpr (kMasked) hide<kKeys>(s, h, i, n * kKeys, left);
     }
     soften<kKeys, S::kIntegerMaxima, kMasked, kFirst>(s, rows, scale());

@@ -28,7 +28,7 @@ FORWARD = {
     (256, 256): (168, 565, 199, 42),
 }
 #: What a step with a soft cap executes if all of a warp's scores are in the polynomial's interval: 1,656 with tanhf.
-CAPPED = 700
+CAPPED = 690
 
 #: Backward by width: all instructions of the loop without options, of sums in any order and in order (the sketch's: 783
 #: and 812, 497 and 524, and 575 in order), its products and its exponentials.
