@@ -16,6 +16,7 @@ from foundry_kernels.integrations.adapters.attention import Attention
 from foundry_kernels.integrations.adapters.base import PATCHABLE, Adapter, Gated, Norm, State
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES, NO_LOGITS, HeadOwner, LanguageModel
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet
+from foundry_kernels.integrations.adapters.lora import LoraLinear
 from foundry_kernels.integrations.adapters.packed_model import PackedModel
 from foundry_kernels.integrations.adapters.rotating import Rotating
 from foundry_kernels.integrations.adapters.table import NO_ROW, adapter_for, has_row
@@ -82,8 +83,8 @@ def patch(
             are made at its top, and a layer that is patched by itself refuses the dense ones that it then gets.
         backend: a backend's name, or a mapping of operations to names (as for `foundry_kernels.nn`).
         ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope, flash_attention, cross_entropy,
-            linear_cross_entropy, layer_norm, grouped_mm, bias_gelu, gated_delta_rule, glu, reglu, bias_silu and
-            bias_relu; None for all but an attention that is "eager" by choice. qk_norm_rope is the norm of queries and
+            linear_cross_entropy, layer_norm, grouped_mm, bias_gelu, gated_delta_rule, glu, reglu, bias_silu,
+            bias_relu and lora_linear; None for all but an attention that is "eager" by choice. qk_norm_rope is the norm of queries and
             keys and the rotation in one; without it the two are done one after the other. linear_cross_entropy is the
             loss of a call with labels in training mode, cross_entropy that of any other. gated_delta_rule is linear
             attention with its convolution.
@@ -272,6 +273,8 @@ def _line(
         reason = found.why_not_without_logits(module)
         chosen = chosen if reason is None else tuple(op for op in chosen if op != "linear_cross_entropy")
         return found, Entry(name, cls, chosen, reason or NO_LOGITS)
+    if isinstance(found, LoraLinear):
+        return found, Entry(name, cls, chosen, found.why_own(module))
     if isinstance(found, Rotating) and "rope" in wanted:
         return found, Entry(name, cls, chosen, found.stays or None)
     return found, Entry(name, cls, chosen)

@@ -1,0 +1,144 @@
+"""Calls of PEFT's linear layers with LoRA, on `lora_linear`.
+
+What is served: one active adapter of two plain linear layers, without biases, over a layer of any kind. The layer below
+is read where it is a plain linear layer, and called where it is not (quantised, sharded, with hooks). Anything else
+runs PEFT's own forward. Each call decides, since adapters are added, switched, disabled, merged and deleted while a
+model is patched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from foundry_kernels.core.autocast import autocast_dtype
+from foundry_kernels.core.registry import is_dtensor
+from foundry_kernels.nn._layers import is_linear, is_observed
+from foundry_kernels.nn._linear_layers import Layers
+from foundry_kernels.ops.lora_linear import lora_linear, lora_linears
+
+OP = "lora_linear"
+
+
+class Served(NamedTuple):
+    """The active adapter of a layer, and the probability of its dropout."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    dropout: float
+
+    def fits(self, x: Tensor) -> bool:
+        low = autocast_dtype(x) or x.dtype
+        return all(w.dtype in (low, torch.float32) and w.device == x.device for w in (self.a, self.b))
+
+
+def served(layer: Any) -> Served | str:
+    """Returns the adapter that a call of a layer of PEFT adds, or what it does instead."""
+    if layer.disable_adapters:
+        return "its adapters are disabled"
+    if layer.merged:
+        return "its adapters are merged"
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(names) != 1:
+        return f"{len(names) or 'none'} of its adapters are active"
+    name = names[0]
+    variants = getattr(layer, "lora_variant", {})
+    if name in variants:
+        return f"its adapter is a {type(variants[name]).__name__}"
+    a, b, drop = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+    if not (is_linear(a) and is_linear(b)) or type(drop) not in (nn.Dropout, nn.Identity) or is_observed(drop):
+        return "a part of its adapter is no plain layer, or has hooks"
+    if a.bias is not None or b.bias is not None:
+        return "its adapter has a bias"
+    if is_dtensor(a.weight) or is_dtensor(b.weight):
+        return "its adapter is sharded"
+    if not getattr(layer, "cast_input_dtype_enabled", True):
+        return "its input is not cast"
+    dropout = drop.p if type(drop) is nn.Dropout and drop.training else 0.0
+    return "its dropout drops all" if dropout >= 1.0 else Served(a.weight, b.weight, layer.scaling[name], dropout)
+
+
+def _backend_and_adapter(layer: Any, x: Tensor) -> tuple[str, Served] | None:
+    state = vars(layer).get("_foundry")  # none once the patch is undone, if a wrapper has derived its own class
+    backend = None if state is None else state.backends.get(OP)
+    if backend is None or is_dtensor(x):
+        return None
+    found = served(layer)
+    return None if isinstance(found, str) or not found.fits(x) else (backend, found)
+
+
+def _matrix_of(base: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Returns weight and bias of a layer that need not be called."""
+    if not is_linear(base) or is_dtensor(base.weight):
+        return None, None
+    dtypes = {w.dtype for w in (base.weight, base.bias) if w is not None}
+    return (base.weight, base.bias) if autocast_dtype(x) is not None or dtypes == {x.dtype} else (None, None)
+
+
+def together(x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...] | None:
+    """Returns the results of layers of PEFT that read the same x; None where their own forwards must run."""
+    found = [each for layer in layers if (each := _backend_and_adapter(layer, x)) is not None]
+    if len(found) < len(layers):
+        return None
+    backends, adapters = zip(*found, strict=True)
+    if len(layers) > 1 and (len(set(backends)) > 1 or any(adapter.dropout for adapter in adapters)):
+        return None  # each layer of PEFT has a mask of its own
+    weights, biases = zip(*[_matrix_of(layer.base_layer, x) for layer in layers], strict=True)
+    bases = [layer.base_layer(x) if w is None else None for layer, w in zip(layers, weights, strict=True)]
+    a, b, scales, dropouts = zip(*adapters, strict=True)
+    options = {"dropout_p": dropouts[0], "backend": backends[0]}
+    dtype = autocast_dtype(x) or x.dtype
+    if len(layers) > 1 and all(base is None or base.dtype == dtype for base in bases):
+        return lora_linears(x, weights, a, b, biases, scales=scales, bases=bases, **options)
+    each = zip(weights, a, b, biases, scales, bases, strict=True)
+    return tuple(
+        lora_linear(x if y is None else x.to(y.dtype), w, a, b, bias, scale=scale, base=y, **options)
+        for w, a, b, bias, scale, y in each
+    )
+
+
+def each_of(layers: Layers, x: Tensor, *modules: Any) -> tuple[Tensor, ...]:
+    """Returns the results of linear layers that read the same x, those of PEFT by one call."""
+    shared = [m for m in modules if getattr(type(m), "_foundry_lora", False) and not is_observed(m)]
+    found = together(x, shared) if len(shared) > 1 else None
+    if found is None:
+        return layers.each(x, *modules)
+    results = {id(m): y for m, y in zip(shared, found, strict=True)}
+    return tuple(results[id(m)] if id(m) in results else layers.linear(x, m) for m in modules)
+
+
+@contextmanager
+def remade(x: Tensor, layer: Any, make: Callable[..., Tensor], *sources: Tensor) -> Iterator[None]:
+    """In this block, in which `layer` reads x, autograd saves `sources` in place of x, which it makes of them again
+    for the backward pass. The sources are saved anyway."""
+    adapts = getattr(type(layer), "_foundry_lora", False)
+    if not adapts or is_compiling() or not x.requires_grad or not torch.is_grad_enabled() or is_dtensor(x):
+        yield
+        return
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_same, _same)
+    at, shape = x.data_ptr(), x.shape
+
+    def pack(saved: Tensor) -> Any:
+        if saved.data_ptr() == at and saved.shape == shape:
+            return tuple(outer[0](source) for source in sources)
+        return outer[0](saved)
+
+    def unpack(packed: Any) -> Tensor:
+        if type(packed) is tuple:
+            with torch.no_grad():
+                return make(*[outer[1](each) for each in packed])
+        found: Tensor = outer[1](packed)
+        return found
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _same(x: Any) -> Any:
+    return x
