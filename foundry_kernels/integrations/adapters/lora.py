@@ -8,7 +8,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters.base import Adapter, split_names
-from foundry_kernels.integrations.adapters.lora_layers import OP, served, together
+from foundry_kernels.integrations.adapters.lora_layers import CLASSES, OP, served, together
+
+#: How the reason begins for a layer that is left as long as its adapters are as they are.
+OWN = "its own forward runs: "
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class LoraLinear(Adapter):
     def why_own(self, module: nn.Module) -> str | None:
         """Returns the reason why PEFT's own forward runs while the adapters are as they are, or None."""
         found = served(module)
-        return f"its own forward runs: {found}" if isinstance(found, str) else None
+        return f"{OWN}{found}" if isinstance(found, str) else None
 
 
 def _lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -43,17 +46,4 @@ def _lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 _LORA = LoraLinear()
 
-#: The classes of PEFT, by file. Those that are not here run as they are: they return more than a tensor.
-LORA = {
-    (f"peft.tuners.lora.{home}", name): _LORA
-    for home, names in {
-        "layer": ("Linear",),
-        "bnb": ("Linear4bit", "Linear8bitLt"),
-        "gptq": ("GPTQLoraLinear",),
-        "awq": ("AwqLoraLinear",),
-        "aqlm": ("AqlmLoraLinear",),
-        "eetq": ("EetqLoraLinear",),
-        "hqq": ("HqqLoraLinear",),
-    }.items()
-    for name in names
-}
+LORA = dict.fromkeys(CLASSES, _LORA)

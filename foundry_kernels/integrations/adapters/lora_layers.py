@@ -8,8 +8,8 @@ model is patched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,21 @@ from foundry_kernels.ops.lora_linear import lora_linear, lora_linears
 
 OP = "lora_linear"
 
+#: The classes of PEFT, by file. Others run as they are: they return more than a tensor.
+CLASSES = frozenset(
+    (f"peft.tuners.lora.{home}", name)
+    for home, names in {
+        "layer": ("Linear",),
+        "bnb": ("Linear4bit", "Linear8bitLt"),
+        "gptq": ("GPTQLoraLinear",),
+        "awq": ("AwqLoraLinear",),
+        "aqlm": ("AqlmLoraLinear",),
+        "eetq": ("EetqLoraLinear",),
+        "hqq": ("HqqLoraLinear",),
+    }.items()
+    for name in names
+)
+
 
 class Served(NamedTuple):
     """The active adapter of a layer, and the probability of its dropout."""
@@ -32,6 +47,11 @@ class Served(NamedTuple):
     b: Tensor
     scale: float
     dropout: float
+
+    def low(self, x: Tensor) -> Tensor:
+        """``scale * dropout(x) A^T``, in the dtype of the adapter."""
+        dropped = nn.functional.dropout(x, self.dropout) if self.dropout else x
+        return nn.functional.linear(dropped.to(self.a.dtype), self.a) * self.scale
 
     def fits(self, x: Tensor) -> bool:
         low = autocast_dtype(x) or x.dtype
@@ -62,6 +82,19 @@ def served(layer: Any) -> Served | str:
         return "its input is not cast"
     dropout = drop.p if type(drop) is nn.Dropout and drop.training else 0.0
     return "its dropout drops all" if dropout >= 1.0 else Served(a.weight, b.weight, layer.scaling[name], dropout)
+
+
+def of_head(head: Any) -> tuple[nn.Module, Served | None]:
+    """Returns the layer below a head with an adapter, and the adapter if one is added; of any other layer the layer
+    itself. Where a call does something else, it is the head, which is no plain layer then."""
+    kind = type(head)
+    known = getattr(kind, "_foundry_lora", False) or (kind.__module__, kind.__qualname__) in CLASSES
+    if not known or is_observed(head):
+        return head, None
+    if head.merged != head.disable_adapters:  # a disabled one that is merged is unmerged first
+        return head.base_layer, None
+    found = None if head.disable_adapters else served(head)
+    return (head, None) if isinstance(found, str) else (head.base_layer, found)
 
 
 def _backend_and_adapter(layer: Any, x: Tensor) -> tuple[str, Served] | None:
@@ -113,31 +146,32 @@ def each_of(layers: Layers, x: Tensor, *modules: Any) -> tuple[Tensor, ...]:
     return tuple(results[id(m)] if id(m) in results else layers.linear(x, m) for m in modules)
 
 
-@contextmanager
-def remade(x: Tensor, layer: Any, make: Callable[..., Tensor], *sources: Tensor) -> Iterator[None]:
-    """In this block, in which `layer` reads x, autograd saves `sources` in place of x, which it makes of them again
-    for the backward pass. The sources are saved anyway."""
+def remade(x: Tensor, layer: Any, make: Callable[..., Tensor], *sources: Tensor) -> AbstractContextManager[Any]:
+    """A block in which `layer` reads x, and autograd saves `sources` in place of x, which it makes of them again for
+    the backward pass. The sources are saved anyway."""
     adapts = getattr(type(layer), "_foundry_lora", False)
-    if not adapts or is_compiling() or not x.requires_grad or not torch.is_grad_enabled() or is_dtensor(x):
-        yield
-        return
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_same, _same)
+    if not adapts or is_compiling() or is_dtensor(x) or not (x.requires_grad and torch.is_grad_enabled()):
+        return nullcontext()
+    return _saving(x, make, sources)
+
+
+def _saving(x: Tensor, make: Callable[..., Tensor], sources: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
+    around, around_back = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_same, _same)
     at, shape = x.data_ptr(), x.shape
 
     def pack(saved: Tensor) -> Any:
         if saved.data_ptr() == at and saved.shape == shape:
-            return tuple(outer[0](source) for source in sources)
-        return outer[0](saved)
+            return tuple(around(source) for source in sources)
+        return around(saved)
 
     def unpack(packed: Any) -> Tensor:
-        if type(packed) is tuple:
-            with torch.no_grad():
-                return make(*[outer[1](each) for each in packed])
-        found: Tensor = outer[1](packed)
-        return found
+        if type(packed) is not tuple:
+            found: Tensor = around_back(packed)
+            return found
+        with torch.no_grad():
+            return make(*[around_back(each) for each in packed])
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def _same(x: Any) -> Any:

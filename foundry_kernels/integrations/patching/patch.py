@@ -16,7 +16,7 @@ from foundry_kernels.integrations.adapters.attention import Attention
 from foundry_kernels.integrations.adapters.base import PATCHABLE, Adapter, Gated, Norm, State
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES, NO_LOGITS, HeadOwner, LanguageModel
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet
-from foundry_kernels.integrations.adapters.lora import LoraLinear
+from foundry_kernels.integrations.adapters.lora import OWN, LoraLinear
 from foundry_kernels.integrations.adapters.packed_model import PackedModel
 from foundry_kernels.integrations.adapters.rotating import Rotating
 from foundry_kernels.integrations.adapters.table import NO_ROW, adapter_for, has_row
@@ -144,6 +144,7 @@ def patch(
     found = [(module, *_line(name, module, adapters[module], wanted, fused, ops is not None)) for name, module in named]
     found = [(module, adapter, _known(module, adapter, entry)) for module, adapter, entry in found]
     entries = _without_containers([entry for _, _, entry in found if entry is not None])
+    entries = [replace(e, ops=(), by="") if str(e.reason).startswith(OWN) else e for e in entries]
     changes = [(module, adapter, entry) for module, adapter, entry in found if entry is not None and entry.ops]
     used = {op for _, _, entry in changes for op in entry.ops}
     backends = plan(backend, _with_companions([op for op in PATCHABLE if op in used]))
