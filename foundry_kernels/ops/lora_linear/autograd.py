@@ -1,10 +1,13 @@
-"""The autograd function that all backends share. A backend gives three thin matmuls, whose other side is wide:
+"""The autograd function that all backends share. A backend gives the thin matmuls, whose other side is wide, as
+operators with these arguments, each with dropout of what it reads or adds:
 
-- ``down(x, a, dropout)``: ``drop(x) a^T``, float32 ``[N, r]`` from ``[N, K]`` and ``[r, K]``;
-- ``up(out, t, b, scale, dropout, in_place)``: ``out + drop(scale t b^T)``, ``[N, M]`` from ``[N, r]`` and ``[M, r]``;
-- ``outer(t, x, dropout)``: ``t^T drop(x)``, float32 ``[r, K]``, summed over the rows.
+- ``down(x, a, scale, ...)``: ``scale drop(x) a^T``, ``[N, r]`` from ``[N, K]`` and ``[r, K]``;
+- ``up(base, t, b, scale, ...)``: ``base + drop(scale t b^T)``, ``[N, M]`` from ``[N, r]`` and ``[M, r]``; ``up_``
+  overwrites base;
+- ``outer(t, x, scale, transposed, ...)``: ``scale t^T drop(x)`` ``[r, K]``, or its transpose, summed over the rows.
 
-The matmuls with the weights are PyTorch's. x and ``x A^T`` are all that is saved beside the parameters.
+t and the result of ``outer`` are float32 (float64 for float64). The matmuls with the weights are PyTorch's. x and
+``x A^T`` are all that is saved beside the parameters.
 """
 
 from __future__ import annotations
@@ -16,16 +19,26 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.autograd import apply
-from foundry_kernels.core.dropout import NO_DROPOUT, DropoutOptions
 from foundry_kernels.core.inference import refuse_second_derivative
-from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.core.registry import is_subclass
 from foundry_kernels.ops._linear import Linear, chosen
+
+#: No dropout.
+_NONE = (0.0, None)
 
 
 class Products(NamedTuple):
-    down: Callable[[Tensor, Tensor, DropoutOptions], Tensor]
-    up: Callable[[Tensor, Tensor, Tensor, float, DropoutOptions, bool], Tensor]
-    outer: Callable[[Tensor, Tensor, DropoutOptions], Tensor]
+    down: Callable[..., Tensor]
+    up: Callable[..., Tensor]
+    up_: Callable[..., None]
+    outer: Callable[..., Tensor]
+
+    def add(self, base: Tensor, *args: Any) -> Tensor:
+        """`up` of a `base` that nobody else has: in its place, except in a graph and in a DTensor."""
+        if torch.compiler.is_compiling() or is_subclass(base):
+            return self.up(base, *args)
+        self.up_(base, *args)
+        return base
 
 
 class _Call(NamedTuple):
@@ -39,8 +52,8 @@ class _Call(NamedTuple):
     dropout_p: float
 
 
-def _stacked(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return tensors[0].to(dtype) if len(tensors) == 1 else torch.cat([t.to(dtype) for t in tensors])
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors))
 
 
 def _parts(tensors: tuple[Any, ...], n: int) -> list[tuple[Any, ...]]:
@@ -48,18 +61,22 @@ def _parts(tensors: tuple[Any, ...], n: int) -> list[tuple[Any, ...]]:
     return [tensors[i : i + n] for i in range(0, len(tensors), n)]
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+
+
 def _forward(call: _Call, x: Tensor, seed: Tensor | None, *tensors: Any) -> tuple[Tensor, list[Tensor]]:
     weights, a, b, biases, bases = _parts(tensors, len(call.scales))
-    rows, compute = x.reshape(-1, x.shape[-1]), wide_dtype(x.dtype)
-    dropout = NO_DROPOUT if seed is None else DropoutOptions(call.dropout_p, seed)
-    t = call.products.down(rows, _stacked(a, compute), dropout)
+    dropout = (call.dropout_p, seed)
+    t = call.products.down(_rows(x), _stacked(a), 1.0, *dropout)
     found = []
     for i, part in enumerate(t.split(call.ranks, -1)):
-        own = bases[i] is None
-        out = call.linear(x, weights[i], biases[i]) if own else bases[i]
-        flat = out.reshape(-1, out.shape[-1])
-        y = call.products.up(flat, part, b[i].to(compute), call.scales[i], NO_DROPOUT, own)
-        found.append(y.view(out.shape))
+        if (base := bases[i]) is None:
+            base = call.linear(x, weights[i], biases[i])
+            y = call.products.add(_rows(base), part, b[i], call.scales[i], *_NONE)
+        else:
+            y = call.products.up(_rows(base), part, b[i], call.scales[i], *_NONE)
+        found.append(y.view(base.shape))
     return t, found
 
 
@@ -81,38 +98,33 @@ class _LoraLinear(torch.autograd.Function):
         weights, a, b = _parts(tuple(tensors), n)
         _, need_x, _, *needs = ctx.needs_input_grad
         need_weights, need_a, need_b, need_biases, need_bases = _parts(tuple(needs), n)
-        dropout = NO_DROPOUT if seed is None else DropoutOptions(call.dropout_p, seed)
-        compute = t.dtype
-        rows = None if x is None else x.reshape(-1, x.shape[-1])
-        dys = [dy.reshape(-1, dy.shape[-1]) for dy in grads]
-        parts = t.split(call.ranks, -1)
-        gradients: list[list[Tensor | None]] = [[None] * n for _ in range(5)]
+        products, dropout = call.products, (call.dropout_p, seed)
+        dys, parts = [_rows(dy) for dy in grads], t.split(call.ranks, -1)
+        found: list[list[Tensor | None]] = [[None] * n for _ in range(5)]
         dt = None
         if need_x or any(need_a):
-            down = [call.products.down(dy, each.to(compute).t(), NO_DROPOUT) for dy, each in zip(dys, b, strict=True)]
-            dt = torch.cat([d * s for d, s in zip(down, call.scales, strict=True)], -1)
+            downs = [products.down(dy, each.t(), s, *_NONE) for dy, each, s in zip(dys, b, call.scales, strict=True)]
+            dt = downs[0] if n == 1 else torch.cat(downs, -1)
         if dt is not None and any(need_a):
-            da = call.products.outer(dt, rows, dropout).split(call.ranks)
-            gradients[1] = [d.to(p.dtype) if need else None for d, p, need in zip(da, a, need_a, strict=True)]
+            da = products.outer(dt, _rows(x), 1.0, False, *dropout).split(call.ranks)
+            found[1] = [d.to(p.dtype) if need else None for d, p, need in zip(da, a, need_a, strict=True)]
         dx = None
         for i, dy in enumerate(dys):
-            if need_b[i]:
-                db = call.products.outer(parts[i], dy, NO_DROPOUT).t()
-                gradients[2][i] = (db * call.scales[i]).to(b[i].dtype)
             if need_weights[i]:
-                gradients[0][i] = dy.t() @ rows
+                found[0][i] = dy.t() @ _rows(x)
+            if need_b[i]:
+                found[2][i] = products.outer(parts[i], dy, call.scales[i], True, *_NONE).to(b[i].dtype)
             if need_biases[i]:
-                gradients[3][i] = dy.sum(0)
+                found[3][i] = dy.sum(0)
             if need_bases[i]:
-                gradients[4][i] = grads[i]
+                found[4][i] = grads[i]
             if need_x and weights[i] is not None:
                 own = call.linear(dy, weights[i].t())
                 dx = own if dx is None else dx.add_(own)
         if need_x:
-            assert dt is not None
-            into = dys[0].new_zeros((dt.shape[0], a[0].shape[1])) if dx is None else dx
-            dx = call.products.up(into, dt, _stacked(a, compute).t(), 1.0, dropout, True).view(ctx.shape)
-        return None, dx, None, *(g for kind in gradients for g in kind)
+            dx = dys[0].new_zeros((dys[0].shape[0], a[0].shape[1])) if dx is None else dx
+            dx = products.add(dx, dt, _stacked(a).t(), 1.0, *dropout).view(ctx.shape)
+        return None, dx, None, *(g for kind in found for g in kind)
 
 
 def lora_linear(
