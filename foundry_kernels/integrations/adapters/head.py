@@ -17,7 +17,7 @@ from foundry_kernels.nn._head import PLANNED_INPUT, count_hooks, matrix_of
 
 
 def matrix_of_head(head: Any) -> tuple[Tensor, Tensor | None] | None:
-    """`matrix_of`, also of a head with an adapter that is served (`of_head`), and of one that transformers' `tp_plan` has
+    """`matrix_of`, also of the layer below an adapter (`of_head`), and of a head that transformers' `tp_plan` has
     sharded by its classes."""
     return matrix_of(of_head(head)[0]) if _sharded_by_transformers(head) is None else (head.weight, head.bias)
 

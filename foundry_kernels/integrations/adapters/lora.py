@@ -19,9 +19,9 @@ class LoraLinear(Adapter):
     """A linear layer of PEFT. Its classes differ in how the layer below is called and merged, which stays."""
 
     names = split_names(
-        "VARIANT_KWARG_KEYS _cast_input_dtype _check_forward_args _mixed_batch_forward active_adapters base_layer clone "
-        "disable_adapters dtype forward is_autocast_enabled keys lora_A lora_B lora_dropout lora_variant merged pop "
-        "quant_linear_module scaling to torch unmerge weight"
+        "VARIANT_KWARG_KEYS _cast_input_dtype _check_forward_args _mixed_batch_forward active_adapters base_layer "
+        "clone disable_adapters dtype forward is_autocast_enabled keys lora_A lora_B lora_dropout lora_variant merged "
+        "pop quant_linear_module scaling to torch unmerge weight"
     )
     arguments = split_names("self x args kwargs")
     transparent: ClassVar[bool] = True

@@ -116,24 +116,25 @@ def _matrix_of(base: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 def together(x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...] | None:
     """Returns the results of layers of PEFT that read the same x; None where their own forwards must run."""
-    found = [each for layer in layers if (each := _backend_and_adapter(layer, x)) is not None]
+    found = [known for layer in layers if (known := _backend_and_adapter(layer, x)) is not None]
     if len(found) < len(layers):
         return None
-    backends, adapters = zip(*found, strict=True)
-    if len(layers) > 1 and (len(set(backends)) > 1 or any(adapter.dropout for adapter in adapters)):
+    backends, adapters = {backend for backend, _ in found}, [adapter for _, adapter in found]
+    if len(layers) > 1 and (len(backends) > 1 or any(adapter.dropout for adapter in adapters)):
         return None  # each layer of PEFT has a mask of its own
-    weights, biases = zip(*[_matrix_of(layer.base_layer, x) for layer in layers], strict=True)
-    bases = [layer.base_layer(x) if w is None else None for layer, w in zip(layers, weights, strict=True)]
-    a, b, scales, dropouts = zip(*adapters, strict=True)
-    options = {"dropout_p": dropouts[0], "backend": backends[0]}
+    matrices = [_matrix_of(layer.base_layer, x) for layer in layers]
+    bases = [layer.base_layer(x) if w is None else None for layer, (w, _) in zip(layers, matrices, strict=True)]
+    options: Any = {"dropout_p": adapters[0].dropout, "backend": found[0][0]}
     dtype = autocast_dtype(x) or x.dtype
     if len(layers) > 1 and all(base is None or base.dtype == dtype for base in bases):
+        weights, biases = [w for w, _ in matrices], [bias for _, bias in matrices]
+        a, b, scales = [each.a for each in adapters], [each.b for each in adapters], [each.scale for each in adapters]
         return lora_linears(x, weights, a, b, biases, scales=scales, bases=bases, **options)
-    each = zip(weights, a, b, biases, scales, bases, strict=True)
-    return tuple(
-        lora_linear(x if y is None else x.to(y.dtype), w, a, b, bias, scale=scale, base=y, **options)
-        for w, a, b, bias, scale, y in each
-    )
+    results = []
+    for own, (w, bias), base in zip(adapters, matrices, bases, strict=True):
+        read = x if base is None else x.to(base.dtype)
+        results.append(lora_linear(read, w, own.a, own.b, bias, scale=own.scale, base=base, **options))
+    return tuple(results)
 
 
 def each_of(layers: Layers, x: Tensor, *modules: Any) -> tuple[Tensor, ...]:
@@ -161,17 +162,21 @@ def _saving(x: Tensor, make: Callable[..., Tensor], sources: tuple[Tensor, ...])
 
     def pack(saved: Tensor) -> Any:
         if saved.data_ptr() == at and saved.shape == shape:
-            return tuple(around(source) for source in sources)
+            return _Sources(around(source) for source in sources)
         return around(saved)
 
     def unpack(packed: Any) -> Tensor:
-        if type(packed) is not tuple:
+        if type(packed) is not _Sources:
             found: Tensor = around_back(packed)
             return found
         with torch.no_grad():
             return make(*[around_back(each) for each in packed])
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class _Sources(tuple[Any, ...]):
+    """What the hooks around make of the sources; they may make tuples too."""
 
 
 def _same(x: Any) -> Any:

@@ -84,10 +84,10 @@ def patch(
         backend: a backend's name, or a mapping of operations to names (as for `foundry_kernels.nn`).
         ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope, flash_attention, cross_entropy,
             linear_cross_entropy, layer_norm, grouped_mm, bias_gelu, gated_delta_rule, glu, reglu, bias_silu,
-            bias_relu and lora_linear; None for all but an attention that is "eager" by choice. qk_norm_rope is the norm of queries and
-            keys and the rotation in one; without it the two are done one after the other. linear_cross_entropy is the
-            loss of a call with labels in training mode, cross_entropy that of any other. gated_delta_rule is linear
-            attention with its convolution.
+            bias_relu and lora_linear (PEFT's LoRA); None for all but an attention that is "eager" by choice.
+            qk_norm_rope is the norm of queries and keys and the rotation in one; without it the two are done one after
+            the other. linear_cross_entropy is the loss of a call with labels in training mode, cross_entropy that of
+            any other. gated_delta_rule is linear attention with its convolution.
         dense_masks: what happens where a mask is dense, as one that is not causal, a window or padding is: "kernels"
             has the kernels read it, "refuse" raises ValueError with the reason in the forward pass, "sdpa" runs that
             call on torch's scaled_dot_product_attention, or on the model's own eager attention where there is a soft

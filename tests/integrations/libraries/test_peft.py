@@ -4,7 +4,7 @@ where PEFT's own forward runs."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def logits(model: Any, **options: Any) -> Tensor:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each call of the operation had."""
     found: list[int] = []
     one, several = lora_layers.lora_linear, lora_layers.lora_linears
@@ -75,7 +75,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(lora_layers, "lora_linear", counted)
     monkeypatch.setattr(lora_layers, "lora_linears", counted)
-    yield found
+    return found
 
 
 @pytest.mark.parametrize("patched", ["before", "after"])
@@ -113,7 +113,7 @@ def test_twenty_steps_are_those_of_peft() -> None:
     losses, ends = [], []
     for patched in ("", "after"):
         model, _ = adapted("head", patched, target_modules=["q_proj", "k_proj", "v_proj", *SOME[2:], "lm_head"])
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=3.0)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
         found = []
         for i in range(20):
             ids = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(i % 4))
@@ -124,7 +124,7 @@ def test_twenty_steps_are_those_of_peft() -> None:
             found.append(loss.detach())
         losses.append(torch.stack(found))
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad]))
-    assert losses[0][-1] < 0.9 * losses[0][0]
+    assert losses[0][-4:].mean() < losses[0][:4].mean() - 0.2
     torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
     torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-4 * float(ends[0].abs().max()))
 
@@ -237,21 +237,23 @@ def test_autocast(kind: str) -> None:
 
 
 def test_low_precision_is_as_exact_as_peft() -> None:
-    """A bfloat16 model with float32 adapters, as PEFT makes them."""
+    """A bfloat16 model with float32 adapters, as PEFT makes them, over a few batches."""
     for kind in ("all", "head"):
-        errors = []
-        exact = step(adapted(kind)[0].bfloat16().float())
-        for patched in ("", "after"):
-            model = adapted(kind)[0].bfloat16()
-            for name, p in model.named_parameters():
-                if "lora_" in name:
-                    p.data = p.data.float()
-            if patched:
-                fk.patch(model)
-            found = step(model)
-            errors.append([float((a.float() - e).norm() / e.norm()) for a, e in zip(found, exact, strict=True)])
-        assert errors[1][0] <= 2 * errors[0][0] + 1e-3, kind
-        assert errors[1][1] <= 1.25 * errors[0][1], kind
+        errors = torch.zeros(2, 2)
+        for seed in range(4):
+            ids = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(seed))
+            exact = step(adapted(kind)[0].bfloat16().float(), ids)
+            for i in range(2):
+                model = adapted(kind)[0].bfloat16()
+                for name, p in model.named_parameters():
+                    if "lora_" in name:
+                        p.data = p.data.float()
+                if i:
+                    fk.patch(model)
+                found = zip(step(model, ids), exact, strict=True)
+                errors[i] += torch.stack([(a.float() - e).norm() / e.norm() for a, e in found])
+        assert errors[1, 0] <= 2 * errors[0, 0], kind
+        assert errors[1, 1] <= 1.25 * errors[0, 1], kind
 
 
 def saved(model: Any, ids: Tensor) -> dict[torch.dtype, int]:
@@ -276,7 +278,7 @@ def saved(model: Any, ids: Tensor) -> dict[torch.dtype, int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_of_a_step(dtype: torch.dtype) -> None:
     """At most 1.4 times what the frozen model saves, and of the adapters nothing but x A^T in float32. PEFT's own takes
-    more than 1.8 times."""
+    more than 1.6 times."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -295,7 +297,7 @@ def test_memory_of_a_step(dtype: torch.dtype) -> None:
             fk.patch(model)
         sizes[kind] = saved(model, ids)
     total = {kind: sum(found.values()) for kind, found in sizes.items()}
-    assert total["patched"] <= 1.4 * total["frozen"] < 1.8 * total["frozen"] < total["peft"]
+    assert total["patched"] <= 1.4 * total["frozen"] < 1.6 * total["frozen"] < total["peft"]
     if dtype == torch.bfloat16:
         low = 2 * 7 * ids.numel() * 4 * 4  # layers, adapters, tokens, rank, bytes
         assert sizes["patched"][torch.float32] - sizes["frozen"][torch.float32] <= low
