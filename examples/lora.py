@@ -37,7 +37,8 @@ def make_model(options: argparse.Namespace, device: str) -> Any:
             vocab_size=256, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
             num_key_value_heads=2, pad_token_id=0,
         )  # fmt: skip
-        LlamaForCausalLM(small).to(torch.bfloat16).save_pretrained(folder)
+        made: Any = LlamaForCausalLM(small)
+        made.to(torch.bfloat16).save_pretrained(folder)
     quantised = None
     if options.bits == 4:
         quantised = BitsAndBytesConfig(
@@ -75,10 +76,16 @@ def saved_by_part(model: nn.Module, found: dict[str, int]) -> Iterator[None]:
             found[running[-1]] = found.get(running[-1], 0) + storage.nbytes()
         return x
 
+    def enter(module: nn.Module, _: Any) -> None:
+        running.append(part(module))
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
     kept: list[Tensor] = []
     handles = [
-        hooks.register_module_forward_pre_hook(lambda module, _: running.append(part(module))),
-        hooks.register_module_forward_hook(lambda *_: running.pop() and None, always_call=True),
+        hooks.register_module_forward_pre_hook(enter),
+        hooks.register_module_forward_hook(leave, always_call=True),
     ]
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
@@ -106,7 +113,7 @@ def train(model: Any, batches: Tensor, device: str) -> tuple[list[float], float,
         if i == 0:  # which compiles and allocates
             start = time.perf_counter()
     seconds = time.perf_counter() - start
-    peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else float("nan")
+    peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else 0.0
     return losses, (len(batches) - 1) * batches[0].numel() / max(seconds, 1e-9), peak, parts
 
 
@@ -143,7 +150,7 @@ def main() -> None:
     print(f"\n{'step':>4}" + "".join(f"  {name:>9}" for name in results))
     for i in range(0, options.steps, max(options.steps // 5, 1)):
         print(f"{i:>4}" + "".join(f"  {losses[i]:9.4f}" for losses, *_ in results.values()))
-    for i, title in ((1, "tokens/s"), (2, "peak MiB")):
+    for i, title in ((1, "tokens/s"), *(((2, "peak MiB"),) if device == "cuda" else ())):
         print(f"{title:<10}" + "".join(f"{found[i]:>10.0f} {name}" for name, found in results.items()))
     print("\nsaved for the backward pass of a step, MiB")
     largest = max(size for *_, parts in results.values() for size in parts.values())

@@ -264,9 +264,8 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
             up, gate = gate.chunk(2, dim=-1)
     if row.gate_scale:
         gate = gate * getattr(self, row.gate_scale)
-    state, sources = self._foundry, (gate,) if up is None else (gate, up)
-    x = gated(state, gate, up)
-    with remade(x, getattr(self, row.down), lambda gate, up=None: gated(state, gate, up), *sources):
+    x = gated(self._foundry, gate, up)
+    with remade(x, getattr(self, row.down), gated, self._foundry, gate, up):
         x = second(self, layers, x)
     return x * getattr(self, row.scale) if row.scale else x
 

@@ -116,7 +116,8 @@ def _matrix_of(base: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 def together(x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...] | None:
     """Returns the results of layers of PEFT that read the same x; None where their own forwards must run."""
-    found = [known for layer in layers if (known := _backend_and_adapter(layer, x)) is not None]
+    of_layers = [_backend_and_adapter(layer, x) for layer in layers]
+    found = [known for known in of_layers if known is not None]
     if len(found) < len(layers):
         return None
     backends, adapters = {backend for backend, _ in found}, [adapter for _, adapter in found]
@@ -147,22 +148,23 @@ def each_of(layers: Layers, x: Tensor, *modules: Any) -> tuple[Tensor, ...]:
     return tuple(results[id(m)] if id(m) in results else layers.linear(x, m) for m in modules)
 
 
-def remade(x: Tensor, layer: Any, make: Callable[..., Tensor], *sources: Tensor) -> AbstractContextManager[Any]:
-    """A block in which `layer` reads x, and autograd saves `sources` in place of x, which it makes of them again for
-    the backward pass. The sources are saved anyway."""
+def remade(x: Tensor, layer: Any, make: Callable[..., Tensor], *sources: Any) -> AbstractContextManager[Any]:
+    """A block in which `layer` reads x, and autograd saves the tensors of `sources`, which are saved anyway, in place
+    of x. The backward pass gets ``make(*sources)``."""
     adapts = getattr(type(layer), "_foundry_lora", False)
     if not adapts or is_compiling() or is_dtensor(x) or not (x.requires_grad and torch.is_grad_enabled()):
         return nullcontext()
     return _saving(x, make, sources)
 
 
-def _saving(x: Tensor, make: Callable[..., Tensor], sources: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
+def _saving(x: Tensor, make: Callable[..., Tensor], sources: tuple[Any, ...]) -> AbstractContextManager[Any]:
     around, around_back = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_same, _same)
     at, shape = x.data_ptr(), x.shape
+    tensors = [isinstance(source, Tensor) for source in sources]
 
     def pack(saved: Tensor) -> Any:
         if saved.data_ptr() == at and saved.shape == shape:
-            return _Sources(around(source) for source in sources)
+            return _Sources(around(s) if is_tensor else s for s, is_tensor in zip(sources, tensors, strict=True))
         return around(saved)
 
     def unpack(packed: Any) -> Tensor:
@@ -170,7 +172,7 @@ def _saving(x: Tensor, make: Callable[..., Tensor], sources: tuple[Tensor, ...])
             found: Tensor = around_back(packed)
             return found
         with torch.no_grad():
-            return make(*[around_back(each) for each in packed])
+            return make(*[around_back(s) if is_tensor else s for s, is_tensor in zip(packed, tensors, strict=True)])
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
