@@ -15,12 +15,12 @@ namespace FK_ISA {
 
 namespace {
 
-static_assert(kLoraPad % kLanes == 0, "packed rows are whole registers");
-
-// Depth of the sums that registers hold. Rows of scratch are not a power of two apart, which would be few cache sets.
-constexpr int64_t kDepth = 256, kScratchRow = kDepth + 16;
-constexpr int64_t kTile = 128;       // columns that `up` computes at a time
+// Rows of x that are widened together, and the depth of the sums that registers hold. Rows of scratch are not a power
+// of two apart, which would be few cache sets.
+constexpr int64_t kWidened = 24, kDepth = 256, kScratchRow = kDepth + 16;
 constexpr int64_t kOuterRows = 128;  // rows whose outer products registers sum
+
+int64_t whole(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
 // The rows of a block of so many registers of columns: as many as registers can hold.
 #if defined(__AVX512F__)
@@ -68,24 +68,60 @@ void multiply_thin(int64_t rows, int64_t vecs, const float* a, int64_t a_row, co
   if (vecs > 0) multiply_narrow<1>(rows, a, a_row, b, ldb, depth, c, ldc, start);
 }
 
-template <class X> void down(const LoraDown& of, int64_t block_begin, int64_t block_end) {
-  const int64_t ld = lora_padded(of.rank);
-  std::vector<float> sums(kLoraRows * ld);
-  alignas(64) float left[kLoraRows * kScratchRow];
+// Rows and columns from (row, column) on as floats, rows `ld` apart. Columns up to a whole register are 0.
+template <class T>
+void pack(const LoraMatrix& of, int64_t row, int64_t column, int64_t rows, int64_t columns, float* out, int64_t ld) {
+  const T* in = static_cast<const T*>(of.data) + row * of.row + column * of.column;
+  if (of.column == 1) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for_each_vec(columns, [&](int64_t i, auto at, int) FK_INLINE {
+        Whole::store(out + r * ld + i, at.load(in + r * of.row + i));
+      });
+    }
+    return;
+  }
+  for (int64_t r = 0; r < rows; r += kLanes) {
+    const int count = static_cast<int>(std::min<int64_t>(kLanes, rows - r));
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      Vec block[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        const T* line = in + r + (c + i) * of.column;
+        block[i] = c + i >= columns ? Vec{} : count == kLanes ? Whole::load(line) : Part{count}.load(line);
+      }
+      exchange<1>(block);
+      for (int i = 0; i < count; ++i) Whole::store(out + (r + i) * ld + c, block[i]);
+    }
+  }
+}
+
+void pack_any(const LoraMatrix& of, int64_t row, int64_t column, int64_t rows, int64_t columns, float* out,
+              int64_t ld) {
+  with_type(of.type,
+            [&](auto* t) { pack<std::remove_pointer_t<decltype(t)>>(of, row, column, rows, columns, out, ld); });
+}
+
+template <class X> void down(const LoraDown& of, int64_t task_begin, int64_t task_end) {
+  const int64_t ld = whole(of.rank);
+  std::vector<float> right(kDepth * ld), sums(std::min(kLoraDownRows, of.n_rows) * ld);
+  alignas(64) float left[kWidened * kScratchRow];
   const bool in_place = std::is_same_v<X, float> && !of.dropout.seed;
-  for (int64_t block = block_begin; block < block_end; ++block) {
-    const int64_t first = block * kLoraRows, rows = std::min(kLoraRows, of.n_rows - first);
-    const X* x = static_cast<const X*>(of.x) + first * of.x_row;
+  for (int64_t task = task_begin; task < task_end; ++task) {
+    const int64_t first = task * kLoraDownRows, rows = std::min(kLoraDownRows, of.n_rows - first);
     for (int64_t k = 0; k < of.width; k += kDepth) {
       const int64_t depth = std::min(kDepth, of.width - k);
-      const float* a = reinterpret_cast<const float*>(x) + k;
-      if (!in_place) {
-        a = left;
-        for (int64_t r = 0; r < rows; ++r)
-          widen(x + r * of.x_row, first + r, k, depth, of.dropout, left + r * kScratchRow);
+      pack_any(of.a, k, 0, depth, of.rank, right.data(), ld);
+      for (int64_t row = 0; row < rows; row += kWidened) {
+        const int64_t count = std::min(kWidened, rows - row);
+        const X* x = static_cast<const X*>(of.x) + (first + row) * of.x_row;
+        const float* a = reinterpret_cast<const float*>(x) + k;
+        if (!in_place) {
+          a = left;
+          for (int64_t r = 0; r < count; ++r)
+            widen(x + r * of.x_row, first + row + r, k, depth, of.dropout, left + r * kScratchRow);
+        }
+        multiply_thin(count, ld / kLanes, a, in_place ? of.x_row : kScratchRow, right.data(), ld, depth,
+                      sums.data() + row * ld, ld, k > 0 ? Start::add : Start::zero);
       }
-      multiply_thin(rows, ld / kLanes, a, in_place ? of.x_row : kScratchRow, of.a + k * ld, ld, depth, sums.data(), ld,
-                    k > 0 ? Start::add : Start::zero);
     }
     for (int64_t r = 0; r < rows; ++r)
       for_each_vec(of.rank, [&](int64_t i, auto at, int) FK_INLINE {
@@ -94,99 +130,118 @@ template <class X> void down(const LoraDown& of, int64_t block_begin, int64_t bl
   }
 }
 
-template <class X> void up(const LoraUp& of, int64_t block_begin, int64_t block_end) {
-  const int64_t ld = lora_padded(of.width);
-  alignas(64) float sums[kLoraRows * kTile], factors[kTile];
-  static_assert(kTile % kDropoutStep == 0, "factors are written in whole steps");
-  const Vec scale = splat(of.scale);
-  for (int64_t block = block_begin; block < block_end; ++block) {
-    const int64_t first = block * kLoraRows, rows = std::min(kLoraRows, of.n_rows - first);
-    for (int64_t j = 0; j < of.width; j += kTile) {
-      const int64_t columns = std::min(kTile, of.width - j);
-      multiply<float>(rows, (columns + kLanes - 1) / kLanes, {of.t + first * of.t_row, of.t_row, 1}, of.b + j, ld,
-                      of.rank, sums, kTile, Start::zero);
-      for (int64_t r = 0; r < rows; ++r) {
-        const X* base = static_cast<const X*>(of.base) + (first + r) * of.base_row + j;
-        X* y = static_cast<X*>(of.y) + (first + r) * of.y_row + j;
-        const float* sum = sums + r * kTile;
-        if (of.dropout.seed) {
-          dropout_factors<false>(of.dropout, first + r, j, columns, factors);
-          for_each_vec(columns, [&](int64_t i, auto at, int) FK_INLINE {
-            at.store(y + i, at.load(base + i) + at.load(sum + i) * scale * at.load(factors + i));
-          });
-        } else {
-          for_each_vec(columns, [&](int64_t i, auto at, int) FK_INLINE {
-            at.store(y + i, at.load(base + i) + at.load(sum + i) * scale);
-          });
-        }
-      }
+// y = base + scale t b of a block that registers hold. `factors`, rows kLoraUpColumns apart, may be null; `columns` are
+// those of the block that exist.
+template <int kRows, int kVecs, class X>
+inline void add_block(const float* t, int64_t t_row, int64_t rank, const float* b, Vec scale, const float* factors,
+                      const X* base, int64_t base_row, X* y, int64_t y_row, int64_t columns) {
+  Vec acc[kRows][kVecs];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; ++v) acc[i][v] = Vec{};
+  for (int64_t k = 0; k < rank; ++k, b += kLoraUpColumns) {
+    Vec right[kVecs];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; ++v) right[v] = Whole::load(b + v * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const Vec left = splat(t[i * t_row + k]);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVecs; ++v) acc[i][v] += left * right[v];
+    }
+  }
+  const auto add = [&](int i, int v, auto at) FK_INLINE {
+    const int64_t j = v * kLanes;
+    Vec sum = acc[i][v] * scale;
+    if (factors) sum *= Whole::load(factors + i * kLoraUpColumns + j);
+    at.store(y + i * y_row + j, at.load(base + i * base_row + j) + sum);
+  };
+  if (columns >= kVecs * kLanes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 16
+      for (int v = 0; v < kVecs; ++v) add(i, v, Whole{});
+  } else {  // the last register of a row
+    for (int i = 0; i < kRows; ++i)
+      for (int v = 0; v < kVecs; ++v)
+        if (columns > v * kLanes) add(i, v, Part{static_cast<int>(std::min<int64_t>(kLanes, columns - v * kLanes))});
+  }
+}
+
+template <int kRows, class X>
+inline void add_rows(int64_t rows, const LoraUp& of, int64_t row, int64_t column, int64_t columns, const float* b,
+                     const float* factors) {
+  if constexpr (kRows > 0) {
+    if (rows < kRows) return add_rows<kRows - 1, X>(rows, of, row, column, columns, b, factors);
+    const float* t = of.t + row * of.t_row;
+    const X* base = static_cast<const X*>(of.base) + row * of.base_row + column;
+    X* y = static_cast<X*>(of.y) + row * of.y_row + column;
+    const Vec scale = splat(of.scale);
+    int64_t j = 0;
+    const auto block = [&](auto vecs) FK_INLINE {
+      constexpr int kVecs = decltype(vecs)::value;
+      add_block<kRows, kVecs>(t, of.t_row, of.rank, b + j, scale, factors ? factors + j : nullptr, base + j,
+                              of.base_row, y + j, of.y_row, columns - j);
+      j += kVecs * kLanes;
+    };
+    while (j + kBlockVecs * kLanes <= columns) block(std::integral_constant<int, kBlockVecs>{});
+    while (j < columns) block(std::integral_constant<int, 1>{});
+  }
+}
+
+template <class X> void up(const LoraUp& of, int64_t task_begin, int64_t task_end) {
+  std::vector<float> right(of.rank * kLoraUpColumns);
+  alignas(64) float factors[kBlockRows * kLoraUpColumns];
+  static_assert(kLoraUpColumns % kDropoutStep == 0, "factors are written in whole steps");
+  const int64_t down = (of.n_rows + kLoraUpRows - 1) / kLoraUpRows;
+  for (int64_t task = task_begin; task < task_end; ++task) {
+    const int64_t first = task % down * kLoraUpRows, end = std::min(first + kLoraUpRows, of.n_rows);
+    const int64_t column = task / down * kLoraUpColumns, columns = std::min(kLoraUpColumns, of.width - column);
+    pack_any(of.b, 0, column, of.rank, columns, right.data(), kLoraUpColumns);
+    for (int64_t row = first; row < end; row += kBlockRows) {
+      const int64_t rows = std::min<int64_t>(kBlockRows, end - row);
+      if (of.dropout.seed)
+        for (int64_t r = 0; r < rows; ++r)
+          dropout_factors<false>(of.dropout, row + r, column, columns, factors + r * kLoraUpColumns);
+      add_rows<kBlockRows, X>(rows, of, row, column, columns, right.data(), of.dropout.seed ? factors : nullptr);
     }
   }
 }
 
-template <class X> void outer(const LoraOuter& of, int64_t block_begin, int64_t block_end) {
-  alignas(64) float right[kOuterRows * kLoraColumns];
-  std::vector<float> sums(of.rank * kLoraColumns);
-  for (int64_t block = block_begin; block < block_end; ++block) {
-    const int64_t first = block * kLoraColumns, columns = std::min(kLoraColumns, of.width - first);
+template <class X> void outer(const LoraOuter& of, int64_t task_begin, int64_t task_end) {
+  alignas(64) float right[kOuterRows * kLoraOuterColumns];
+  std::vector<float> sums(of.rank * kLoraOuterColumns);
+  for (int64_t task = task_begin; task < task_end; ++task) {
+    const int64_t first = task * kLoraOuterColumns, columns = std::min(kLoraOuterColumns, of.width - first);
     const int64_t vecs = (columns + kLanes - 1) / kLanes;
-    if (columns % kLanes != 0) std::fill(right, right + kOuterRows * kLoraColumns, 0.0f);
+    if (columns % kLanes != 0) std::fill(right, right + kOuterRows * kLoraOuterColumns, 0.0f);
     for (int64_t n = 0; n < of.n_rows; n += kOuterRows) {
       const int64_t rows = std::min(kOuterRows, of.n_rows - n);
       const X* x = static_cast<const X*>(of.x) + n * of.x_row;
       for (int64_t r = 0; r < rows; ++r)
-        widen(x + r * of.x_row, n + r, first, columns, of.dropout, right + r * kLoraColumns);
-      multiply<float>(of.rank, vecs, {of.t + n * of.t_row, 1, of.t_row}, right, kLoraColumns, rows, sums.data(),
-                      kLoraColumns, n > 0 ? Start::add : Start::zero);
+        widen(x + r * of.x_row, n + r, first, columns, of.dropout, right + r * kLoraOuterColumns);
+      multiply<float>(of.rank, vecs, {of.t + n * of.t_row, 1, of.t_row}, right, kLoraOuterColumns, rows, sums.data(),
+                      kLoraOuterColumns, n > 0 ? Start::add : Start::zero);
     }
     for (int64_t r = 0; r < of.rank; ++r)
       for (int64_t k = 0; k < columns; ++k)
-        of.out[r * of.out_row + (first + k) * of.out_col] = of.scale * sums[r * kLoraColumns + k];
-  }
-}
-
-template <class T> void pack(const LoraPack& of) {
-  const T* in = static_cast<const T*>(of.in);
-  const int64_t ld = lora_padded(of.columns);
-  int64_t r = 0;
-  if (of.in_row == 1) {  // through registers; other strides are rare
-    alignas(64) float rows[kLanes * kLanes];
-    for (; r + kLanes <= of.rows; r += kLanes)
-      for (int64_t c = 0; c < ld; c += kLanes) {
-        const int64_t count = std::min<int64_t>(kLanes, of.columns - c);
-        for (int64_t i = 0; i < kLanes; ++i)
-          Whole::store(rows + i * kLanes, i < count ? Whole::load(in + r + (c + i) * of.in_col) : Vec{});
-        transpose(rows, kLanes, kLanes, kLanes, of.out + r * ld + c, ld);
-      }
-  }
-  for (; r < of.rows; ++r) {
-    float* out = of.out + r * ld;
-    const T* row = in + r * of.in_row;
-    if (of.in_col == 1)
-      for_each_vec(of.columns,
-                   [&](int64_t i, auto at, int) FK_INLINE { at.store(out + i, at.load(row + i)); });
-    else
-      for (int64_t c = 0; c < of.columns; ++c) Part{1}.store(out + c, Part{1}.load(row + c * of.in_col));
-    std::fill(out + of.columns, out + ld, 0.0f);
+        of.out[r * of.out_row + (first + k) * of.out_col] = of.scale * sums[r * kLoraOuterColumns + k];
   }
 }
 
 }  // namespace
 
-void lora_pack(const LoraPack& of) {
-  with_type(of.type, [&](auto* in) { pack<std::remove_pointer_t<decltype(in)>>(of); });
+void lora_down(const LoraDown& of, int64_t task_begin, int64_t task_end) {
+  with_type(of.type, [&](auto* x) { down<std::remove_pointer_t<decltype(x)>>(of, task_begin, task_end); });
 }
 
-void lora_down(const LoraDown& of, int64_t block_begin, int64_t block_end) {
-  with_type(of.type, [&](auto* x) { down<std::remove_pointer_t<decltype(x)>>(of, block_begin, block_end); });
+void lora_up(const LoraUp& of, int64_t task_begin, int64_t task_end) {
+  with_type(of.type, [&](auto* x) { up<std::remove_pointer_t<decltype(x)>>(of, task_begin, task_end); });
 }
 
-void lora_up(const LoraUp& of, int64_t block_begin, int64_t block_end) {
-  with_type(of.type, [&](auto* x) { up<std::remove_pointer_t<decltype(x)>>(of, block_begin, block_end); });
-}
-
-void lora_outer(const LoraOuter& of, int64_t block_begin, int64_t block_end) {
-  with_type(of.type, [&](auto* x) { outer<std::remove_pointer_t<decltype(x)>>(of, block_begin, block_end); });
+void lora_outer(const LoraOuter& of, int64_t task_begin, int64_t task_end) {
+  with_type(of.type, [&](auto* x) { outer<std::remove_pointer_t<decltype(x)>>(of, task_begin, task_end); });
 }
 
 }  // namespace FK_ISA

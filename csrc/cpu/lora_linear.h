@@ -10,19 +10,14 @@
 
 namespace foundry {
 
-// Rows of packed matrices have a multiple of this many columns, the rest zero.
-constexpr int64_t kLoraPad = 16;
-constexpr int64_t kLoraRows = 24, kLoraColumns = 64;  // that one task computes
+// What one task computes: so many rows of `down`; rows and columns of `up`; columns of `outer`.
+constexpr int64_t kLoraDownRows = 120, kLoraUpRows = 256, kLoraUpColumns = 256, kLoraOuterColumns = 64;
 
-inline int64_t lora_padded(int64_t n) { return (n + kLoraPad - 1) / kLoraPad * kLoraPad; }
-
-// in [rows, columns] of any strides as a float matrix `out`, rows lora_padded(columns) apart.
-struct LoraPack {
-  const void* in;
-  int64_t in_row, in_col;
+// A matrix of an adapter, element (i, j) at i * row + j * column; one of the strides is 1.
+struct LoraMatrix {
+  const void* data;
+  int64_t row, column;
   Dtype type;
-  int64_t rows, columns;
-  float* out;
 };
 
 // t = scale drop(x) a
@@ -30,7 +25,7 @@ struct LoraDown {
   const void* x;  // [n_rows, width], rows x_row apart
   int64_t x_row, n_rows, width;
   Dtype type;
-  const float* a;  // [width, rank], packed
+  LoraMatrix a;  // [width, rank]
   int64_t rank;
   float* t;  // [n_rows, rank]
   float scale;
@@ -44,8 +39,8 @@ struct LoraUp {
   Dtype type;
   const float* t;  // [n_rows, rank], rows t_row apart
   int64_t t_row, rank;
-  const float* b;  // [rank, width], packed
-  void* y;         // as base, rows y_row apart
+  LoraMatrix b;  // [rank, width]
+  void* y;       // as base, rows y_row apart
   int64_t y_row;
   float scale;
   Dropout dropout;
@@ -66,8 +61,7 @@ struct LoraOuter {
 
 }  // namespace foundry
 
-FK_DECLARE_PER_ISA(void, lora_pack, const LoraPack& of)
-// Blocks of kLoraRows rows; of kLoraColumns columns.
-FK_DECLARE_PER_ISA(void, lora_down, const LoraDown& of, int64_t block_begin, int64_t block_end)
-FK_DECLARE_PER_ISA(void, lora_up, const LoraUp& of, int64_t block_begin, int64_t block_end)
-FK_DECLARE_PER_ISA(void, lora_outer, const LoraOuter& of, int64_t block_begin, int64_t block_end)
+// The tasks of `up` are numbered along the rows first.
+FK_DECLARE_PER_ISA(void, lora_down, const LoraDown& of, int64_t task_begin, int64_t task_end)
+FK_DECLARE_PER_ISA(void, lora_up, const LoraUp& of, int64_t task_begin, int64_t task_end)
+FK_DECLARE_PER_ISA(void, lora_outer, const LoraOuter& of, int64_t task_begin, int64_t task_end)

@@ -24,27 +24,21 @@ template <class Kernel, class Args> void run(Kernel kernel, const Args& args, in
                    [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
-// A matrix as the kernels read it; in place if it lies so in memory.
-Tensor packed(const Tensor& in_) {
-  const bool both = in_.stride(0) == 1 || in_.stride(1) == 1;
-  const Tensor in = both ? in_ : in_.contiguous();
-  const int64_t rows = in.size(0), columns = in.size(1);
-  if (in.scalar_type() == at::kFloat && columns % kLoraPad == 0 && in.is_contiguous()) return in;
-  const Tensor out = at::empty({rows, lora_padded(columns)}, in.options().dtype(at::kFloat));
-  FK_CHOOSE_ISA(lora_pack)
-  (LoraPack{in.const_data_ptr(), in.stride(0), in.stride(1), dtype_of(in), rows, columns,
-            out.mutable_data_ptr<float>()});
-  return out;
+// A matrix of an adapter; `dense` keeps the copy of one whose strides are both large.
+LoraMatrix matrix(const Tensor& in, Tensor& dense) {
+  dense = in.stride(0) == 1 || in.stride(1) == 1 ? in : in.contiguous();
+  return {dense.const_data_ptr(), dense.stride(0), dense.stride(1), dtype_of(dense)};
 }
 
 Tensor down_cpu(const Tensor& x_, const Tensor& a, double scale, const DropoutOptions& dropout) {
   const Tensor t = empty_lora_down(x_, a, dropout);
   if (t.numel() == 0) return t;
-  const Tensor x = with_dense_rows(x_), right = packed(a.t());
+  const Tensor x = with_dense_rows(x_);
+  Tensor dense;
   run(FK_CHOOSE_ISA(lora_down),
-      LoraDown{x.const_data_ptr(), x.stride(0), x.size(0), x.size(1), dtype_of(x), right.const_data_ptr<float>(),
-               a.size(0), t.mutable_data_ptr<float>(), static_cast<float>(scale), make_dropout(dropout)},
-      blocks(x.size(0), kLoraRows));
+      LoraDown{x.const_data_ptr(), x.stride(0), x.size(0), x.size(1), dtype_of(x), matrix(a.t(), dense), a.size(0),
+               t.mutable_data_ptr<float>(), static_cast<float>(scale), make_dropout(dropout)},
+      blocks(x.size(0), kLoraDownRows));
   return t;
 }
 
@@ -52,12 +46,13 @@ void up(const Tensor& y, const Tensor& base, const Tensor& t_, const Tensor& b, 
         const DropoutOptions& dropout) {
   if (y.numel() == 0) return;
   TORCH_CHECK_TYPE(t_.scalar_type() == at::kFloat, "t must be float32; got ", t_.scalar_type());
-  const Tensor t = with_dense_rows(t_), right = packed(b.t());
+  const Tensor t = with_dense_rows(t_);
+  Tensor dense;
   run(FK_CHOOSE_ISA(lora_up),
       LoraUp{base.const_data_ptr(), base.stride(0), base.size(0), base.size(1), dtype_of(base),
-             t.const_data_ptr<float>(), t.stride(0), t.size(1), right.const_data_ptr<float>(), y.mutable_data_ptr(),
-             y.stride(0), static_cast<float>(scale), make_dropout(dropout)},
-      blocks(base.size(0), kLoraRows));
+             t.const_data_ptr<float>(), t.stride(0), t.size(1), matrix(b.t(), dense), y.mutable_data_ptr(), y.stride(0),
+             static_cast<float>(scale), make_dropout(dropout)},
+      blocks(base.size(0), kLoraUpRows) * blocks(base.size(1), kLoraUpColumns));
 }
 
 Tensor up_cpu(const Tensor& base, const Tensor& t, const Tensor& b, double scale, const DropoutOptions& dropout) {
@@ -83,7 +78,7 @@ Tensor outer_cpu(const Tensor& t_, const Tensor& x_, double scale, bool transpos
       LoraOuter{t.const_data_ptr<float>(), t.stride(0), t.size(1), x.const_data_ptr(), x.stride(0), x.size(0),
                 x.size(1), dtype_of(x), out.mutable_data_ptr<float>(), view.stride(0), view.stride(1),
                 static_cast<float>(scale), make_dropout(dropout)},
-      blocks(x.size(1), kLoraColumns));
+      blocks(x.size(1), kLoraOuterColumns));
   return out;
 }
 

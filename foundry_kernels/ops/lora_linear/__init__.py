@@ -19,9 +19,11 @@ Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, arXiv:210
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core import dropout
 from foundry_kernels.core.autocast import autocast_dtype
@@ -66,7 +68,7 @@ def lora_linear(
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
-        ``[..., M]`` of x's dtype.
+        ``[..., M]``, contiguous, of x's dtype.
 
     Raises:
         TypeError: an argument is not a tensor or not floating-point, such as an integer weight without `base`.
@@ -133,7 +135,7 @@ def lora_linears(
 
 def _call(
     x: Tensor,
-    layers: Sequence[tuple],
+    layers: Sequence[tuple[Any, ...]],
     names: Sequence[tuple[str, ...]],
     dropout_p: float,
     dropout_seed: Tensor | int | None,
@@ -142,20 +144,42 @@ def _call(
     check_float("x", x)
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension; got a scalar")
+    if is_dynamo_compiling():
+        layers = [(*tensors, *constants(scale)) for *tensors, scale in layers]
+        (dropout_p,) = constants(dropout_p)
     if (low := autocast_dtype(x)) is not None:
         base = next((base for *_, base, _ in layers if base is not None), None)
         low = low if base is None else base.dtype
         x = x.to(low)
         layers = [(_as(low, weight), a, b, _as(low, bias), base, scale) for weight, a, b, bias, base, scale in layers]
-    for layer, called in zip(layers, names, strict=True):
-        _check(x, *layer, *called)
+    for i, layer in enumerate(layers):
+        if not _common(x, *layer):
+            _check(x, *layer, *names[i])
     weights, a, b, biases, bases, scales = zip(*layers, strict=True)
-    drop = dropout.arguments(x, dropout_p, dropout_seed)
-    return resolve(LORA_LINEAR, backend, x)(x, weights, a, b, biases, bases, constants(*scales), *drop)
+    drop = () if dropout_p == 0.0 and dropout_seed is None else dropout.arguments(x, dropout_p, dropout_seed)
+    return resolve(LORA_LINEAR, backend, x)(x, weights, a, b, biases, bases, scales, *drop)
 
 
 def _as(dtype: torch.dtype, x: Tensor | None) -> Tensor | None:
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _common(
+    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None, scale: float
+) -> bool:
+    """Whether a layer is of the most frequent kind, for which `_check` finds nothing: that takes a fifth of the time of
+    a call with one token."""
+    if not (isinstance(weight, Tensor) and isinstance(a, Tensor) and isinstance(b, Tensor)) or type(scale) is not float:
+        return False
+    if weight.dim() != 2 or a.dim() != 2 or a.shape[0] == 0:
+        return False
+    dtype, device = x.dtype, x.device
+    return (
+        a.shape[1] == x.shape[-1] == weight.shape[1] and b.shape == (weight.shape[0], a.shape[0])
+        and weight.dtype == dtype and a.dtype == b.dtype == torch.float32
+        and weight.device == device and a.device == device and b.device == device
+        and bias is None and base is None and 2.0**-126 <= scale <= 2.0**127
+    )  # fmt: skip
 
 
 def _check(

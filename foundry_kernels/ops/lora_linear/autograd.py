@@ -23,9 +23,6 @@ from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.core.registry import is_subclass
 from foundry_kernels.ops._linear import Linear, chosen
 
-#: No dropout.
-_NONE = (0.0, None)
-
 
 class Products(NamedTuple):
     down: Callable[..., Tensor]
@@ -65,17 +62,21 @@ def _rows(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
+def _split(t: Tensor, ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return (t,) if len(ranks) == 1 else t.split(ranks, -1)
+
+
 def _forward(call: _Call, x: Tensor, seed: Tensor | None, *tensors: Any) -> tuple[Tensor, list[Tensor]]:
     weights, a, b, biases, bases = _parts(tensors, len(call.scales))
     dropout = (call.dropout_p, seed)
     t = call.products.down(_rows(x), _stacked(a), 1.0, *dropout)
     found = []
-    for i, part in enumerate(t.split(call.ranks, -1)):
+    for i, part in enumerate(_split(t, call.ranks)):
         if (base := bases[i]) is None:
             base = call.linear(x, weights[i], biases[i])
-            y = call.products.add(_rows(base), part, b[i], call.scales[i], *_NONE)
+            y = call.products.add(_rows(base), part, b[i], call.scales[i], 0.0, None)
         else:
-            y = call.products.up(_rows(base), part, b[i], call.scales[i], *_NONE)
+            y = call.products.up(_rows(base), part, b[i], call.scales[i], 0.0, None)
         found.append(y.view(base.shape))
     return t, found
 
@@ -99,11 +100,11 @@ class _LoraLinear(torch.autograd.Function):
         _, need_x, _, *needs = ctx.needs_input_grad
         need_weights, need_a, need_b, need_biases, need_bases = _parts(tuple(needs), n)
         products, dropout = call.products, (call.dropout_p, seed)
-        dys, parts = [_rows(dy) for dy in grads], t.split(call.ranks, -1)
+        dys, parts = [_rows(dy) for dy in grads], _split(t, call.ranks)
         found: list[list[Tensor | None]] = [[None] * n for _ in range(5)]
         dt = None
         if need_x or any(need_a):
-            downs = [products.down(dy, each.t(), s, *_NONE) for dy, each, s in zip(dys, b, call.scales, strict=True)]
+            downs = [products.down(dy, each.t(), s, 0.0, None) for dy, each, s in zip(dys, b, call.scales, strict=True)]
             dt = downs[0] if n == 1 else torch.cat(downs, -1)
         if dt is not None and any(need_a):
             da = products.outer(dt, _rows(x), 1.0, False, *dropout).split(call.ranks)
@@ -111,9 +112,9 @@ class _LoraLinear(torch.autograd.Function):
         dx = None
         for i, dy in enumerate(dys):
             if need_weights[i]:
-                found[0][i] = dy.t() @ _rows(x)
+                found[0][i] = call.linear(dy.t(), _rows(x).t())
             if need_b[i]:
-                found[2][i] = products.outer(parts[i], dy, call.scales[i], True, *_NONE).to(b[i].dtype)
+                found[2][i] = products.outer(parts[i], dy, call.scales[i], True, 0.0, None).to(b[i].dtype)
             if need_biases[i]:
                 found[3][i] = dy.sum(0)
             if need_bases[i]:

@@ -31,5 +31,5 @@ def lora_linear(
             assert weight is not None
             base = linear(x, weight, bias)
         low_rank = linear(linear(dropped, a.to(compute)), b.to(compute))
-        found.append((base.to(compute) + scale * low_rank).to(x.dtype))
+        found.append((base.to(compute) + scale * low_rank).to(x.dtype).contiguous())
     return found

@@ -2,8 +2,8 @@
 
 16-bit activations are multiplied by matrix instructions. float32 factors (adapters, x A^T) are split into parts in
 bfloat16, whose products are added: three parts are float32's 24 bits; two suffice where the result is rounded to 16
-bits. The matmuls are thin, so they take the time of reading the activation. float32 activations are multiplied by fused multiply-adds. `outer` sums over
-ranges of rows in several programs, then over these in order: there are no atomics.
+bits. The matmuls are thin, so they take the time of reading the activation. float32 activations are multiplied by fused
+multiply-adds. `outer` sums over ranges of rows in several programs, then over these in order: there are no atomics.
 
 Names: b_ is a block of values, p_ a block of pointers, m_ a mask.
 """
@@ -40,7 +40,7 @@ def _rest(x, part):
 
 @triton.jit
 def _product(a, b, acc, EXACT: tl.constexpr, PARTS: tl.constexpr):
-    """acc + a @ b. Unless EXACT, a float32 factor is split into so many parts in bfloat16, which have 8 bits each, and a
+    """acc + a @ b. Unless EXACT, a float32 factor is split into so many parts in bfloat16 of 8 bits each, and a
     float16 one into two."""
     if EXACT:
         return dot(a.to(acc.dtype), b.to(acc.dtype), acc)
