@@ -4,6 +4,8 @@ where PEFT's own forward runs."""
 from __future__ import annotations
 
 import copy
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -387,3 +389,19 @@ def test_an_adapter_of_the_head_makes_no_logits() -> None:
     model, handle = adapted("head", "after", use_dora=True)
     assert "lm_head is no plain linear layer" in str(handle.report())
     assert model.train()(input_ids=IDS, labels=IDS).logits is not None
+
+
+def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its losses are PEFT's, and PEFT loads the adapter that it writes."""
+    options = ["--steps", "5", "--rows", "2", "--length", "32", "--rank", "4", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["lora.py", *options])
+    runpy.run_path(str(Path(__file__).parents[3] / "examples" / "lora.py"), run_name="__main__")
+    shown = capsys.readouterr().out.split("step")[1]
+    losses = [[float(x) for x in line.split()[1:]] for line in shown.splitlines()[1:6]]
+    assert losses[-1][0] < losses[0][0] - 0.2
+    assert all(abs(ours - theirs) < 2e-2 for theirs, ours in losses)
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path)
+    assert any("lora_B" in name and bool(p.any()) for name, p in loaded.named_parameters())
