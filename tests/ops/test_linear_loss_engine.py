@@ -71,16 +71,18 @@ linear_brier = make_backend(LOSS, Rows, "", define)
 def test_a_fourth_loss(reduction: str, chunk_size: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     leaves: list[Any] = [
-        torch.randn(shape, generator=generator, requires_grad=True) for shape in ((2, 5, 6), (7, 6), (7,))
+        torch.randn(shape, generator=generator, requires_grad=True)
+        for shape in ((2, 5, 6), (7, 6), (7,), (2, 5, 2), (7, 2))
     ]
-    hidden, weight, bias = leaves
+    hidden, weight, bias, low, up = leaves
     target = torch.randint(7, (2, 5), generator=generator).index_fill(1, torch.tensor(2), -100)
     options = BrierOptions(-100, reduction, chunk_size, False)
-    found = linear_brier(hidden, weight, target, bias, options)
+    inputs = (hidden, weight, target, bias, low, up)
+    found = linear_brier(*inputs, options)
     with torch.no_grad():
-        assert torch.equal(linear_brier(hidden, weight, target, bias, options)["loss"], found["loss"])
+        assert torch.equal(linear_brier(*inputs, options)["loss"], found["loss"])
 
-    counts, logits = target != -100, hidden @ weight.t() + bias
+    counts, logits = target != -100, hidden @ weight.t() + bias + low @ up.t()
     exact = brier(logits, target.clamp(min=0)) * counts
     reduced = {"none": exact, "sum": exact.sum(), "mean": exact.sum() / counts.sum()}[reduction]
     torch.testing.assert_close(found["loss"], reduced)

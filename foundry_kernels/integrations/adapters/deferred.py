@@ -97,6 +97,7 @@ class DeferredLogits:
             "hidden": self.rows,
             "weight": self.call.weight,
             "bias": self.bias,
+            **self.call.pair(self.rows),
             "softcap": softcap,
             "logit_scale": self.scale * self.after if self.capped else self.scale,
             "backend": self.call.deferral.backend,
@@ -112,7 +113,7 @@ class DeferredLogits:
         if is_dtensor(self.call.weight):
             target = target.view(self.rows.shape[:-1])
         else:
-            inputs["hidden"] = self.rows.reshape(-1, self.rows.shape[-1])
+            inputs |= {n: x.reshape(-1, x.shape[-1]) for n, x in inputs.items() if n in ("hidden", "low")}
         found: Tensor = self.call.run(linear_cross_entropy, target=target, **inputs, **options)
         if torch.is_grad_enabled() == self.call.grad:
             self.call.lost = True
@@ -185,7 +186,7 @@ class DeferredLogits:
     def requires_grad(self) -> bool:
         if self.made is not None:
             return self.made.requires_grad
-        given = (self.rows, self.call.weight, self.bias)
+        given = (self.rows, *self.call.parameters(), self.bias)
         return self.call.grad and any(x.requires_grad for x in given if x is not None)
 
     def dim(self) -> int:

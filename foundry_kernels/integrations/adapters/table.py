@@ -19,6 +19,7 @@ from foundry_kernels.integrations.adapters.gpt_like import NemotronNorm, NeoXAtt
 from foundry_kernels.integrations.adapters.gpt_like_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.adapters.interface import interface_adapter
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet, by_key_head, one_each
+from foundry_kernels.integrations.adapters.lora import LORA
 from foundry_kernels.integrations.adapters.torch_nn import TORCH
 from foundry_kernels.integrations.families import FAMILIES
 from foundry_kernels.integrations.recognise import recognised
@@ -105,6 +106,7 @@ PATCHED = (*LLAMA_LIKE, *GPT_LIKE)
 #: Class (module, name) -> its adapter.
 TABLE: dict[tuple[str, str], Adapter] = {
     **TORCH,
+    **LORA,
     ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): SortedExperts(),
     ("transformers.models.nemotron.modeling_nemotron", "NemotronLayerNorm1P"): NemotronNorm(
         "eps", 1.0, op="layer_norm", bias="bias", one_dtype=True
