@@ -159,17 +159,17 @@ class DeferredLogits(Deferred):
         return func(*computed(args), **computed(kwargs))
 
     @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
+    def shape(self) -> torch.Size:
         if self.made is not None:
             return self.made.shape
         return torch.Size((*self.rows.shape[:-1], self.call.weight.shape[0]))
 
     @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
+    def dtype(self) -> torch.dtype:
         return self._dtype
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         return self.rows.device
 
     @property

@@ -91,6 +91,8 @@ def _compares_elsewhere(home: ModuleType) -> bool:
     in attention alone: what any other attention gets is then for kernels of its own. Where "sdpa" alone is named, any
     other gets what eager does."""
     lists = re.findall(r"_attn_implementation\s+(?:not\s+)?in\s*[(\[{]([^)\]}]*)", source_of(home))
+    if not lists:
+        return False
     classes = [value for value in vars(home).values() if isinstance(value, type) and value.__module__ == home.__name__]
     own = [
         plain for cls in classes if INTERFACE in _names(cls)

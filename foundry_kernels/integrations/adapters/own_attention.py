@@ -169,13 +169,13 @@ def _einsum(run: Run, equation: Any, a: Any, b: Any) -> Any:
     if any(len({*term}) != len(term) for term in (first, second, third)):
         return None
     if isinstance(a, Scores):
-        *batch, query, key = first
+        *batch, query, key = [*first]
         width = [letter for letter in second if letter not in first]
         if {*second} != {*batch, key, *width} or len(width) != 1 or {*third} != {*batch, query, *width}:
             return None
         out = torch.matmul(a, b.permute([second.index(letter) for letter in (*batch, key, *width)]))  # type: ignore[arg-type]
         return out.permute([(*batch, query, *width).index(letter) for letter in third])
-    *batch, query, key = third
+    *batch, query, key = [*third]
     width = [letter for letter in first if letter not in third]
     if {*first} != {*batch, query, *width} or {*second} != {*batch, key, *width} or len(width) != 1:
         return None

@@ -136,7 +136,7 @@ def remade(
         if not rotates and not more:
             continue
         own = inspect.getattr_static(original, method)
-        versions = {None: made_again(own, *more) if more else own}
+        versions: dict[Any, Any] = {None: made_again(own, *more) if more else own}
         for backend in ("auto", *BACKENDS) if rotates else ():
             versions[backend] = made_again(own, *more, functools.partial(_rotating, rotations, backend))
         if all(version is not None for version in versions.values()):

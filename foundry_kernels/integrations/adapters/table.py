@@ -145,7 +145,7 @@ def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | No
         own = own_attention(module, unnamed.rotations if unnamed else ())
         if isinstance(own, OwnAttention):
             return own
-        unnamed = replace(unnamed, stays=own) if unnamed and own else unnamed
+        unnamed = replace(unnamed, stays=f"its attention stays: {own}") if unnamed and own else unnamed
     if unnamed is not None and not recognise:
         unnamed = unnamed.unrecognised()
     twin = (decorated_experts(module) or twin_of(cls, TABLE)) if recognise else None

@@ -260,8 +260,7 @@ def _line(
     chosen = tuple(op for op in ops if op in wanted)
     if isinstance(found, Attention) and "qk_norm_rope" in ops and "qk_norm_rope" not in wanted and "rope" in wanted:
         chosen = ("rope", *chosen)
-    attends = isinstance(found, (Attention, OwnAttention))
-    if attends and not asked and (reason := found.why_not_attend(module)):
+    if isinstance(found, (Attention, OwnAttention)) and not asked and (reason := found.why_not_attend(module)):
         rest = () if getattr(found, "whole", False) else tuple(op for op in chosen if op != "flash_attention")
         return found, Entry(name, cls, rest, reason)
     if isinstance(found, Attention) and found.whole and "flash_attention" not in chosen:

@@ -12,6 +12,7 @@ import functools
 import inspect
 import math
 import re
+import sys
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from foundry_kernels.integrations.adapters.base import State, names_of
 from foundry_kernels.integrations.adapters.deferred_scores import Run, Scores
 from foundry_kernels.integrations.adapters.deferred_tensor import Deferred
-from foundry_kernels.integrations.adapters.own_attention import OwnAttention, deferred
+from foundry_kernels.integrations.adapters.own_attention import ASKING, OwnAttention, deferred
 from foundry_kernels.integrations.adapters.rotating import Called, methods_of
 from foundry_kernels.integrations.adapters.subclass import make_class
 from foundry_kernels.integrations.recognise.reach import LeftError
@@ -56,7 +57,7 @@ class Columns(nn.Module):
 def own_attention(module: nn.Module, rotations: tuple[Called, ...] = ()) -> OwnAttention | str | None:
     """Returns the adapter of a module whose own forward computes attention, or the reason why it has none; None where
     nothing in its code says that it is attention."""
-    cls = type(module)
+    cls: Any = type(module)
     if "forward" in vars(module) or not _may_attend(cls) or not any(map(sizes_of, module.children())):
         return None
     key = cls.forward, rotations, _about(module)
@@ -69,7 +70,7 @@ _KNOWN: dict[Any, OwnAttention | str] = {}
 
 
 @functools.cache
-def _may_attend(cls: type) -> bool:
+def _may_attend(cls: Any) -> bool:
     if cls.__module__.startswith(("torch.", "foundry_kernels.")):
         return False
     names = set().union(*(names_of(plain.__code__) for _, plain in methods_of(cls)))
@@ -100,7 +101,7 @@ def _asked(module: nn.Module, rotations: tuple[Called, ...]) -> OwnAttention | s
             except Exception as error:  # of code that is like none that this package has thought of
                 text = (str(error).strip().splitlines() or [""])[0][:120]
                 reasons.append(f"a copy of it raises {type(error).__name__}: {text}")
-    return f"its attention stays: {reasons[-1]}"
+    return reasons[0]
 
 
 def _proved(module: nn.Module, by_mode: bool, rotations: tuple[Called, ...]) -> OwnAttention:
@@ -111,11 +112,11 @@ def _proved(module: nn.Module, by_mode: bool, rotations: tuple[Called, ...]) -> 
     run = Run("reference")
     out = deferred(_patched(copied, first), type(copied)._foundry_computing, first, run, (), given)
     if not run.attended:
-        raise LeftError("the scores of its own attention are none of flash_attention's")
+        raise LeftError("its scores are none that flash_attention computes")
     results = out if type(out) in (tuple, list) else (out,)
     weights = tuple(i for i, x in enumerate(results) if isinstance(x, Scores))
-    if 0 in weights or (weights and not type(module).__module__.startswith("transformers.")):
-        raise LeftError("it returns its weights, whether they are asked for or not")
+    if 0 in weights or (weights and not _is_asked_for_weights(type(module))):
+        raise LeftError("it returns its weights, and nothing tells whether they are asked for")
     if any(isinstance(value, Deferred) for part in copied.modules() for value in vars(part).values()):
         raise LeftError("it keeps its scores")
     ours = replace(first, weights=weights)
@@ -130,6 +131,23 @@ def _proved(module: nn.Module, by_mode: bool, rotations: tuple[Called, ...]) -> 
             return ours
         _compare(theirs, _results(_patched(copied, ours), masked))
     return ours
+
+
+def _is_asked_for_weights(cls: type) -> bool:
+    """Returns whether attention of transformers learns whether its weights are asked for: by an argument, or because
+    its family has them collected."""
+    if not cls.__module__.startswith("transformers."):
+        return False
+    if any(map(ASKING.search, inspect.signature(cls.forward).parameters)):  # type: ignore[attr-defined]
+        return True
+    for value in vars(sys.modules[cls.__module__]).values():
+        collected = getattr(value, "_can_record_outputs", None)
+        for name, found in collected.items() if isinstance(collected, dict) else ():
+            for each in found if isinstance(found, (list, tuple)) else (found,):
+                kind = getattr(each, "target_class", each)
+                if name.endswith("attentions") and isinstance(kind, type) and issubclass(cls, kind):
+                    return True
+    return False
 
 
 def _patched(copied: Any, adapter: OwnAttention) -> Any:
