@@ -29,10 +29,11 @@ HIDDEN = -1e4
 
 
 class Run:
-    """A call of attention whose scores are deferred. attended: how often an operation of this package was called."""
+    """A call of attention whose scores are deferred. attended: how often an operation of this package was called.
+    weighed: how often weights were computed, for a use of their own."""
 
     def __init__(self, backend: str) -> None:
-        self.backend, self.attended = backend, 0
+        self.backend, self.attended, self.weighed = backend, 0, 0
         self.members: list[Scores] = []
 
     def release(self) -> None:
@@ -98,6 +99,7 @@ class Scores(Deferred):
     def tensor(self) -> Tensor:
         if self.made is None:
             self.check()
+            self.call.weighed += self.soft
             device, same = self.device.type, autocast_dtype(self.q) == self.low
             cast: Any = nullcontext() if same else torch.autocast(device, dtype=self.low, enabled=self.low is not None)
             with within(None), torch.set_grad_enabled(self.grad), cast:

@@ -111,8 +111,8 @@ def _proved(module: nn.Module, by_mode: bool, rotations: tuple[Called, ...]) -> 
     first = OwnAttention(rotations=rotations, by_mode=by_mode, weights=None)
     run = Run("reference")
     out = deferred(_patched(copied, first), type(copied)._foundry_computing, first, run, (), given)
-    if not run.attended:
-        raise LeftError("its scores are none that flash_attention computes")
+    if not run.attended or run.weighed:
+        raise LeftError("its weights are none that flash_attention computes, or have another use")
     results = out if type(out) in (tuple, list) else (out,)
     weights = tuple(i for i, x in enumerate(results) if isinstance(x, Scores))
     if 0 in weights or (weights and not _is_asked_for_weights(type(module))):
