@@ -69,6 +69,9 @@ PLANTED = {
     "a clamp": (SOFTMAX, f"scores = scores.clamp(-50, 50); {SOFTMAX}"),
     "a cap": (SOFTMAX, f"scores = 9 * torch.tanh(scores / 9); {SOFTMAX}"),
     "a mask that is no mask": (SOFTMAX, f"scores = scores.masked_fill(q.new_ones(t, t).tril() > 0, 0.5); {SOFTMAX}"),
+    "a mask of which little is left": (
+        SOFTMAX, f"scores = scores.masked_fill(hidden_states[:1, :, :1] > 0, -1e4) * 1e-3; {SOFTMAX}"
+    ),
     "a scale by a parameter": (SOFTMAX, f"scores = scores * self.gain; {SOFTMAX}"),
     "a scale by head": (SOFTMAX, f"scores = scores * self.moved[:, :1, :1]; {SOFTMAX}"),
     "a negative scale": (SOFTMAX, f"scores = -0.5 * scores; {SOFTMAX}"),
@@ -194,6 +197,19 @@ def test_inputs_that_are_changed() -> None:
     module = made((SOFTMAX, f"q.mul_(2.0); {SOFTMAX}"))
     (left,) = fk.patch(module).report().left
     assert "in place" in str(left.reason)
+
+
+@pytest.mark.parametrize("what", ["as it is", "operators"])
+def test_few_scores_are_computed(what: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = made(*SERVED[what])
+    theirs = results(module)
+    fk.patch(module)
+    calls.clear()
+    monkeypatch.setitem(deferred_scores.FEWEST, "cpu", 1 << 16)
+    assert all(map(torch.equal, results(module), theirs))
+    assert not calls
+    module(torch.randn(2, 128, 32))
+    assert len(calls) == 1
 
 
 def test_weights_that_are_asked_for(calls: list[Any]) -> None:

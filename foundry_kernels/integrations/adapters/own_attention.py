@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.integrations.adapters.attention import Attention
-from foundry_kernels.integrations.adapters.deferred_scores import Run, Scores, current, filling, within
+from foundry_kernels.integrations.adapters.deferred_scores import FEWEST, Run, Scores, current, filling, within
 from foundry_kernels.integrations.adapters.rotating import (
     Rotating,
     by_backend,
@@ -82,7 +82,8 @@ def _forward(computing: Any, row: OwnAttention) -> Any:
     @functools.wraps(computing)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         backend = self._foundry.backends.get("flash_attention")
-        if backend is None or is_compiling() or _asks(self, dict(zip(names, args, strict=False)) | kwargs):
+        few = row.by_mode and _tokens(args, kwargs) ** 2 < FEWEST["cpu"]  # of which the mode takes longer than they do
+        if backend is None or few or is_compiling() or _asks(self, dict(zip(names, args, strict=False)) | kwargs):
             if current() is None:
                 return computing(self, *args, **kwargs)
             with within(None):
@@ -96,6 +97,12 @@ def deferred(self: Any, computing: Any, row: OwnAttention, run: Run, args: Any, 
     """Returns what the forward `computing` returns where its scores are deferred."""
     with within(run), _Products() if row.by_mode else nullcontext():
         return finished(computing(self, *args, **kwargs), row.weights)
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Returns how many rows the first tensor of a call has."""
+    x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()), None)
+    return 0 if x is None else x.shape[:-1].numel()
 
 
 def _asks(module: nn.Module, given: dict[str, Any]) -> bool:
@@ -141,6 +148,9 @@ def _scores(run: Run, a: Any, b: Any, replay: Callable[[Any], Tensor], transpose
         return None
     k = b if transposed else b.transpose(-1, -2)
     if a.shape[:-2] != k.shape[:-2] or a.shape[-1] != k.shape[-1] or a.device != b.device or 0 in (*a.shape, *b.shape):
+        return None
+    fewest = FEWEST.get(a.device.type, FEWEST[""]) if run.fewest is None else run.fewest
+    if a.shape[:-1].numel() * k.shape[-2] < fewest:
         return None
     low = autocast_dtype(a)
     if not a.is_floating_point() or (a.dtype != b.dtype and (low is None or torch.float64 in (a.dtype, b.dtype))):

@@ -109,7 +109,7 @@ def _proved(module: nn.Module, by_mode: bool, rotations: tuple[Called, ...]) -> 
     copied = _copy(module, draw)
     given, theirs = _given(copied, draw)
     first = OwnAttention(rotations=rotations, by_mode=by_mode, weights=None)
-    run = Run("reference")
+    run = Run("reference", fewest=0)
     out = deferred(_patched(copied, first), type(copied)._foundry_computing, first, run, (), given)
     if not run.attended or run.weighed:
         raise LeftError("its weights are none that flash_attention computes, or have another use")
@@ -162,13 +162,14 @@ def _given(copied: nn.Module, draw: torch.Generator) -> tuple[dict[str, Any], li
     named = list(inspect.signature(copied.forward).parameters.values())
     named = [each for each in named if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     failed: list[Exception] = []
-    for shape in ((2, TOKENS, width), (2, 2, TOKENS, width)):
+    shapes = ((2, TOKENS, width), (2, 2, TOKENS, width))
+    for shape, mask in ((shape, mask) for shape in shapes for mask in (None, torch.ones(2, TOKENS))):
         given: dict[str, Any] = {}
         for i, each in enumerate(named):
             if i == 0 or (each.default is each.empty and STATES.search(each.name)):
                 given[each.name] = _random(shape, draw)
             elif each.default is each.empty or each.name == "attention_mask":
-                given[each.name] = None
+                given[each.name] = mask if each.default is each.empty and "mask" in each.name else None
         try:
             return given, _results(copied, given)
         except Exception as error:
@@ -176,10 +177,14 @@ def _given(copied: nn.Module, draw: torch.Generator) -> tuple[dict[str, Any], li
     raise failed[0]
 
 
-def _results(module: nn.Module, given: dict[str, Any]) -> list[Tensor]:
+def _results(module: Any, given: dict[str, Any]) -> list[Tensor]:
     """The result of a call, and the gradients of what it is given and of its parameters."""
     given = {k: x.clone().requires_grad_() if isinstance(x, Tensor) else x for k, x in given.items()}
-    y: Any = module.forward(**given)
+    row = getattr(module, "_foundry_row", None)
+    if row is None:
+        y = module.forward(**given)
+    else:
+        y = deferred(module, module._foundry_computing, row, Run("reference", fewest=0), (), given)
     y = y[0] if type(y) in (tuple, list) else y
     leaves = [x for x in (*given.values(), *module.parameters()) if isinstance(x, Tensor)]
     direction = torch.cos(torch.arange(y.numel(), dtype=torch.float64)).reshape(y.shape)
