@@ -17,6 +17,7 @@ from foundry_kernels.integrations.adapters.base import PATCHABLE, Adapter, Gated
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES, NO_LOGITS, HeadOwner, LanguageModel
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet
 from foundry_kernels.integrations.adapters.lora import OWN, LoraLinear
+from foundry_kernels.integrations.adapters.own_attention import OwnAttention
 from foundry_kernels.integrations.adapters.packed_model import PackedModel
 from foundry_kernels.integrations.adapters.rotating import Rotating
 from foundry_kernels.integrations.adapters.table import NO_ROW, adapter_for, has_row
@@ -261,8 +262,8 @@ def _line(
     chosen = tuple(op for op in ops if op in wanted)
     if isinstance(found, Attention) and "qk_norm_rope" in ops and "qk_norm_rope" not in wanted and "rope" in wanted:
         chosen = ("rope", *chosen)
-    if isinstance(found, Attention) and not asked and (reason := found.why_not_attend(module)):
-        rest = () if found.whole else tuple(op for op in chosen if op != "flash_attention")
+    if isinstance(found, (Attention, OwnAttention)) and not asked and (reason := found.why_not_attend(module)):
+        rest = () if getattr(found, "whole", False) else tuple(op for op in chosen if op != "flash_attention")
         return found, Entry(name, cls, rest, reason)
     if isinstance(found, Attention) and found.whole and "flash_attention" not in chosen:
         chosen = ()
