@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import gpu_archive
 import nvcc
 import sanitize
 
@@ -103,7 +104,7 @@ def compile_into(folder: Path, more: dict[str, str], instruction_sets: str = "al
     if code:
         print(log.read_text()[-6000:], file=sys.stderr)
         return None
-    [library] = (folder / "foundry_kernels").glob("_C*.so")
+    library = folder / "foundry_kernels" / gpu_archive.EXTENSION
     print(f"compiled: {library.relative_to(ROOT)}, {library.stat().st_size >> 20} MB", flush=True)
     return library
 

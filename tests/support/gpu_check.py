@@ -6,6 +6,8 @@
         units      samples of Hopper's instructions
         hopper     the parity suite's cases on attention's kernels for compute capability 9.0
         shapes     attention at the sizes of training, on the same kernels
+        gluon      attention's forward kernel in Gluon
+        streams    every kernel in a CUDA graph and on another stream; more than 2^31 elements
         sanitize   compute-sanitizer (memcheck, racecheck) on a few cases of every kernel, where it is installed
         parity     all other cases of the parity suite, as many as the time allows
         attention  the times of attention, beside SDPA's kernels
@@ -34,7 +36,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -46,23 +47,25 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE)]
 
 import gpu_archive  # noqa: E402
-from isolated import Pool  # noqa: E402
+from isolated import START, Pool  # noqa: E402
 
 OUT = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-check")
 FROM = Path(os.environ.get("FROM") or OUT)
 #: Seconds that each part may take; together they stay within ten minutes.
 LIMITS = {
-    "build": 100,
-    "units": 20,
+    "build": 90,
+    "units": 15,
     "hopper": 40,
-    "shapes": 90,
-    "sanitize": 50,
-    "parity": 50,
+    "shapes": 80,
+    "gluon": 15,
+    "streams": 20,
+    "sanitize": 70,
+    "parity": 40,
     "attention": 70,
     "losses": 45,
     "delta": 25,
-    "model": 80,
-    "lora": 30,
+    "model": 65,
+    "lora": 25,
 }
 PARTS = tuple(LIMITS)
 #: Those of parts that only run if they are named.
@@ -81,6 +84,8 @@ class Session:
         self.command = [sys.executable, str(HERE / "gpu_worker.py"), *options]
         self.log = OUT / "log.txt"
         self.stub = "--stub" in options
+        #: A dry run may be on a busy machine.
+        self.patience = 20 if self.stub else 1
         self.report: dict[str, Any] = {}
         self.about: dict[str, Any] = {}
         # cuBLAS is deterministic only with this, which changes its speed.
@@ -131,23 +136,17 @@ class Session:
         return self.process([sys.executable, "-m", "foundry_kernels", "tune", *limits], MORE["tune"])
 
     def process(self, command: list[str], limit: float) -> dict[str, Any]:
-        """Runs a command; its output is shown as it comes, and in the log."""
-        began, summary = time.monotonic(), ""
-        pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipe)
-        assert process.stdout is not None
-        timer = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))  # its own processes too
-        timer.start()
+        """Runs a command, its output in the log."""
+        began, start = time.monotonic(), self.log.stat().st_size
         with self.log.open("a") as log:
-            for line in process.stdout:
-                summary = line.strip() or summary
-                print(line, end="", file=log)
-                print(line, end="", flush=True)
-        code = process.wait()
-        timer.cancel()
-        if time.monotonic() - began >= limit:
-            summary = f"stopped after {limit:.0f} s; last line: {summary}"
-        return {"ok": code == 0, "seconds": round(time.monotonic() - began, 1), "summary": summary}
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+            try:
+                stopped = "" if process.wait(limit) == 0 else "it failed; "
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # its own processes too
+                stopped = f"stopped after {limit:.0f} s; "
+        last = self.log.read_text()[start:].strip().rpartition("\n")[2]
+        return {"ok": not stopped, "seconds": round(time.monotonic() - began, 1), "summary": stopped + last}
 
     def sanitize(self) -> dict[str, Any]:
         program = shutil.which("compute-sanitizer")
@@ -160,10 +159,8 @@ class Session:
             log.unlink(missing_ok=True)
             prefix = [program, "--tool", tool, "--error-exitcode", "1"]
             pool = Pool([*prefix, *self.command, "--sanitize"], log, self._env)
-            worker = pool.worker()
-            names = worker.about.get("parts", {}).get("sanitize", [])
-            pool.give_back(worker)
-            deadline = began + LIMITS["sanitize"] * (1 + SANITIZERS.index(tool)) / len(SANITIZERS)
+            names, reason = self.names("sanitize", pool)
+            deadline = began + LIMITS["sanitize"] * self.patience * (1 + SANITIZERS.index(tool)) / len(SANITIZERS)
             part = self.checked("sanitize", names, pool, deadline)
             code = pool.close()
             errors = re.findall(r"= (ERROR SUMMARY|RACECHECK SUMMARY): (.+)", log.read_text())
@@ -171,8 +168,13 @@ class Session:
             found["ok"] &= part["ok"] and code == 0 and bool(names)
             found["passed"] += [f"{tool}: {name}" for name in part["passed"]]
             found["failed"] |= {f"{tool}: {name}": error for name, error in part["failed"].items()}
-            found["summary"] += f"{tool}: {part['summary']}, {said if names else worker.about.get('error')}; "
+            found["summary"] += f"{tool}: {part['summary']}, {reason or said}; "
         return found | {"seconds": round(time.monotonic() - began, 1)}
+
+    def names(self, part: str, pool: Pool) -> tuple[list[str], str | None]:
+        """Returns the names of a part's checks, or none and the reason."""
+        ((_, answer),) = pool.run([part], START, time.monotonic() + START, 1)
+        return answer.get("found", []), answer.get("error")
 
     def checked(
         self, part: str, names: Sequence[str], pool: Pool, deadline: float, most: int = 1, each: float = CHECK
@@ -182,7 +184,7 @@ class Session:
         earlier = self.report.get("parts", {}).get(part, {}).get("passed", []) if part != "sanitize" else []
         passed, failed = [name for name in names if name in set(earlier)], {}
         left = [f"{part}: {name}" for name in names if name not in set(earlier)]
-        for name, answer in pool.run(left, each, deadline, most):
+        for name, answer in pool.run(left, each * self.patience, deadline, most):
             name = name.partition(": ")[2]
             if "error" in answer:
                 failed[name] = answer["error"]
@@ -219,12 +221,14 @@ class Session:
             if part in own:
                 result = own[part]()
             else:
-                deadline, names = time.monotonic() + LIMITS[part], self.about["parts"][part]
-                pool, most = (self._timed, 1) if part in TIMED else (self._checks, min(8, (os.cpu_count() or 2) // 2))
-                if part in TIMED and not self.stub:
+                pool, each = (self._timed, COMPARISON) if part in TIMED else (self._checks, CHECK)
+                if pool is not self._checks:
                     self._checks.close()
-                each = COMPARISON if part in TIMED else CHECK
-                result = self.checked(part, names, pool, deadline, 1 if self.stub else most, each)
+                deadline = time.monotonic() + LIMITS[part] * self.patience
+                names, reason = self.names(part, pool)
+                most = 1 if part in TIMED or self.stub else min(8, (os.cpu_count() or 2) // 2)
+                result = self.checked(part, names, pool, deadline, most, each)
+                result["summary"] = reason or result["summary"]
         except Exception as error:
             result = {"ok": False, "seconds": 0.0, "summary": f"{type(error).__name__}: {error}"}
         self.report.setdefault("parts", {})[part] = result

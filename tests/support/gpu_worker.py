@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
@@ -19,6 +20,7 @@ if not STUB:
     os.environ.pop("TRITON_INTERPRET", None)
 os.environ["FOUNDRY_KERNELS_TUNING"] = "off"
 
+import gluon_cases  # noqa: E402
 import gpu_archive  # noqa: E402
 import gpu_shapes  # noqa: E402
 import pytest  # noqa: E402
@@ -31,8 +33,9 @@ from benchmarks import isa, models, rows, suite, test_model  # noqa: E402
 from foundry_kernels._triton import devices  # noqa: E402
 from foundry_kernels.core import extension  # noqa: E402
 from foundry_kernels.core.registry import short_dtype  # noqa: E402
-from foundry_kernels.testing import Arg, Case, make_cotangents, run  # noqa: E402
-from foundry_kernels.tools.check import numel  # noqa: E402
+from foundry_kernels.ops.flash_attention.triton import gluon_launch  # noqa: E402
+from foundry_kernels.testing import Arg, Case, Expected, call  # noqa: E402
+from foundry_kernels.tools import check  # noqa: E402
 from foundry_kernels.tools.environment import versions  # noqa: E402
 
 CARD = gpu_shapes.Stub() if STUB else gpu_shapes.Card()
@@ -81,18 +84,69 @@ def parity_of(hopper: bool) -> Checks:
                     place = (case.id not in telling[dtype], not row.op.name.startswith("flash_attention"))
                     found.append((place, f"{row.id}-{short_dtype(dtype)}-{case.id}", partial(parity, row, dtype, case)))
     found.sort(key=lambda each: each[0])
-    return {name: check for _, name, check in (found[:2] if STUB else found)}
+    return {name: run for _, name, run in (found[:2] if STUB else found)}
 
 
-def call(op: str, case: Case, backend: str, on_hopper: bool = False) -> None:
+def gluon() -> Checks:
+    """The Gluon kernel of attention's forward pass: it runs, and has the same bits each time."""
+    cases = (
+        gluon_cases.case(2, (8, 2), (512, 512), 128, layout="swapped", causal=True),
+        gluon_cases.case(2, (8, 2), (512, 512), 64, layout="swapped"),
+        gluon_cases.case(1, (4, 1), (193, 321), 64, causal=True),
+        gluon_cases.case(1, (4, 4), (300, 131), 128, causal=True),
+        gluon_cases.case(1, (4, 4), (300, 131), 128, causal=True, align="top_left"),
+        gluon_cases.case(1, (2, 2), (129, 7), 64),
+        gluon_cases.case(1, (2, 1), (1025, 4099), 128, causal=True),
+    )
+
+    def hold(case: Case, dtype: torch.dtype) -> None:
+        expected = Expected.of(gpu_shapes.OP, case, dtype, CARD.device)
+        with torch.no_grad(), mock.patch.object(gluon_launch, "launch_gluon", wraps=gluon_launch.launch_gluon) as made:
+            results = [call(gpu_shapes.OP, expected.args, case.options, backend="triton") for _ in range(20)]
+        assert STUB or made.call_count == 20, f"{made.call_count} of 20 launches"
+        gluon_cases.hold(expected, results[0])
+        assert all(all(map(torch.equal, each, results[0])) for each in results), "other bits"
+
+    dtypes = (torch.bfloat16, torch.float16)
+    found: Checks = {f"{d}-{case.id}-{i}": partial(hold, case, d) for d in dtypes for i, case in enumerate(cases)}
+    return dict([*found.items()][5:6]) if STUB else found
+
+
+def streams() -> Checks:
+    """Each kernel in a CUDA graph, on a stream that is not the default, and on a GPU that is not the current one; and
+    more than 2^31 elements."""
+    found: Checks = {}
+    for row in table.rows():
+        if row.device == "cuda":
+            case = row.small_cases[0]
+            found[f"{row.id} graph"] = partial(check.cuda_graph, row.op, row.backend, case)
+            found[f"{row.id} stream"] = partial(check.side_stream, row.op, row.backend, case)
+            if torch.cuda.device_count() > 1:
+                found[f"{row.id} device"] = partial(check.second_device, row.op, row.backend, case)
+            if row.op.name == "rms_norm":  # for all
+                found[f"{row.id} large"] = partial(large, row.backend)
+    return {"none on a CPU": lambda: None} if STUB else found
+
+
+def large(backend: str) -> None:
+    if torch.cuda.mem_get_info()[0] < 30e9:
+        return
+    x = torch.zeros(2**19 + 3, 4096, dtype=torch.bfloat16, device="cuda")
+    x[-2:] = torch.randn(2, 4096, device="cuda").bfloat16()
+    results = []
+    for rows_of in (x, x[-2:].clone()):
+        y = fk.rms_norm(rows_of.requires_grad_(), backend=backend)
+        results.append((y[-2:], torch.autograd.grad(y, rows_of, torch.ones_like(y))[0][-2:]))
+    assert all(map(torch.equal, *results))
+
+
+def forward_and_backward(op: str, case: Case, backend: str, on_hopper: bool = False) -> None:
     """Forward and backward, without a comparison."""
-    before, args = CARD.passes() if on_hopper else (), case.make(torch.bfloat16, CARD.device)
-    outputs = run(fk.OPS[op], args, case.options, backend=backend).outputs
-    run(fk.OPS[op], args, case.options, make_cotangents(outputs, case.cotangent), backend=backend)
+    before = CARD.passes() if on_hopper else ()
+    check.forward_and_backward(fk.OPS[op], backend, case.make(torch.bfloat16, CARD.device), case)
     CARD.synchronize()
     if on_hopper:
-        after = CARD.passes()
-        assert all(a > b for a, b in zip(after, before, strict=True)), f"passes before {before}, after {after}"
+        gpu_shapes.moved(before, CARD)
 
 
 def sanitized() -> Checks:
@@ -103,13 +157,13 @@ def sanitized() -> Checks:
             args = {"q": Arg((1, 2, 136, width)), "k": Arg((1, 1, 200, width)), "v": Arg((1, 1, 200, width_v))}
             case = Case(f"D={width}/{width_v}", args, {"causal": True, "deterministic": deterministic})
             name = f"flash_attention-hopper-{case.id}-{'in order' if deterministic else 'any order'}"
-            found[name] = partial(call, "flash_attention", case, "native", True)
+            found[name] = partial(forward_and_backward, "flash_attention", case, "native", True)
     for op in fk.OPS.values():
         for backend in op.backends(CARD.device):
-            cases = [case for case in op.cases.CASES[op.name] if 0 < numel(case) < 20_000]
+            cases = [case for case in op.cases.CASES[op.name] if 0 < check.numel(case) < 20_000]
             cases = [case for case in cases if op.cases.why_not(case, backend, CARD.device, torch.bfloat16) is None]
             for case in cases[:: max(1, len(cases) // FEW)] if backend != "reference" else ():
-                found[f"{op.name}-{backend}-{case.id}"] = partial(call, op.name, case, backend)
+                found[f"{op.name}-{backend}-{case.id}"] = partial(forward_and_backward, op.name, case, backend)
     return dict(list(found.items())[:2]) if STUB else found
 
 
@@ -154,19 +208,24 @@ def steps(family: str) -> Checks:
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-def parts() -> dict[str, Checks]:
-    if "--sanitize" in sys.argv:
-        return {"sanitize": sanitized()}
-    shapes: Checks = {shape.name: partial(gpu_shapes.check, shape, CARD) for shape in gpu_shapes.SHAPES}
-    return {
-        "units": {"samples": units},
-        "hopper": parity_of(hopper=True),
-        "shapes": dict(list(shapes.items())[:2]) if STUB else shapes,
-        "parity": parity_of(hopper=False),
-        **{part: comparisons(part) for part in TIMED},
-        "model": steps("training"),
-        "lora": steps("lora"),
+@functools.cache
+def checks_of(part: str) -> Checks:
+    if part in TIMED:
+        return comparisons(part)
+    if part == "shapes":
+        shapes = gpu_shapes.shapes(CARD)
+        return {name: partial(gpu_shapes.hold, case, CARD) for name, case in [*shapes.items()][: 2 if STUB else None]}
+    makers: dict[str, Callable[[], Checks]] = {
+        "units": lambda: {"samples": units},
+        "hopper": partial(parity_of, True),
+        "gluon": gluon,
+        "streams": streams,
+        "sanitize": sanitized,
+        "parity": partial(parity_of, False),
+        "model": partial(steps, "training"),
+        "lora": partial(steps, "lora"),
     }
+    return makers[part]()
 
 
 def about() -> dict[str, Any]:
@@ -192,18 +251,15 @@ def broken() -> bool:
     return False
 
 
-def main() -> None:
-    known = about()
-    checks = {} if "no_gpu" in known else parts()
-
-    def check(name: str) -> Any:
-        part, _, rest = name.partition(": ")
-        found = checks[part][rest]()
-        CARD.synchronize()
-        return found
-
-    serve(known | {"parts": {part: list(of) for part, of in checks.items()}}, check, broken)
+def answer(name: str) -> Any:
+    """The names of a part's checks, or what one of them returns: "PART" or "PART: NAME"."""
+    part, _, rest = name.partition(": ")
+    if not rest:
+        return list(checks_of(part))
+    found = checks_of(part)[rest]()
+    CARD.synchronize()
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    serve(about(), answer, broken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -25,6 +26,7 @@ from isolated import Pool
 from benchmarks import kept as kept_format
 from benchmarks import report as report_module
 from foundry_kernels import _triton
+from foundry_kernels.tools import check
 
 ROOT = Path(__file__).parents[2]
 GPU = "NVIDIA Made-Up 1"
@@ -122,9 +124,9 @@ def test_a_check_that_hangs_or_dies_costs_no_other(tmp_path: Path) -> None:
     assert first.about == {"names": 6}
     pool.give_back(first)
     names = ["good", "hangs", "is wrong", "again", "dies", "breaks", "last"]
-    found = dict(pool.run(names, 5, time.monotonic() + 600, 1))
+    found = dict(pool.run(names, 2, time.monotonic() + 600, 1))
     assert list(found) == names
-    assert found["hangs"]["error"] == "stopped after 5 s"
+    assert found["hangs"]["error"] == "stopped after 2 s"
     assert found["dies"]["error"] == "its process ended with 3"
     assert found["is wrong"]["error"] == "worker.py:9: ValueError: is wrong"
     assert found["breaks"]["error"] == "worker.py:9: ValueError: breaks"
@@ -140,30 +142,36 @@ def test_a_check_that_hangs_or_dies_costs_no_other(tmp_path: Path) -> None:
     assert failed["good"]["error"] == "its process ended with 4"
 
 
-@pytest.mark.parametrize("mistake", ["other kernel", "other bits", "in a graph", "inexact", None])
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("other kernel", "passes before"),
+        ("other bits", "call 2: other bits"),
+        ("together", "two streams: other bits"),
+        ("inexact", "dq: error"),
+        ("", ""),
+    ],
+)
 def test_large_attention_is_held_to_its_kernel_its_bits_and_sdpa(
-    mistake: str | None, monkeypatch: pytest.MonkeyPatch
+    mistake: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card, own, calls = gpu_shapes.Stub(), gpu_shapes.ours, [0]
+    card, own, calls = gpu_shapes.Stub(), check.forward_and_backward, [0]
 
-    def ours(shape: gpu_shapes.Shape, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def planted(*args: Any) -> tuple[torch.Tensor, ...]:
         calls[0] += 1
-        out, *grads = own(shape, given)
+        out, *grads = own(*args)
         if mistake == "inexact" or (mistake == "other bits" and calls[0] == 3):
             grads[0] = grads[0] * 1.01
         return out, *grads
 
-    monkeypatch.setattr(gpu_shapes, "ours", ours)
+    monkeypatch.setattr(check, "forward_and_backward", planted)
     if mistake == "other kernel":
         monkeypatch.setattr(card, "passes", lambda: (1, 1))
-    if mistake == "in a graph":
-        monkeypatch.setattr(card, "in_graph", lambda run: tuple(x + 1 for x in run()))
-    message = {"other kernel": "passes before", "other bits": "call 2: other bits", "in a graph": "graph: other bits"}
-    if mistake is None:
-        assert gpu_shapes.check(gpu_shapes.SHAPES[0], card).keys() == {"out", "dq", "dk", "dv"}
-        return
-    with pytest.raises(AssertionError, match=message.get(mistake, "dq: error")):
-        gpu_shapes.check(gpu_shapes.SHAPES[0], card)
+    if mistake == "together":
+        monkeypatch.setattr(card, "at_once", lambda *runs: [tuple(x + 1 for x in run()) for run in runs])
+    case = next(iter(gpu_shapes.shapes(card).values()))
+    with pytest.raises(AssertionError, match=message) if mistake else contextlib.nullcontext():
+        assert gpu_shapes.hold(case, card).keys() == {"out", "dq", "dk", "dv"}
 
 
 def test_the_parts_fit_into_ten_minutes() -> None:
@@ -171,10 +179,9 @@ def test_the_parts_fit_into_ten_minutes() -> None:
     order = [part for part in gpu_check.LIMITS if part not in gpu_check.TIMED]
     assert (*order, *gpu_check.TIMED) == gpu_check.PARTS, "what is right is known before how fast it is"
     assert order[:4] == ["build", "units", "hopper", "shapes"]
-    names = {shape.name for shape in gpu_shapes.SHAPES}
-    assert len(names) == len(gpu_shapes.SHAPES)
+    names = gpu_shapes.shapes(gpu_shapes.Card())
     for each in ("T=4096", "T=16384", "D=64", "D=128", "D=192/128", "D=256", "Hk=1", "Hk=2", "Hk=8", "any order"):
-        assert any(each in name.split() or each in name for name in names), each
+        assert any(each in name for name in names), each
 
 
 SANITIZER = """#!/bin/sh
@@ -237,7 +244,6 @@ class Stub(gpu_check.Session):
         super().__init__([])
         self.failing, self.ran = failing, []
         self.about = {"gpu": GPU, "capability": "9.0", "environment": {}, "isa": {}, "extension": {}}
-        self.about["parts"] = {part: ["one", "two"] for part in gpu_check.PARTS}
 
     def begin(self) -> None:
         return None
@@ -246,6 +252,9 @@ class Stub(gpu_check.Session):
         return {"ok": True, "seconds": 0, "summary": ""}
 
     sanitize = build
+
+    def names(self, part: str, pool: Any) -> tuple[list[str], None]:
+        return ["one", "two"], None
 
     def checked(self, part: str, names: Any, pool: Any, deadline: float, *args: Any) -> dict[str, Any]:
         outer = self
