@@ -347,16 +347,26 @@ def test_quantised_layers_are_called(bits: int, calls: list[int]) -> None:
     assert float((results[1][1] - results[0][1]).norm()) <= 3e-2 * float(results[0][1].norm())
 
 
-def test_experts() -> None:
-    """PEFT adds the product of the factors to the experts' weights, which `grouped_mm` takes."""
-    results = []
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts(family: str) -> None:
+    """An adapter of the experts' parameters multiplies by its factors: nothing of the weights' size is saved."""
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    results, sizes = [], []
     for patched in ("", "after"):
-        targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-        model, handle = adapted("some", patched, "qwen3_moe", **targets)
-        assert not patched or "grouped_mm" in str(handle.report())
+        model, handle = adapted("some", patched, family, **targets)
+        assert not patched or "ParamWrapper" in {e.module_class for e in handle.report().replaced}
         results.append((*step(model), logits(model)))
+        sizes.append(sum(saved(model, IDS).values()))
+        model.base_model.set_adapter([])
+        results[-1] += (logits(model),)
+        model.base_model.set_adapter(["default"])
+        with model.disable_adapter():
+            results[-1] += (logits(model),)
+        model.merge_adapter()
+        results[-1] += (logits(model),)
     for actual, expected in zip(*results, strict=True):
         assert near(actual, expected)
+    assert sizes[1] < 0.6 * sizes[0]
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]], ids=" ".join)
