@@ -4,12 +4,15 @@ where PEFT's own forward runs."""
 from __future__ import annotations
 
 import copy
+import os
 import runpy
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import limits
 import pytest
 import torch
 from torch import Tensor, nn
@@ -415,3 +418,28 @@ def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     loaded = peft.PeftModel.from_pretrained(base, tmp_path)
     assert any("lora_B" in name and bool(p.any()) for name, p in loaded.named_parameters())
+
+
+def test_pefts_own_tests_of_lora(tmp_path: Path) -> None:
+    """The source distribution of the installed version has them; skipped where the package index is out of reach."""
+    name = f"peft=={peft.__version__}"
+    got = limits.run(
+        [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "peft", name, "-d", "."], cwd=tmp_path
+    )
+    if got.returncode:
+        pytest.skip(f"cannot download {name}: {got.stderr.splitlines()[-1]}")
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tests,) = tmp_path.glob("peft-*/tests")
+    (tests / "__init__.py").touch()
+    here = Path(__file__).resolve()
+    done = limits.run(
+        [
+            sys.executable, "-m", "pytest", "-q", "-p", "pefts_own", "-p", "no:cacheprovider", "-o", "addopts=", "-W",
+            "ignore", "-k", "LoraConfig", str(tests / "test_custom_models.py"),
+        ],
+        cwd=tests.parent,
+        env={**os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here.parents[3]}", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert int(done.stdout.split(" passed")[0].split()[-1]) > 40
