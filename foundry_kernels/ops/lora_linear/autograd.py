@@ -137,8 +137,8 @@ def lora_linear(
     biases: Sequence[Tensor | None],
     bases: Sequence[Tensor | None],
     scales: Sequence[float],
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
 ) -> Sequence[Tensor]:
     """The operation by a backend's matmuls, with its gradients."""
     call = _Call(products, chosen(), tuple(scales), tuple([a.shape[0] for a in lora_as]), dropout_p)
