@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from patching import IDS, close, logits
+from tiny_encoders import FAMILIES, tiny_batch, tiny_encoder
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -17,7 +18,6 @@ from transformers.models.bert import modeling_bert
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters import interface
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES
-from foundry_kernels.integrations.adapters.tiny_encoders import FAMILIES, tiny_batch, tiny_encoder
 from foundry_kernels.integrations.attention.plan import DenseMask
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -28,7 +28,7 @@ SERVED = {
     "roberta": {"layer_norm": 6, "flash_attention": 2, "bias_gelu": 2, "linear_cross_entropy": 1},
     "modernbert": {"layer_norm": 6, "rope": 2, "flash_attention": 2, "geglu": 2, "linear_cross_entropy": 1},
     "vit": {"layer_norm": 5, "flash_attention": 2, "bias_gelu": 2},
-    "clip": {"layer_norm": 11, "flash_attention": 4, "bias_gelu": 2},
+    "clip": {"layer_norm": 11, "flash_attention": 4},
     "siglip": {"layer_norm": 11, "flash_attention": 4, "bias_gelu": 5},
     "whisper": {"layer_norm": 12, "flash_attention": 6, "linear_cross_entropy": 1},
     "wav2vec2": {"layer_norm": 6, "flash_attention": 2, "bias_gelu": 2},
