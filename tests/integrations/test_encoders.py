@@ -28,7 +28,7 @@ SERVED = {
     "roberta": {"layer_norm": 6, "flash_attention": 2, "bias_gelu": 2, "linear_cross_entropy": 1},
     "modernbert": {"layer_norm": 6, "rope": 2, "flash_attention": 2, "geglu": 2, "linear_cross_entropy": 1},
     "vit": {"layer_norm": 5, "flash_attention": 2, "bias_gelu": 2},
-    "clip": {"layer_norm": 11, "flash_attention": 4},
+    "clip": {"layer_norm": 11, "flash_attention": 4, "bias_gelu": 2},
     "siglip": {"layer_norm": 11, "flash_attention": 4, "bias_gelu": 5},
     "whisper": {"layer_norm": 12, "flash_attention": 6, "linear_cross_entropy": 1},
     "wav2vec2": {"layer_norm": 6, "flash_attention": 2, "bias_gelu": 2},

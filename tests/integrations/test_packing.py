@@ -147,7 +147,7 @@ def test_attention_that_is_left(family: str) -> None:
 @pytest.mark.parametrize("family", ENCODERS)
 def test_encoders(family: str) -> None:
     """Those of text keep documents apart; encoder-decoders refuse them."""
-    if ENCODERS[family][2] != "text":
+    if ENCODERS[family][3] != "text":
         return
     model = tiny_encoder(family)
     arguments = _arguments(model)
