@@ -449,7 +449,7 @@ def test_patch_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("flash_attention") == 2
     assert main(["patch-report", "Qwen2ForCausalLM"]) == 0
     assert "65 rms_norm" in capsys.readouterr().out  # of its 32 layers
-    for name, message in (("tapas", "family must be one of llama"), ("Unknown", "transformers has no model Unknown")):
+    for name, message in (("llamas", "family must be one of llama"), ("Unknown", "transformers has no model Unknown")):
         with pytest.raises(SystemExit):
             main(["patch-report", name])
         assert message in capsys.readouterr().err
