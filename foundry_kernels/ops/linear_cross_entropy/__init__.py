@@ -167,9 +167,9 @@ def linear_cross_entropy(
 
     By default the CPU makes all logits of up to 256 tokens at once if they need no gradient. With gradients it does so,
     and keeps the logits for the backward pass, if the tokens are at most a 16th of D or, with reduction "none", at most
-    D, and none of them is ignored. Otherwise it takes chunks; but of a bfloat16 weight that gets a gradient, if oneDNN has instructions for such
-    matmuls and the loss is reduced, a single chunk if all logits fit into 32 MiB, and with matrix instructions (AMX)
-    tiles if they do not. Where it is not reduced it takes tiles.
+    D, and none of them is ignored. Otherwise it takes chunks; but of a bfloat16 weight that gets a gradient, if oneDNN
+    has instructions for such matmuls and the loss is reduced, a single chunk if all logits fit into 32 MiB, and with
+    matrix instructions (AMX) tiles if they do not. Where it is not reduced it takes tiles.
 
     Results have the same bits in each run. Matmuls are PyTorch's own, so bits may differ with another number of threads
     or another strategy. The gradient of weight is summed over the chunks; for bfloat16 on a CPU by oneDNN's kernel. In
