@@ -117,6 +117,8 @@ def plan(kernel: str, p: Problem, strides: tuple[Strides, ...], **flags: Any) ->
         del constants["DOCUMENTS"]
         constants["VARLEN"] = p.n_documents is not None
         constants["WIDTH"] = max(16, triton.next_power_of_2(p.head_dim))
+        if flags["PARTS"] == 3:  # for want of registers
+            block["BLOCK_V"] = min(block["BLOCK_V"], max(16, 2048 // constants["WIDTH"]))
     programs *= p.n_kv_heads if kernel == "dqk" else p.n_heads
     constants["DV"] = p.head_dim_v
     if kernel == "prepare":
