@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,9 @@ def compared(group: suite.Group, left_out: tuple[str, ...]) -> list[dict[str, An
 def comparisons(part: str) -> Checks:
     ops, ending, left_out = TIMED[part]
     groups = [g for g in suite.groups(False) if g.op.name in ops and g.case.id.endswith(ending)]
+    if part == "attention" and not STUB:
+        more = (replace(groups[0], case=case) for case in gpu_shapes.TIMED)
+        groups += [replace(g, direction=direction) for g in more for direction in ("forward", "backward")]
     groups.sort(key=lambda g: (ops.index(g.op.name), "D=128" not in g.case.id))
     if STUB:
         groups = sorted(groups, key=lambda g: g.size)[:1]
