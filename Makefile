@@ -183,16 +183,16 @@ $(VENV)/.built-all: $(VENV)/.test-packages $(SOURCES)
 	$(call build,all)
 	@touch $@ $(VENV)/.built
 
-# Compiles the Triton kernels for `make gpu-check` on another machine, into build/gpu-cache.tar.xz. Use the Triton and Python of
-# that machine: make gpu-cache STACK=2.11 PYTHON=python3.12 VENV=.venv-3.12.
+# Compiles the Triton kernels and, where nvcc is, the extension for `make gpu-check` on another machine, into
+# build/gpu-cache.tar.xz. Use its torch, Triton and Python: make gpu-cache STACK=2.11 PYTHON=python3.12 VENV=.venv-3.12.
 ARCHIVE ?= build/gpu-cache.tar.xz
 gpu-cache: $(VENV)/.demo-packages
 	$(PY) tests/support/gpu_cache.py --archive $(ARCHIVE) $(ARGS)
 
-# Runs everything that needs a GPU, with $(PYTHON), which must have torch. Needs no network.
-# GPU_CHECK=build,parity,suite,sanitize,bench runs these parts, GPU_CHECK=rest the parts that have not passed yet.
+# Runs everything that needs a GPU in ten minutes, with $(PYTHON), which must have torch. Needs no network.
+# ARGS="hopper shapes" runs these parts, ARGS=rest what has not passed yet, and ARGS=--stub is a dry run on the CPU.
 gpu-check:
-	$(PYTHON) tests/support/gpu_check.py
+	$(PYTHON) tests/support/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info foundry_kernels/*.so

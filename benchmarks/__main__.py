@@ -14,7 +14,7 @@ def main(argv: list[str]) -> int:
         return compare.main(argv[1:])
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    text = "store a run of --benchmark-json as benchmarks/results/NAME.json, and make NAME.md and its picture"
+    text = "store a run of --benchmark-json, or of `make gpu-check`, as benchmarks/results/NAME.json, and make its page"
     keep = commands.add_parser("report", help=f"{text}; without a run, the pages of all stored results again")
     keep.add_argument("run", nargs="?", metavar="RUN.json", type=Path)
     keep.add_argument("name", nargs="?", metavar="NAME", default="")

@@ -20,7 +20,7 @@ ROW_SECONDS = {"memcpy": 1.0, "GEMM": 2.5, "overhead": 0.3, "growth": 6.0, "mode
 _PRIOR = 2
 
 #: Places in the order of a run.
-FIRST, NEEDED, LATER, REST = -1, 0, 1, 2
+NEEDED, LATER, REST = range(3)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -34,7 +33,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MINUTES",
         help=f"time to keep to, by fewer rounds and then fewer shapes; 0 for none (default: {DEFAULT:g}; --full: 0)",
     )
-    parser.addoption("--rows", type=Path, metavar="FILE", help="append each row to this file as it is measured")
     parser.addoption(
         "--isa",
         choices=tuple(isa.SWITCHES),
@@ -162,7 +160,7 @@ class Record:
         benchmark.group = group
         replay.give(benchmark, times)
         benchmark.extra_info.update(row)
-        self._append(_ROWS, row)
+        self._config.stash[_ROWS].append(row)
         self._show(_FIGURES, in_a_line(row))
         if "wrong" in row:
             pytest.fail(f"no ratio is reported: {row['wrong']}")
@@ -170,15 +168,8 @@ class Record:
     def absent(self, row: dict[str, Any]) -> None:
         """Stores and skips a row that could not be measured; the row has the reason."""
         if "why_not" in row:
-            self._append(_ABSENT, row)
+            self._config.stash[_ABSENT].append(row)
             pytest.skip(row["why_not"])
-
-    def _append(self, key: pytest.StashKey[list[dict[str, Any]]], row: dict[str, Any]) -> None:
-        """Also appends it to the file of `--rows` at once, so that an interrupted run loses no rows."""
-        self._config.stash[key].append(row)
-        if (path := self._config.getoption("rows", None)) is not None:
-            with path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
 
 
 @pytest.fixture

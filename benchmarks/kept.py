@@ -50,6 +50,18 @@ def slim(kept: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def merge(kept: dict[str, Any], rows: list[Row]) -> None:
+    """Adds rows to results, in place of those with the same names."""
+
+    def names(row: Row) -> tuple[Any, ...]:
+        return tuple(row.get(name) for name in ("kind", *_NAMES))
+
+    new = {names(row): row for row in rows}
+    for key in ("rows", "absent"):
+        old = [row for row in kept.get(key, []) if names(row) not in new]
+        kept[key] = old + [row for row in new.values() if ("why_not" in row) == (key == "absent")]
+
+
 def _slim(row: Row) -> Row:
     kind = row.get("kind", "op")
     ratios = ("speedup_over", "noise") if "over" in COLUMNS[kind] else ()

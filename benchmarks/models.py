@@ -27,6 +27,7 @@ FAMILIES = {
     "transformer": _OWN,
     "hugging-face": ("Hugging Face", "Hugging Face, compiled", *_PATCHED),
     "training": ("Hugging Face", _PATCHED[0], _PATCHED[2], "Hugging Face, compiled", _PATCHED[1]),
+    "lora": ("PEFT", "patched by ours"),
     "generation": (*_OWN, "Hugging Face, static cache", "Hugging Face, static cache, compiled"),
     "serving": ("one after the other", "continuous batching"),
 }
@@ -40,6 +41,7 @@ TASKS = {
     "transformer": _TRAINING,
     "hugging-face": _TRAINING,
     "training": ("step",),
+    "lora": ("step",),
     "generation": ("decode",),
     "serving": ("requests",),
 }
@@ -103,7 +105,7 @@ class ModelGroup:
     def alone(self) -> bool:
         """Whether each model is created and measured alone, because with their optimisers they do not fit a GPU
         together."""
-        return self.family == "training"
+        return self.family in ("training", "lora")
 
     @property
     def sequences(self) -> int:
@@ -128,9 +130,9 @@ def model_groups(full: bool) -> list[ModelGroup]:
     dtypes = dtypes or [torch.float32 if DEVICE == "cpu" else torch.bfloat16]
     groups = []
     for family, tasks in TASKS.items():
-        if family == "training" and DEVICE == "cpu":  # a step takes minutes
+        if family in ("training", "lora") and DEVICE == "cpu":  # a step takes minutes
             continue
-        own = {"training": _STEPS, "generation": _GENERATION, "serving": _GENERATION}
+        own = {"training": _STEPS, "lora": _STEPS, "generation": _GENERATION, "serving": _GENERATION}
         sizes = list(own.get(family, SIZES[DEVICE]))
         compiled = full or DEVICE != "cpu" or family != "generation"
         all_sizes = full and (family != "serving" or DEVICE != "cpu")
@@ -220,7 +222,7 @@ def _make(group: ModelGroup, name: str) -> nn.Module | Any:
     """Returns the model, or the reason why there is none."""
     if isa.current.lacks_products(group.dtype.itemsize, True):
         return isa.no_products()
-    if group.family in ("hugging-face", "training") or name.startswith("Hugging Face"):
+    if group.family in ("hugging-face", "training", "lora") or name.startswith("Hugging Face"):
         return _hugging_face(group, name)
     backend = "auto" if name.startswith("ours") or group.family == "serving" else "reference"
     model = Transformer(group.config, backend, device=DEVICE, dtype=group.dtype)
@@ -258,6 +260,12 @@ def _hugging_face(group: ModelGroup, name: str) -> nn.Module | str:
     )
     with torch.device(DEVICE):
         model: nn.Module = transformers.LlamaForCausalLM(config).to(dtype=group.dtype)
+    if group.family == "lora":
+        try:
+            peft = importlib.import_module("peft")
+        except ImportError as error:
+            return f"peft does not import ({error}); pip install peft"
+        model = peft.get_peft_model(model, peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
     if name.startswith("patched by ours"):
         fk.patch(model)
     elif name == "patched by Liger":
@@ -358,7 +366,8 @@ def _prepare(group: ModelGroup, name: str, model: Any, batch: Tensor) -> Prepare
         loss.backward()
         return loss.detach()
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True) if group.task == "step" else None
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True) if group.task == "step" else None
 
     def run() -> Tensor:
         loss = both()

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tables, verdict
-from benchmarks.kept import dumps, read
+from benchmarks.kept import dumps, merge, read
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 def keep(source: Path, target: Path | None = None) -> Path:
-    """Stores a run's rows, machine and date, but not every round, in `target` (default: named after the machine)."""
+    """Stores a run's rows, machine and date, but not every round, in `target` (default: named after the machine). The
+    results of `make gpu-check` are merged into those of the same sources that are there."""
     run: dict[str, Any] = read(source)
+    if "parts" in run:
+        return _merge(run, target or kept_path(source.stem))
     for key in ("benchmarks", "machine_info", "datetime", "environment", "device"):
         if key not in run:
             raise SystemExit(f"error: {source} has no {key!r}: it is no result of pytest benchmarks --benchmark-json")
@@ -34,6 +37,22 @@ def keep(source: Path, target: Path | None = None) -> Path:
         "absent": run.get("absent", []),
     }
     target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(dumps(kept), encoding="utf-8")
+    return target
+
+
+def _merge(run: dict[str, Any], target: Path) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    kept: dict[str, Any] = read(target) if target.exists() else {}
+    if kept.get("sources") != run["sources"]:
+        kept = {"checks": {}}
+    kept |= {key: run[key] for key in ("device", "environment", "sources", "isa")} | {"full": False}
+    kept["date"] = run["date"][:10]
+    for name, part in run["parts"].items():
+        kept["checks"][name] = {
+            key: part[key] for key in ("ok", "summary", "failed") if part.get(key) not in (None, {})
+        }
+    merge(kept, run.get("rows", []) + run.get("absent", []))
     target.write_text(dumps(kept), encoding="utf-8")
     return target
 

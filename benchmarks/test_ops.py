@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.budget import FIRST, REST, Unit
+from benchmarks.budget import Unit
 from benchmarks.calls import Contenders
 from benchmarks.conftest import Record
 from benchmarks.measure import latest, replay
@@ -27,12 +27,11 @@ from foundry_kernels.core.registry import short_dtype
 
 def unit(params: Mapping[str, Any]) -> Unit:
     group: Group = params["group"]
-    place = FIRST if group.bench.BENCH_FIRST and group.case.id.endswith(group.bench.BENCH_FIRST) else REST
     shape, what = (
         f"{group.op.name} {shape_of({'case': group.case.id})}",
         f"{group.direction} {short_dtype(group.dtype)}",
     )
-    return Unit(group.id, shape, group.limit, group.size, group.op.name, what, place)
+    return Unit(group.id, shape, group.limit, group.size, group.op.name, what)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -77,7 +77,9 @@ def _operations(rows: Sequence[Row]) -> list[tuple[str, str]]:
 def _models(rows: Sequence[Row]) -> list[tuple[str, str]]:
     found = []
     for row in rows:
-        peer = _PAIRS.get(row["row"], "") if row.get("kind") == "model" else ""
+        if row.get("kind") != "model":
+            continue
+        peer = row["base"] if row.get("op") == "lora" else _PAIRS.get(row["row"], "")
         if (ratio := row.get("speedup_over", {}).get(peer)) is not None:
             text = f"{row['op']} {row['case']}, {row['direction']}: {row['row']} {ratio:.2f}x {peer}"
             found.append((noise.call(row, peer), text + _itself([row], peer)))

@@ -29,8 +29,9 @@ PyObject* result_of(const Call& call) {
 
 // A direct call: reads its arguments and calls the operator, or returns None.
 using DirectCall = PyObject*(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given);
-DirectCall call_flash_attention, call_decode_blocks;            // direct_attention.cpp
-DirectCall call_cross_entropy, call_linear_cross_entropy;       // direct_losses.cpp
+DirectCall call_flash_attention, call_decode_blocks;  // direct_attention.cpp
+DirectCall call_cross_entropy, call_linear_cross_entropy, call_log_probs, call_linear_log_probs, call_kl_div,
+    call_linear_kl_div;                                         // direct_losses.cpp
 DirectCall call_gated_delta_rule_step, call_short_conv1d_step;  // direct_steps.cpp
 
 }  // namespace foundry

@@ -1,9 +1,15 @@
 // Direct calls (direct.cpp) of the losses.
 #include <ATen/ops/linear.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
 
 #include "direct.h"
 #include "direct_calls.h"
+#include "torch/autograd.h"
 #include "torch/cross_entropy.h"
+#include "torch/kl_div.h"
+#include "torch/log_probs.h"
 #include "torch/products.h"
 
 namespace foundry {
@@ -15,10 +21,88 @@ struct {
   int64_t tokens = 0;
 } single_chunk;
 
-// Whether there is one target per token of x [..., N], and the class weights need no gradient.
-bool are_targets(const Tensor& x, const Tensor& target, const OptionalTensor& weight, int64_t n_classes) {
-  return x.dim() > 0 && x.size(-1) > 0 && target.sizes() == x.sizes().slice(0, x.dim() - 1) &&
-         (!weight || (weight->dim() == 1 && weight->size(0) == n_classes && !weight->requires_grad()));
+// Whether there is one target per token of x [..., N].
+bool are_targets(const Tensor& x, const Tensor& target) {
+  return x.dim() > 0 && x.size(-1) > 0 && target.sizes() == x.sizes().slice(0, x.dim() - 1);
+}
+
+// Whether these are weights of the classes, which need no gradient.
+bool are_class_weights(const OptionalTensor& weight, int64_t n_classes) {
+  return !weight || (weight->dim() == 1 && weight->size(0) == n_classes && !weight->requires_grad());
+}
+
+// The number of targets that count.
+int64_t counted(const Tensor& target, int64_t ignore_index) {
+  const Tensor t = target.to(at::kLong).contiguous();
+  const int64_t* values = t.const_data_ptr<int64_t>();
+  return target.numel() - std::count(values, values + target.numel(), ignore_index);
+}
+
+// Hidden states and a linear layer, which makes the logits of all tokens at once and keeps them for the backward pass:
+// where the strategies of _linear_loss save neither time nor memory that matters. Without gradients these are the calls
+// of few tokens. With gradients kept logits must be a fraction of the weight's gradient: a 16th if the loss is reduced,
+// whose own gradients could overwrite them, and as much if it is not, as computing them once more takes another matmul.
+struct Head {
+  const Tensor &hidden, &weight;
+  const OptionalTensor& bias;
+  double scale = 1.0;
+
+  int64_t tokens() const { return hidden.numel() / hidden.size(-1); }
+  bool small() const { return hidden.numel() * weight.size(0) <= single_chunk.multiplications; }
+  bool records() const { return any_requires_grad(hidden, weight, bias); }
+
+  bool fits(bool reduced) const {
+    if (autocasts(hidden) || hidden.dim() == 0 || hidden.numel() == 0 || weight.dim() != 2 || weight.size(0) == 0 ||
+        weight.size(1) != hidden.size(-1) || weight.scalar_type() != hidden.scalar_type())
+      return false;
+    if (bias && (bias->dim() != 1 || bias->size(0) != weight.size(0) || bias->scalar_type() != hidden.scalar_type()))
+      return false;
+    const auto type = hidden.scalar_type();
+    const bool few = tokens() * 16 <= weight.size(1) || small();
+    if (tokens() > single_chunk.tokens || !(small() || type == at::kFloat || fast_products(type))) return false;
+    return !records() || few || (!reduced && tokens() <= weight.size(1) && fast_products(type));
+  }
+
+  // Small matmuls use float32 copies.
+  Tensor logits() const {
+    constexpr int64_t kWorthIt = 1 << 13;  // multiplications that justify the call of another matmul
+    const auto within = small() ? at::kFloat : hidden.scalar_type();
+    const auto cast = [&](const Tensor& t) { return t.scalar_type() == within ? t : t.to(within); };
+    const Tensor x = cast(hidden), w = cast(weight);
+    const OptionalTensor b = bias ? OptionalTensor(cast(*bias)) : bias;
+    const bool worth_it = within == at::kFloat && x.numel() * w.size(0) > kWorthIt && !records();
+    const Tensor found = worth_it ? linear_float32(x, w, b) : at::linear(x, w, b);
+    return scale == 1.0 ? found : found.mul(scale);
+  }
+};
+
+// Options of a divergence; the direction and its share are two arguments.
+KlDivArguments divergence(Arguments& in) {
+  KlDivArguments options{};
+  c10::string_view direction;
+  in.need(is_positive_number(options.temperature = in.real()));
+  in.text(direction);
+  const double beta = in.not_negative();
+  in.need(beta <= 1.0 && (direction == "forward" || direction == "reverse" || direction == "jsd"));
+  options.beta = direction == "forward" ? 0.0 : direction == "reverse" ? 1.0 : beta;
+  in.integer(options.ignore_index);
+  return options;
+}
+
+// By what a reduced divergence is divided; without targets all tokens count.
+std::optional<int64_t> divisor(c10::string_view reduction, const OptionalTensor& target, int64_t ignore_index,
+                               int64_t tokens) {
+  if (reduction == "none") return std::nullopt;
+  if (reduction == "sum") return 1;
+  return std::max<int64_t>(target ? counted(*target, ignore_index) : tokens, 1);
+}
+
+Tensor divergence_of(const Tensor& logits, const Tensor& teacher, const OptionalTensor& target, KlDivArguments options,
+                     c10::string_view reduction) {
+  if (!target) options.ignore_index = -100;
+  const auto tokens = logits.sizes().slice(0, logits.dim() - 1);
+  const Tensor all = target ? *target : at::zeros(tokens, logits.options().dtype(at::kLong));
+  return kl_div(logits, teacher.detach(), all, options, divisor(reduction, target, options.ignore_index, all.numel()));
 }
 
 }  // namespace
@@ -29,43 +113,99 @@ PyObject* call_cross_entropy(const OnAccelerator& served, PyObject* const* argum
   const OptionalTensor weight = in.optional_tensor();
   LossOptions options;
   options.read_from(in);
-  in.need(in.ok() && logits.dim() > 0 && are_targets(logits, target, weight, logits.size(-1)));
+  in.need(in.ok() && are_targets(logits, target) && are_class_weights(weight, logits.size(-1)));
   if (!in.ok()) Py_RETURN_NONE;
   return result_of([&] { return std::get<0>(cross_entropy(logits, target, weight, options, false, false)); });
 }
 
-// A single chunk without gradients: other strategies cannot save memory there, unless a 16-bit weight is large and its
-// gradient is wanted in float32. Small matmuls use float32 copies.
 PyObject* call_linear_cross_entropy(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
-  constexpr int64_t kWorthIt = 1 << 13;  // multiplications that justify the call of another matmul
   Arguments in(served, arguments, given, 7 + LossOptions::kArguments);
   const Tensor &hidden = in.tensor(), &weight = in.tensor(), &target = in.indices();
   const OptionalTensor bias = in.optional_tensor(), class_weight = in.optional_tensor();
   LossOptions options;
   options.read_from(in);
-  const double logit_scale = in.real();
-  in.need(is_number(logit_scale) && in.ok() && !autocasts(hidden));
-  in.need(in.ok() && weight.dim() == 2 && weight.size(0) > 0 && target.numel() > 0 &&
-          target.numel() <= single_chunk.tokens && are_targets(hidden, target, class_weight, weight.size(0)) &&
-          weight.size(1) == hidden.size(-1) && weight.scalar_type() == hidden.scalar_type());
-  in.need(in.ok() && (!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0) &&
-                                bias->scalar_type() == hidden.scalar_type())));
+  const Head head{hidden, weight, bias, in.real()};
+  in.need(in.ok() && is_number(head.scale) && are_targets(hidden, target) && head.fits(options.reduction != "none") &&
+          are_class_weights(class_weight, weight.size(0)));
+  // A gradient of 0 for an ignored token would not stay 0 in a product with hidden states that are not finite.
+  in.need(in.ok() && (!head.records() || counted(target, options.ignore_index) == target.numel()));
   if (!in.ok()) Py_RETURN_NONE;
-  const auto type = hidden.scalar_type();
-  const bool small = hidden.numel() * weight.size(0) <= single_chunk.multiplications;
-  in.need(small || type == at::kFloat || (type == at::kBFloat16 ? fast_bfloat16_products() : fast_float16_products()));
-  in.need(in.ok() && !(at::GradMode::is_enabled() &&
-                       (hidden.requires_grad() || weight.requires_grad() || (bias && bias->requires_grad()))));
+  return result_of(
+      [&] { return std::get<0>(cross_entropy(head.logits(), target, class_weight, options, false, false)); });
+}
+
+PyObject* call_log_probs(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 3 + LogProbsArguments::kArguments);
+  const Tensor &logits = in.tensor(), &target = in.indices();
+  LogProbsArguments options;
+  options.read_from(in);
+  in.need(in.ok() && options.logit_scale != 0.0 && are_targets(logits, target));
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] { return std::get<0>(log_probs(logits, target, options, false, false)); });
+}
+
+PyObject* call_linear_log_probs(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 5 + LogProbsArguments::kArguments);
+  const Tensor &hidden = in.tensor(), &weight = in.tensor(), &target = in.indices();
+  const OptionalTensor bias = in.optional_tensor();
+  LogProbsArguments options;
+  options.read_from(in);
+  const Head head{hidden, weight, bias, options.logit_scale};
+  in.need(in.ok() && head.scale != 0.0 && are_targets(hidden, target) && head.fits(false));
+  in.need(in.ok() && (!head.records() || counted(target, options.ignore_index) == target.numel()));
+  if (!in.ok()) Py_RETURN_NONE;
+  options.logit_scale = 1.0;
+  return result_of([&] { return std::get<0>(log_probs(head.logits(), target, options, false, false)); });
+}
+
+PyObject* call_kl_div(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 9);
+  const Tensor &logits = in.tensor(), &teacher = in.tensor();
+  OptionalTensor target;
+  in.optional_indices(target);
+  const KlDivArguments options = divergence(in);
+  c10::string_view reduction;
+  in.reduction(reduction);
+  in.need(in.ok() && logits.dim() > 0 && logits.numel() > 0 && teacher.sizes() == logits.sizes());
+  in.need(in.ok() && (!target || are_targets(logits, *target)));
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] { return divergence_of(logits, teacher, target, options, reduction); });
+}
+
+PyObject* call_linear_kl_div(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 14);
+  const Tensor &hidden = in.tensor(), &weight = in.tensor();
+  const OptionalTensor teacher_hidden = in.optional_tensor(), teacher_weight = in.optional_tensor(),
+                       teacher_logits = in.optional_tensor(), bias = in.optional_tensor(),
+                       teacher_bias = in.optional_tensor();
+  OptionalTensor target;
+  in.optional_indices(target);
+  const KlDivArguments options = divergence(in);
+  c10::string_view reduction;
+  in.reduction(reduction);
+  const Head head{hidden, weight, bias};
+  in.need(in.ok() && head.fits(reduction != "none") && (!target || are_targets(hidden, *target)));
+  in.need(in.ok() && (!head.records() || !target || counted(*target, options.ignore_index) == target->numel()));
+  if (!in.ok()) Py_RETURN_NONE;
+  const auto tokens = hidden.sizes().slice(0, hidden.dim() - 1);
+  const auto of_tokens = [&](const Tensor& x) { return x.dim() > 0 && x.sizes().slice(0, x.dim() - 1) == tokens; };
+  if (teacher_logits) {
+    in.need(!teacher_hidden && !teacher_weight && !teacher_bias && of_tokens(*teacher_logits) &&
+            teacher_logits->size(-1) == weight.size(0));
+    if (!in.ok()) Py_RETURN_NONE;
+    return result_of([&] { return divergence_of(head.logits(), *teacher_logits, target, options, reduction); });
+  }
+  in.need(teacher_hidden && teacher_weight);
+  if (!in.ok()) Py_RETURN_NONE;
+  const Head teacher{*teacher_hidden, *teacher_weight, teacher_bias};
+  in.need(of_tokens(*teacher_hidden) && teacher.fits(false) && teacher_weight->size(0) == weight.size(0));
   if (!in.ok()) Py_RETURN_NONE;
   return result_of([&] {
-    const auto within = small ? at::kFloat : type;
-    const auto cast = [&](const Tensor& t) { return type == within ? t : t.to(within); };
-    const Tensor x = cast(hidden), w = cast(weight);
-    const OptionalTensor b = bias ? OptionalTensor(cast(*bias)) : bias;
-    const bool worth_it = within == at::kFloat && x.numel() * w.size(0) > kWorthIt;
-    const Tensor logits = worth_it ? linear_float32(x, w, b) : at::linear(x, w, b);
-    return std::get<0>(cross_entropy(logit_scale == 1.0 ? logits : logits.mul(logit_scale), target, class_weight,
-                                     options, false, false));
+    const Tensor of_teacher = [&] {
+      const at::NoGradGuard constant;
+      return teacher.logits();
+    }();
+    return divergence_of(head.logits(), of_teacher, target, options, reduction);
   });
 }
 

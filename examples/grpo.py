@@ -83,12 +83,6 @@ def sample(model: Transformer, asked: list[list[int]], group: int, generator: to
     return Batch(tokens, targets, log_probs, torch.tensor(rewards))
 
 
-def advantages(rewards: Tensor, group: int) -> Tensor:
-    """Each reward above the mean of its prompt's answers, in standard deviations."""
-    groups = rewards.view(-1, group)
-    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
-
-
 def learn_examples(model: Transformer, steps: int, generator: torch.Generator) -> None:
     """Supervised fine-tuning: enough that some samples are right."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -108,19 +102,20 @@ def learn_rewards(model: Transformer, options: argparse.Namespace, generator: to
     for step in range(options.steps):
         batch = sample(model, prompts(options.prompts, generator), options.group, generator)
         of_reference = None if reference is None else reference.log_probs(batch.tokens, batch.targets)
-        for update in range(options.updates):
-            if update == 0:
-                with torch.no_grad():
-                    apart = (model.log_probs(batch.tokens, batch.targets) - batch.log_probs).abs().max().item()
+        with torch.no_grad():  # the trainer's own numbers, and what corrects for a sampler that has others
+            old = model.log_probs(batch.tokens, batch.targets)
+        correction = fk.losses.sampling_correction(old, batch.log_probs, batch.targets != -100)
+        for _ in range(options.updates):
             loss = fk.losses.grpo_loss(
                 model(batch.tokens, return_hidden=True),
                 head_of(model),
                 batch.targets,
-                advantages(batch.rewards, options.group),
-                old_per_token_logps=batch.log_probs,
+                fk.losses.group_advantages(batch.rewards, options.group),
+                old_per_token_logps=old,
                 ref_per_token_logps=of_reference,
+                importance_sampling_ratio=correction.ratio,
                 beta=options.beta,
-                epsilon_high=0.28,
+                epsilon_high=5.0 if options.loss_type == "cispo" else 0.28,
                 loss_type=options.loss_type,
                 max_completion_length=LONGEST + 1,
             )
@@ -131,6 +126,7 @@ def learn_rewards(model: Transformer, options: argparse.Namespace, generator: to
         means.append(batch.rewards.mean().item())
         if step % max(options.steps // 10, 1) == 0 or step == options.steps - 1:
             right = (batch.rewards == 1.0).float().mean().item()
+            apart = correction.logp_difference_max
             print(
                 f"step {step:>3}  reward {means[-1]:.3f}  right {right:.0%}  sampler and trainer differ by {apart:.1e}",
                 flush=True,
@@ -167,7 +163,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8, help="answers for each prompt")
     parser.add_argument("--updates", type=int, default=1, help="of the weights for each step's samples")
     parser.add_argument("--beta", type=float, default=0.0, help="the factor of the KL penalty")
-    parser.add_argument("--loss-type", default="dapo", choices=["grpo", "bnpo", "dr_grpo", "dapo"])
+    parser.add_argument("--loss-type", default="dapo", choices=[*fk.losses.policy.LOSS_TYPES])
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-variant", action="store_true", help="leave fk.batch_invariant out")

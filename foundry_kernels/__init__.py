@@ -23,6 +23,7 @@ from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 from foundry_kernels.ops.linear_kl_div import linear_kl_div
 from foundry_kernels.ops.linear_log_probs import linear_log_probs
 from foundry_kernels.ops.log_probs import log_probs
+from foundry_kernels.ops.lora_linear import lora_linear, lora_linears
 from foundry_kernels.ops.rms_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from foundry_kernels.ops.rope import RopeScaling, qk_norm_rope, rope, rope_table
 from foundry_kernels.ops.short_conv1d import short_conv1d, short_conv1d_step
@@ -59,6 +60,8 @@ __all__ = [
     "linear_kl_div",
     "linear_log_probs",
     "log_probs",
+    "lora_linear",
+    "lora_linears",
     "losses",
     "models",
     "nn",

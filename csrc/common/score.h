@@ -3,7 +3,7 @@
 // pairs, and dropout drops weights.
 //
 // An option that changes the scaled product is a part of "bending", which is the soft cap today. Kernels compute it in
-// three ways, so it has three forms here: of vectors, of one number, and in powers of 2.
+// three ways: of vectors and of one number here, and in powers of 2 in csrc/cuda/hopper/score.cuh.
 #pragma once
 
 #include <cmath>
@@ -58,20 +58,5 @@ FK_SCORE float bent(const Inputs& a, float product, float& derivative) {
   }
   return s;
 }
-
-// In powers of 2: that logit is `outer` times what `bend` returns or, if it does not bend, `scale` times the product.
-struct Log2Score {
-  static constexpr float kLog2e = 1.4426950408889634f;
-  float scale, inner, outer;
-
-  // Sets the numbers of a score that bends.
-  template <class Inputs> FK_SCORE void set_bend(const Inputs& a) {
-    inner = a.scale / a.softcap;
-    outer = a.softcap * kLog2e;
-  }
-  FK_SCORE float bend(float product) const { return tanhf(product * inner); }
-  // The derivative from what `bend` returned; `curve` is -1 or, without bending, 0.
-  FK_SCORE static float slope(float bent, float curve) { return fmaf(bent * curve, bent, 1.f); }
-};
 
 }  // namespace foundry

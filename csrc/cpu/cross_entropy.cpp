@@ -6,6 +6,7 @@
 
 #include "dispatch.h"
 #include "logits.h"
+#include "multiply_add.h"
 
 namespace foundry {
 namespace FK_ISA {
@@ -117,7 +118,7 @@ void backward_rows(const CrossEntropyBackward& a, int64_t begin, int64_t end, bo
       Vec v;
       if constexpr (sizeof(X) == 2) v = share * exp2<true>(below * kLog2E);
       else v = share * exp(below);
-      if constexpr (kSmooth) v -= weights ? less * at.load(weights + i) : less;
+      if constexpr (kSmooth) v = weights ? multiply_add(-less, at.load(weights + i), v) : v - less;
       if constexpr (kCap) v *= cap.slope(y);
       return v;
     });

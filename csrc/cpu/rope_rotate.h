@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "multiply_add.h"
 #include "rope.h"
 #include "vec2.h"
 
@@ -33,20 +34,6 @@ inline Vec swap_neighbours(Vec v) {
 inline Vec2 swap_neighbours(Whole2<true>, Vec2 v) { return {v.b, v.a}; }
 template <class Access> inline Vec2 swap_neighbours(Access, Vec2 v) {
   return {swap_neighbours(v.a), swap_neighbours(v.b)};
-}
-
-// a * b + c, rounded once if the instruction set has FMA. Left to the compiler, two copies of one loop may fuse
-// different products and so differ in the last bit.
-inline Vec multiply_add(Vec a, Vec b, Vec c) {
-#if defined(__AVX512F__)
-  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__aarch64__)
-  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-  return a * b + c;
-#endif
 }
 
 inline Vec2 multiply_add(Vec2 a, Vec2 b, Vec2 c) { return {multiply_add(a.a, b.a, c.a), multiply_add(a.b, b.b, c.b)}; }

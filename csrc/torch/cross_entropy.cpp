@@ -41,11 +41,13 @@ class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFuncti
     ctx->saved_data["options"] = save_options(options, saved);
     ctx->save_for_backward(std::move(saved));
     ctx->mark_non_differentiable({lse, z});
+    ctx->set_materialize_grads(false);
     return {loss, lse, z};
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_second_derivative("cross_entropy");
+    if (!grads.front().defined()) return variable_list(5);
     static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::cross_entropy_bwd");
     const auto [logits, target, weight, lse, lse_low, total_weight] = saved_tensors<6>(ctx);
     const auto options = load_options<LossOptions>(nullptr, ctx->saved_data.at("options"));

@@ -1,8 +1,10 @@
-// The operators foundry_kernels::kl_div_fwd and kl_div_bwd: schemas and shapes. kl_div_cpu.cpp launches the kernels;
-// autograd is in foundry_kernels/ops/kl_div/operators.py.
+// The operator foundry_kernels::kl_div, of kl_div_fwd and kl_div_bwd: schemas, shapes and autograd. kl_div_cpu.cpp
+// launches the kernels.
 #include "kl_div.h"
 
 #include <torch/library.h>
+
+#include "autograd.h"
 
 namespace foundry {
 namespace kl_div_schema {
@@ -16,13 +18,59 @@ Tensor bwd_meta(const Tensor&, const Tensor& logits, const Tensor& teacher_logit
   return empty_kl_div_gradient(logits, teacher_logits, target);
 }
 
+Tensor call_fwd(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target, const KlDivArguments& options,
+                std::optional<int64_t> n_counted) {
+  static const Operator<decltype(fwd_meta)> op(FK_LIBRARY_NAME "::kl_div_fwd");
+  const Tensor each = op(logits, teacher_logits, target, options);
+  return !n_counted ? each : *n_counted == 1 ? each.sum() : each.sum().div_(*n_counted);
+}
+
+class KlDivFunction : public torch::autograd::Function<KlDivFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& logits, const Tensor& teacher_logits, const Tensor& target,
+                        const KlDivArguments& options, std::optional<int64_t> n_counted) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    variable_list saved{logits, teacher_logits, target};
+    ctx->saved_data["options"] = save_options(options, saved);
+    ctx->saved_data["n_counted"] = n_counted;
+    ctx->save_for_backward(std::move(saved));
+    return call_fwd(logits, teacher_logits, target, options, n_counted);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_second_derivative("kl_div");
+    static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::kl_div_bwd");
+    const auto [logits, teacher_logits, target] = saved_tensors<3>(ctx);
+    const auto options = load_options<KlDivArguments>(nullptr, ctx->saved_data.at("options"));
+    const auto n_counted = ctx->saved_data.at("n_counted").to<std::optional<int64_t>>();
+    Tensor dloss = grads[0];
+    if (n_counted.value_or(1) != 1) dloss = dloss.div(*n_counted);
+    if (n_counted) dloss = dloss.expand(target.sizes());
+    return {op(dloss, logits, teacher_logits, target, options), {}, {}, {}, {}};
+  }
+};
+
+Tensor kl_div(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target, const KlDivArguments& options) {
+  return foundry::kl_div(logits, teacher_logits, target, options, std::nullopt);
+}
+
 }  // namespace kl_div_schema
+
+Tensor kl_div(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target, const KlDivArguments& options,
+              std::optional<int64_t> n_counted) {
+  if (any_requires_grad(logits))
+    return kl_div_schema::KlDivFunction::apply(logits, teacher_logits, target, options, n_counted);
+  return kl_div_schema::call_fwd(logits, teacher_logits, target, options, n_counted);
+}
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   const std::string inputs = "Tensor logits, Tensor teacher_logits, Tensor target, " + KlDivArguments::schema();
+  define_operator(m, "kl_div(" + inputs + ") -> Tensor loss");
   define_operator(m, "kl_div_fwd(" + inputs + ") -> Tensor loss");
   define_operator(m, "kl_div_bwd(Tensor dloss, " + inputs + ") -> Tensor dlogits");
 }
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) { m.impl("kl_div", flat_kernel<&kl_div_schema::kl_div>); }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
   m.impl("kl_div_fwd", flat_kernel<&kl_div_schema::fwd_meta>);

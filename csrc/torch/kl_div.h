@@ -18,6 +18,11 @@ struct KlDivArguments {
   FK_OPTIONS(FK_KL_DIV_OPTIONS)
 };
 
+// The divergence of each token, or with n_counted their sum over this number. For direct_losses.cpp; the operator
+// kl_div is without n_counted.
+Tensor kl_div(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target, const KlDivArguments& options,
+              std::optional<int64_t> n_counted);
+
 inline void check_kl_div(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target) {
   TORCH_CHECK_VALUE(logits.dim() >= 1 && logits.sym_size(-1) > 0, "logits must have a last dimension of at least 1");
   const auto shape = logits.sym_sizes();

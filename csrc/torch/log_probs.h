@@ -13,12 +13,16 @@ namespace foundry {
 
 #define FK_LOG_PROBS_OPTIONS(OPTION)     \
   OPTION(int64_t, ignore_index, integer) \
-  OPTION(double, logit_scale, real)      \
+  OPTION(double, logit_scale, number)     \
   OPTION(std::optional<double>, softcap, optional_positive)
 
 struct LogProbsArguments {
   FK_OPTIONS(FK_LOG_PROBS_OPTIONS)
 };
+
+// The operator, for direct_losses.cpp. Returns (log_probs, entropy, lse); the last two are empty unless requested.
+std::tuple<Tensor, Tensor, Tensor> log_probs(const Tensor& logits, const Tensor& target,
+                                             const LogProbsArguments& options, bool return_entropy, bool return_lse);
 
 // The outputs (log_probs, entropy, lse, lse_low) on logits' device. One that was not requested has shape [0].
 using LogProbsOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;

@@ -185,9 +185,6 @@ class Bench(Protocol):
         """The additional memory that the peer `name` needs. If it does not fit, the row of this peer is left out."""
         return 0
 
-    #: Endings of the ids of cases that are timed before all others; see `benchmarks.budget`.
-    BENCH_FIRST: tuple[str, ...] = ()
-
 
 class Fuzz(Protocol):
     """`fuzz.py`: random cases. This needs hypothesis, which only tests use."""

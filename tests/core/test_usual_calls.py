@@ -24,10 +24,8 @@ from foundry_kernels.testing import make_cotangents, run
 
 pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 
-#: All but linear_cross_entropy, of which gradients go the general path (tests/ops/test_linear_cross_entropy.py).
-DIRECT = tuple(
-    spec for spec in OPS.values() if spec.direct is not no_direct_call and spec.name != "linear_cross_entropy"
-)
+#: All but the losses over hidden states, which add in another order (tests/ops/test_linear_loss_engine.py).
+DIRECT = tuple(s for s in OPS.values() if s.direct is not no_direct_call and not s.name.startswith("linear_"))
 
 
 @contextmanager
@@ -57,7 +55,7 @@ def counted(spec: OpSpec) -> Iterator[list[bool]]:
 def test_which_operations_are_called_directly() -> None:
     names = {"rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "geglu", "glu", "reglu"}
     names |= {"bias_gelu", "bias_silu", "bias_relu", "rope", "qk_norm_rope", "flash_attention", "cross_entropy"}
-    names |= {"combine_experts", "grouped_mm", "gated_delta_rule_step"}
+    names |= {"combine_experts", "grouped_mm", "gated_delta_rule_step", "log_probs", "kl_div"}
     assert {spec.name for spec in DIRECT} == names
 
 
@@ -83,8 +81,9 @@ def test_the_same_bits_as_the_general_path(spec: OpSpec, dtype: torch.dtype, dev
                 assert torch.equal(mine, tensor) or mine.isnan().any(), f"{case.id}: {name}"
                 assert mine.stride() == tensor.stride(), f"{case.id}: {name}"
                 assert mine.requires_grad == tensor.requires_grad, f"{case.id}: {name}"
-    # Masks, sinks and dropout go the general path.
-    plain = [c for c in cases if {"attn_mask", "sinks", "dropout_p"}.isdisjoint((*c.args, *c.options))]
+    # Masks, sinks, dropout and further results go the general path.
+    general = {"attn_mask", "sinks", "dropout_p", "return_entropy", "return_lse"}
+    plain = [c for c in cases if general.isdisjoint((*c.args, *c.options))]
     assert sum(taken) > len(plain) / 2
 
 

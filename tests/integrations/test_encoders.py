@@ -221,9 +221,9 @@ def test_a_class_that_compares_the_name_of_its_attention(
 ) -> None:
     """It may give one that is neither what says which keys are seen; one that is not "sdpa" gets what eager does."""
     monkeypatch.setattr(interface, "source_of", lambda home: f"\n    if self.config._attn_implementation {names}:\n")
-    interface._knows_two_names.cache_clear()
+    interface._compares_elsewhere.cache_clear()
     found = reasons(tiny_encoder("bert"))
-    interface._knows_two_names.cache_clear()
+    interface._compares_elsewhere.cache_clear()
     reason = "its family does something else for an attention that is called neither 'sdpa' nor 'eager'"
     assert found == ({reason} if left else set())
 

@@ -237,7 +237,8 @@ def test_an_unknown_family() -> None:
         ("MLP", ("bias_gelu",), "recognised"): 2,
     }
     assert {e.module_class: e.reason for e in handle.report().left} == {
-        "Attention": "no adapter for this class",
+        "Attention": "no adapter for this class: its weights are none that flash_attention computes, or "
+        "have another use",
     }
     handle.undo()
     assert snapshot(model) == before

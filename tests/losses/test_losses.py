@@ -11,183 +11,25 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from loss_formulas import GRPO, LENGTHS, LOSSES, B, D, Inputs, T, V, inputs
 from slow import rest_slow
 from torch import Tensor
 
+import foundry_kernels as fk
 from foundry_kernels import losses
-from foundry_kernels.losses import policy, preference
+from foundry_kernels.losses import policy, preference, sft
 
-B, T, D, V = 4, 6, 8, 13
-Inputs = dict[str, Tensor]
-#: Tokens of the four sequences. Those of a pair are the first and the third, the second and the fourth: one lacks its
-#: rejected answer; the first lacks both; each lacks another side; there are none.
-LENGTHS = ((6, 3, 1, 0), (0, 3, 0, 2), (0, 4, 2, 0), (0, 0, 0, 0))
-
-
-def inputs(lengths: Sequence[int] = LENGTHS[0]) -> Inputs:
-    """Sequences, and what other policies say of them."""
-    g = torch.Generator().manual_seed(0)
-    target = torch.randint(V, (B, T), generator=g)
-    target[torch.arange(T) >= torch.tensor(lengths)[:, None]] = -100
-    hidden, weight = torch.randn(B, T, D, generator=g), torch.randn(V, D, generator=g) * 0.5
-    near = plain_logps(hidden.double(), weight.double(), target)[0] + 0.3 * torch.randn(B, T, generator=g)
-    return {
-        "hidden": hidden, "weight": weight, "target": target, "old": near.float(),
-        "ref": torch.randn(B, T, generator=g) - 2.0, "advantages": torch.randn(B, generator=g),
-        "each": torch.randn(B, T, generator=g), "ref_sums": -8.0 * torch.rand(B, generator=g),
-        "good": torch.tensor([True, False, False, True]),
-    }  # fmt: skip
-
-
-def plain_logps(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    log_p = (hidden @ weight.t()).log_softmax(-1)
-    mask = target != -100
-    return log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1) * mask, mask.double()
-
-
-def grpo(
-    x: Inputs, kind: str, beta: float, sequence: bool = False, high: float = 0.2, delta: float = math.inf,
-    advantages: str = "advantages",
-) -> Tensor:  # fmt: skip
-    """One token after another."""
-    logps, mask = plain_logps(x["hidden"], x["weight"], x["target"])
-    total, per_sequence = logps.sum() * 0.0, []
-    for b in range(B):
-        n = int(mask[b].sum())
-        mean_ratio = sum((logps[b, t] - x["old"][b, t] for t in range(n)), logps.new_zeros(())) / max(n, 1)
-        found = logps.new_zeros(())
-        for t in range(n):
-            r = torch.exp(mean_ratio if sequence else logps[b, t] - x["old"][b, t])
-            a = x[advantages][b] if advantages == "advantages" else x[advantages][b, t]
-            loss = -torch.minimum(torch.clamp(r, max=delta) * a, torch.clamp(r, 0.8, 1.0 + high) * a)
-            d = x["ref"][b, t] - logps[b, t]
-            found = found + (loss + beta * (torch.exp(d) - d - 1.0) if beta else loss)
-        total, per_sequence = total + found, [*per_sequence, found / max(n, 1)]
-    if kind == "grpo":
-        return sum(per_sequence, total * 0.0) / B
-    tokens = max(float(mask.sum()), 1.0)
-    return total / {"bnpo": tokens, "dapo": tokens, "dr_grpo": B * 9.0, "items": 7.0}[kind]
-
-
-def sums(x: Inputs, average: bool = False) -> Tensor:
-    logps, mask = plain_logps(x["hidden"], x["weight"], x["target"])
-    return logps.sum(1) / (mask.sum(1).clamp(min=1.0) if average else 1.0)
-
-
-def above(x: Inputs, average: bool = False) -> Tensor:
-    """Over the reference, of which an answer without tokens has probability 1 too."""
-    return sums(x, average) - torch.where((x["target"] != -100).any(1), x["ref_sums"], 0.0)
-
-
-def pair(x: Inputs, average: bool = False) -> Tensor:
-    found = above(x, average)
-    return found[:2] - found[2:]
-
-
-def over_pairs(x: Inputs, each: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The mean of a loss of the means of chosen and rejected tokens over the pairs that have both."""
-    some, p = (x["target"] != -100).any(1), sums(x, average=True)
-    found = [each(p[i], p[i + 2]) for i in range(2) if some[i] and some[i + 2]]
-    return torch.stack(found).mean() if found else p.sum() * 0.0
-
-
-def log_odds(p: Tensor) -> Tensor:
-    return p - torch.log(-torch.expm1(p))
-
-
-def likelihood(x: Inputs) -> Tensor:
-    logps, mask = plain_logps(x["hidden"], x["weight"], x["target"])
-    return -logps[:2].sum() / mask[:2].sum().clamp(min=1.0)
-
-
-def kto(x: Inputs) -> Tensor:
-    r = above(x)
-    return torch.where(
-        x["good"], 1.5 * (1 - torch.sigmoid(0.2 * (r - 0.4))), 0.7 * (1 - torch.sigmoid(0.2 * (0.4 - r)))
-    ).mean()
-
-
-def items(x: Inputs) -> float:
-    return max(float((x["target"] != -100).sum()), 1.0)
-
-
-class Loss:
-    """A loss of inputs: names of positional ones, and of options by @name; and what it should be."""
-
-    def __init__(
-        self, function: Callable[..., Tensor], plain: Callable[[Inputs], Tensor], *names: str, **options: Any
-    ) -> None:
-        self.function, self.plain, self.names, self.options = function, plain, names, options
-
-    def __call__(self, x: Inputs, **changes: Any) -> Tensor:
-        given = {k: x[v[1:]] if isinstance(v, str) and v.startswith("@") else v for k, v in self.options.items()}
-        return self.function(x["hidden"], x["weight"], x["target"], *(x[n] for n in self.names), **(given | changes))
-
-
-GRPO, DPO = losses.grpo_loss, losses.dpo_loss
-OLD: dict[str, Any] = {"old_per_token_logps": "@old"}
-BOTH = OLD | {"ref_per_token_logps": "@ref", "beta": 0.04}
-
-LOSSES: dict[str, Loss] = {
-    **{
-        f"grpo-{kind}": Loss(
-            GRPO, lambda x, kind=kind: grpo(x, kind, 0.04), "advantages", loss_type=kind, max_completion_length=9,
-            **BOTH,
-        )
-        for kind in policy.LOSS_TYPES
-    },
-    "grpo-items": Loss(GRPO, lambda x: grpo(x, "items", 0.04), "advantages", num_items_in_batch=7, **BOTH),
-    "grpo-asymmetric": Loss(
-        GRPO, lambda x: grpo(x, "dapo", 0.04, False, 0.28, 1.5), "advantages", epsilon_high=0.28, delta=1.5, **BOTH
-    ),
-    "grpo-each": Loss(GRPO, lambda x: grpo(x, "dapo", 0.0, advantages="each"), "each", **OLD),
-    **{
-        f"gspo-{names}-{delta}": Loss(
-            GRPO, lambda x, names=names, delta=delta: grpo(x, "grpo", 0.0, True, 0.2, delta or math.inf, names), names,
-            loss_type="grpo", importance_sampling_level="sequence", delta=delta, **OLD,
-        )
-        for names in ("advantages", "each")
-        for delta in (None, 3.0)
-    },
-    "gspo-kl": Loss(
-        GRPO, lambda x: grpo(x, "grpo", 0.04, True), "advantages", loss_type="grpo",
-        importance_sampling_level="sequence", **BOTH,
-    ),
-    "ppo": Loss(losses.ppo_policy_loss, lambda x: grpo(x, "bnpo", 0.0), "advantages", "old"),
-    "ppo-each": Loss(losses.ppo_policy_loss, lambda x: grpo(x, "bnpo", 0.0, advantages="each"), "each", "old"),
-    "dpo": Loss(DPO, lambda x: F.softplus(-0.3 * pair(x)).mean(), "ref_sums", beta=0.3),
-    "dpo-smoothed": Loss(
-        DPO, lambda x: (0.9 * F.softplus(-0.3 * pair(x)) + 0.1 * F.softplus(0.3 * pair(x))).mean(), "ref_sums",
-        beta=0.3, label_smoothing=0.1,
-    ),
-    "ipo": Loss(
-        DPO, lambda x: (pair(x, average=True) - 1 / 0.6).square().mean(), "ref_sums", beta=0.3, loss_type="ipo"
-    ),
-    "hinge": Loss(DPO, lambda x: torch.relu(1 - 0.1 * pair(x)).mean(), "ref_sums", loss_type="hinge"),
-    "kto": Loss(
-        losses.kto_loss, kto, desirable="@good", ref_logps="@ref_sums", kl=0.4, beta=0.2, desirable_weight=1.5,
-        undesirable_weight=0.7,
-    ),
-    "orpo": Loss(
-        losses.orpo_loss,
-        lambda x: likelihood(x) + over_pairs(x, lambda c, r: 0.3 * F.softplus(log_odds(r) - log_odds(c))), beta=0.3,
-    ),
-    "cpo": Loss(
-        losses.cpo_loss,
-        lambda x: 0.7 * likelihood(x) + F.softplus(0.3 * (sums(x)[2:] - sums(x)[:2])).mean(), beta=0.3, cpo_alpha=0.7,
-    ),
-    "simpo": Loss(
-        losses.simpo_loss, lambda x: over_pairs(x, lambda c, r: F.softplus(0.5 - 2.0 * (c - r))), beta=2.0,
-        simpo_gamma=0.5,
-    ),
-    "sft": Loss(losses.sft_loss, lambda x: -sums(x).sum() / items(x)),
-    "sft-items": Loss(losses.sft_loss, lambda x: -sums(x).sum() / 40, num_items_in_batch=40),
+FORMS = {
+    losses.grpo_loss: policy.grpo, losses.ppo_policy_loss: policy.ppo_policy, losses.sft_loss: sft.sft,
+    **{getattr(losses, f"{name}_loss"): getattr(preference, name) for name in ("cpo", "dpo", "kto", "orpo", "simpo")},
 }  # fmt: skip
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
 def test_every_loss_is_asked() -> None:
-    assert {loss.function for loss in LOSSES.values()} == {getattr(losses, name) for name in losses.__all__}
+    assert {loss.function for loss in LOSSES.values()} == {
+        getattr(losses, name) for name in losses.__all__ if name.endswith("_loss")
+    }
     asked = {value for loss in LOSSES.values() for value in loss.options.values() if isinstance(value, str)}
     assert asked >= {*policy.LOSS_TYPES, "sequence", *preference.DPO_TYPES} - {"sigmoid"}
 
@@ -216,7 +58,7 @@ def test_loss_and_gradients(name: str, dtype: torch.dtype) -> None:
         assert_close(found, exact, 1e-5 if dtype == torch.float32 else 1e-11)
         if lengths == LENGTHS[0]:
             assert all(e.any() for e in exact)
-        elif not any(lengths):
+        elif not any(lengths) and "nll_target" not in loss.options:
             assert not any(gradient.any() for gradient in found[1:])
 
 
@@ -227,6 +69,8 @@ def test_what_does_not_count_changes_no_bit(name: str, value: float) -> None:
     for lengths in LENGTHS:
         x = inputs(lengths)
         ignored, expected = x["target"] == -100, of(LOSSES[name], x, torch.float32)
+        if "nll_target" in LOSSES[name].options:
+            ignored &= x["nll"] == -100
         for each in x.values():
             if each.is_floating_point() and each.shape[:1] == (B,):
                 each[ignored.all(1) if each.dim() == 1 else ignored] = value
@@ -241,8 +85,8 @@ def test_extremes(name: str, scale: float) -> None:
     loss, largest = LOSSES[name], torch.finfo(torch.float32).max
     changeable = [key for key in ("old", "ref", "ref_sums") if key in loss.names or f"@{key}" in loss.options.values()]
     for changed in changeable or ["old"]:
-        for value, rows in ((0.0, B), (-30.0, B), (-200.0, B), (-200.0, 1), (-math.inf, 1)):
-            for sign in (torch.clone, torch.abs, torch.zeros_like):
+        for value, rows in ((0.0, B), (-200.0, B), (-math.inf, 1)):
+            for sign in (torch.clone, torch.zeros_like):
                 x = inputs()
                 x["hidden"] *= scale
                 x["advantages"], x["each"] = sign(x["advantages"]), sign(x["each"])
@@ -273,7 +117,11 @@ def test_odds_of_certain_answers() -> None:
 @pytest.mark.parametrize("count", [0, 0.0, torch.tensor(0), torch.tensor(0.0), torch.tensor([0])], ids=repr)
 @pytest.mark.parametrize(
     "function",
-    [f for name in losses.__all__ if "num_items_in_batch" in inspect.signature(f := getattr(losses, name)).parameters],
+    [
+        f
+        for name in losses.__all__
+        if name.endswith("_loss") and "num_items_in_batch" in inspect.signature(f := getattr(losses, name)).parameters
+    ],
 )
 def test_a_count_of_nothing(function: Callable[..., Tensor], count: Any) -> None:
     """0 where no token counts. Where one does, the count is wrong, and the loss says so."""
@@ -285,6 +133,25 @@ def test_a_count_of_nothing(function: Callable[..., Tensor], count: Any) -> None
 
 
 @every_loss
+def test_from_log_probabilities(name: str) -> None:
+    """The same loss of log-probabilities and a mask, and what it reports."""
+    loss, x = LOSSES[name], inputs()
+    reported = loss(x, return_metrics=True)
+    assert not any(value.requires_grad or value.shape for value in reported[1:] if value is not None)
+    target = torch.where(x["target"] == -100, x["nll"], x["target"]) if "nll_target" in loss.options else x["target"]
+    log_probs, entropies = fk.linear_log_probs(x["hidden"], x["weight"], target, return_entropy=True)
+    given = {"entropies": entropies, "return_metrics": True}
+    if "nll_target" in loss.options:
+        given |= {"nll_mask": x["nll"] != -100}
+    found = FORMS[loss.function](
+        log_probs, (x["target"] != -100).int(), *(x[n] for n in loss.names),
+        **{k: v for k, v in (loss.given(x) | given).items() if k != "nll_target"},
+    )  # fmt: skip
+    torch.testing.assert_close(tuple(found), tuple(reported), rtol=0, atol=0)
+    assert torch.equal(loss(x), found[0])
+
+
+@every_loss
 def test_no_sequences(name: str) -> None:
     x = {key: value if key == "weight" else value[:0] for key, value in inputs().items()}
     assert not any(each.any() for each in of(LOSSES[name], x, torch.float32))
@@ -293,7 +160,7 @@ def test_no_sequences(name: str) -> None:
 @pytest.mark.parametrize(
     ("function", "changes", "error", "message"),
     [
-        (losses.grpo_loss, {"loss_type": "rloo"}, ValueError, "loss_type must be one of grpo, bnpo"),
+        (losses.grpo_loss, {"loss_type": "pg"}, ValueError, "loss_type must be one of grpo, bnpo"),
         (losses.grpo_loss, {"loss_type": "dr_grpo"}, ValueError, "'dr_grpo' needs max_completion_length"),
         (losses.grpo_loss, {"beta": 0.1}, ValueError, "beta=0.1 needs ref_per_token_logps"),
         (losses.grpo_loss, {"advantages": torch.zeros(3)}, ValueError, "advantages must have shape"),
@@ -302,6 +169,21 @@ def test_no_sequences(name: str) -> None:
         (losses.grpo_loss, {"epsilon": -0.1}, ValueError, "epsilon must"),
         (losses.grpo_loss, {"hidden": torch.zeros(T, D), "target": torch.zeros(T, dtype=torch.int64)}, ValueError,
          r"hidden must be \[B, T, D\]"),
+        (losses.grpo_loss, {"loss_type": "cispo"}, ValueError, "'cispo' needs epsilon_high"),
+        (losses.grpo_loss, {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, ValueError, "'gmpo' needs"),
+        (losses.grpo_loss, {"top_entropy_quantile": 0.0}, ValueError, "top_entropy_quantile must be in 0 .. 1"),
+        (losses.grpo_loss, {"importance_sampling_ratio": torch.zeros(B)}, ValueError, "importance_sampling_ratio must"),
+        (losses.grpo_loss, {"kl_estimator": "k4"}, ValueError, "kl_estimator must be one of k1, k2, k3, unbiased"),
+        (losses.dpo_loss, {"loss_type": "exo_pair", "ref_logps": None}, ValueError, "needs a label_smoothing"),
+        (losses.dpo_loss, {"loss_type": ("ipo", "sigmoid"), "ref_logps": torch.zeros(B)}, ValueError,
+         "need ref_logps of"),
+        (losses.dpo_loss, {"loss_type": ("ipo", "sigmoid"), "loss_weights": [1.0], "ref_logps": None}, ValueError,
+         "loss_weights must hold a number for each of 2 loss types; got 1"),
+        (losses.dpo_loss, {"label_smoothing": 0.1, "loss_type": "hinge", "ref_logps": None}, ValueError,
+         "label_smoothing needs one of the loss types"),
+        (losses.cpo_loss, {"loss_type": "dpo"}, ValueError, "loss_type must be one of sigmoid, hinge, ipo, simpo"),
+        (losses.orpo_loss, {"nll_target": torch.zeros(B, 2).long()}, ValueError, "nll_target must have shape"),
+        (losses.dpo_loss, {"ref_logps": None, "betta": 0.1}, TypeError, "unexpected keyword argument 'betta'"),
         (losses.dpo_loss, {"loss_type": "kto", "ref_logps": None}, ValueError, "loss_type must be one of sigmoid"),
         (losses.dpo_loss, {"ref_logps": torch.zeros(3)}, ValueError, "ref_logps must have shape"),
         (losses.dpo_loss, {"ref_logps": None, "beta": 0.0}, ValueError, "beta must"),
@@ -326,3 +208,56 @@ def test_bad_input(
         given["advantages"] = x["advantages"]
     with pytest.raises(error, match=message):
         function(**(given | changes))
+
+
+def test_forms_refuse_what_is_not_log_probabilities() -> None:
+    log_probs, mask = torch.zeros(B, T), torch.ones(B, T)
+    for given, message in (
+        ((log_probs[0], mask[0]), r"log_probs must be floating point \[B, T\]"),
+        ((log_probs, mask[:, 1:]), "mask must have shape"),
+        ((log_probs.long(), mask), "log_probs must be floating point"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sft.sft(*given)
+    with pytest.raises(ValueError, match="need entropies"):
+        policy.grpo(log_probs, mask, torch.zeros(B), entropy_coef=0.1)
+
+
+def test_advantages_of_groups() -> None:
+    rewards = torch.tensor([1.0, 2.0, 6.0, math.nan, 5.0, 4.0, 7.0, 7.0, 7.0])
+    rest = rewards[[0, 1, 2, 4, 5, 6, 7, 8]]
+    s = torch.std
+    expected = {
+        ("grpo", "none"): [-2, -1, 3, 0, 0.5, -0.5, 0, 0, 0],
+        ("grpo", "group"): [*(x / (s(rewards[:3]) + 1e-4) for x in (-2, -1, 3)), 0,
+                            *(x / (s(rewards[4:6]) + 1e-4) for x in (0.5, -0.5)), 0, 0, 0],
+        ("grpo", "batch"): [x / (s(rest) + 1e-4) for x in (-2, -1, 3, 0, 0.5, -0.5, 0, 0, 0)],
+        ("rloo", "none"): [-3, -1.5, 4.5, 0, 1, -1, 0, 0, 0],
+        ("reinforce_plus_plus", "none"): [0 if x.isnan() else (x - rest.mean()) / (s(rest) + 1e-4) for x in rewards],
+    }  # fmt: skip
+    for (kind, scale), values in expected.items():
+        found = losses.group_advantages(rewards, 3, kind=kind, scale_rewards=scale)
+        torch.testing.assert_close(found, torch.tensor([float(x) for x in values]))
+    assert losses.group_advantages(rewards[:3].double(), 3).dtype == torch.float64
+    for given, message in (({"rewards": rewards[:4]}, "a multiple of 3"), ({"kind": "mean"}, "kind must be one of")):
+        with pytest.raises(ValueError, match=message):
+            losses.group_advantages(**{"rewards": rewards, "num_generations": 3, **given})
+
+
+def test_correction_of_a_sampler() -> None:
+    """Ratios 2, 1 (unknown), 1/4 and, of the second sequence, 8 and what does not count."""
+    difference = torch.tensor([[2.0, math.nan, 0.25], [8.0, math.nan, math.nan]]).log()
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    expected = {
+        "token_truncate": [[2.0, 1.0, 0.5], [3.0, 1.0, 1.0]], "token_mask": [[2.0, 1.0, 0.0], [0.0, 1.0, 1.0]],
+        "sequence_truncate": [[0.5], [3.0]], "sequence_mask": [[0.5], [0.0]],
+    }  # fmt: skip
+    for mode, ratio in expected.items():
+        found = losses.sampling_correction(difference, torch.zeros(2, 3), mask, mode=mode, clip_min=0.5)
+        torch.testing.assert_close(found.ratio, torch.tensor(ratio))
+        some = found.ratio if mode.startswith("sequence") else found.ratio[mask.bool()]
+        torch.testing.assert_close(found[1:4], (some.min(), some.mean(), some.max()))
+        torch.testing.assert_close(found.logp_difference_max, torch.tensor(8.0).log())
+        torch.testing.assert_close(found.logp_difference_mean, torch.tensor([2.0, 4.0, 8.0]).log().mean())
+    none = losses.sampling_correction(difference, torch.zeros(2, 3), torch.zeros(2, 3))
+    assert not any(value.any() for value in none[1:])

@@ -14,10 +14,8 @@ from torch import Tensor
 
 import foundry_kernels as fk
 from foundry_kernels.core import extension
-from foundry_kernels.core.registry import no_direct_call
 from foundry_kernels.ops._linear_loss import chunks, sizes
 from foundry_kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
-from foundry_kernels.ops.linear_cross_entropy.cases import CASES
 
 ROWS = [r for r in rows("reference", "triton", "native") if r.op.name == "linear_cross_entropy"]
 BACKENDS = [pytest.param(r.backend, r.device, id=r.id) for r in ROWS]
@@ -188,44 +186,6 @@ def test_a_target_out_of_range_is_an_error_on_the_cpu(backend: str) -> None:
     target[3] = CLASSES
     with pytest.raises(IndexError, match=f"target must be in 0 .. {CLASSES - 1} or ignore_index -100; got {CLASSES}"):
         linear_cross_entropy(hidden, weight, target, backend=backend)
-
-
-@pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_chunk_without_gradients_skips_the_strategies(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It equals the general path, and takes no gradients, no more tokens than a chunk has, and no other options."""
-    spec, taken = LINEAR_CROSS_ENTROPY, []
-    own = spec.direct
-
-    def counted(*args: Any) -> Any:
-        out = own(*args)
-        taken.append(out is not None)
-        return out
-
-    for case in CASES["linear_cross_entropy"]:
-        args = case.make(dtype)
-        with torch.no_grad(), monkeypatch.context() as patch:
-            patch.setattr(spec, "direct", counted)
-            got = linear_cross_entropy(**args, **case.options, backend="native")
-            patch.setattr(spec, "direct", no_direct_call)
-            general = linear_cross_entropy(**args, **case.options, backend="native")
-        torch.testing.assert_close(got, general, equal_nan=True, rtol=1e-5, atol=1e-6)
-    assert any(taken)
-    hidden, weight, target = draw("cpu", dtype)
-    assert own("native", hidden, weight, target, None, None, -100, "mean", 0.0, 0.0, None, 1.0) is None
-    hidden, weight = hidden.detach(), weight.detach()
-    assert own("native", hidden, weight, target, None, None, -100, "mean", 0.0, 0.0, None, 1.0) is not None
-    assert own("native", hidden, weight.double(), target, None, None, -100, "mean", 0.0, 0.0, None, 1.0) is None
-    large = torch.randn(100, 64).to(dtype), torch.randn(1000, 64).to(dtype), torch.arange(100)  # no small product
-    found = own("native", *large, None, None, -100, "mean", 0.0, 0.0, None, 0.25)
-    monkeypatch.setattr(spec, "direct", no_direct_call)
-    if dtype == torch.float32 or chunks.fast_products(dtype):
-        torch.testing.assert_close(found, linear_cross_entropy(*large, logit_scale=0.25, backend="native"))
-    else:
-        assert found is None  # it would widen the whole weight
-    many = torch.zeros(257, WIDTH, dtype=dtype)
-    zeros = torch.zeros(257, dtype=torch.int64)
-    assert own("native", many, weight, zeros, None, None, -100, "mean", 0.0, 0.0, None, 1.0) is None
 
 
 def test_limits_are_said_once() -> None:

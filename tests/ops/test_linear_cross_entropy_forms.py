@@ -4,7 +4,6 @@ say of them. What they multiply and allocate is in `test_linear_cross_entropy_pr
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from slow import rest_slow
 from table import saved_tensors
 from torch import Tensor
 
-from foundry_kernels import _triton
+from foundry_kernels import _triton, tuning
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 
 if not _triton.INTERPRET:
@@ -22,8 +21,9 @@ if not _triton.INTERPRET:
 
 from foundry_kernels.ops._linear_loss import operators, sizes
 from foundry_kernels.ops._linear_loss.problem import ALL, TILES, Needs
-from foundry_kernels.ops._linear_loss.triton import scale_
+from foundry_kernels.ops._linear_loss.triton import _plan_scale, scale
 from foundry_kernels.ops.linear_cross_entropy.options import LinearCrossEntropyOptions
+from foundry_kernels.ops.linear_cross_entropy.triton import launchers
 
 TOKENS, WIDTH, CLASSES = 40, 8, 70
 
@@ -95,11 +95,11 @@ def test_who_takes_which_form(
 
 def chosen(
     tokens: int, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, needs: tuple[bool, ...] = (True, True),
-    batch_invariant: bool = False, reduction: str = "mean",
-) -> int | None:  # fmt: skip
+    batch_invariant: bool = False, reduction: str = "mean", **loss: int,
+) -> int:  # fmt: skip
     hidden, weight = (torch.empty(s, dtype=dtype, device="meta") for s in ((tokens, shape[1]), shape))
     options = LinearCrossEntropyOptions(-100, reduction, 0.0, 0.0, None, 1.0, None, False, batch_invariant)
-    return sizes.on_gpu(hidden, weight, options, Needs(*needs, False))
+    return sizes.on_gpu(hidden, weight, options, Needs(*needs, False), **loss)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -112,13 +112,16 @@ def test_the_rule_on_80_gb(reduction: str) -> None:
     assert chosen(8192, llama, torch.float16) == TILES  # whose gradient of the weight takes 2.1 GB more
     assert chosen(8192, llama, torch.float16, (True, False)) == ALL
     assert chosen(131072, (32000, 4096)) == TILES
-    assert chosen(65536, llama, batch_invariant=True) is None  # chunks of rows
+    assert chosen(65536, llama, batch_invariant=True) == 10368  # the largest chunk of rows within it
+    assert chosen(8192, llama, reduction=reduction, logits=2, tiles=False) == 5120  # two chunks
+    assert chosen(64, (1 << 30, 8), logits=2, tiles=False) == 128
 
 
 def test_without_gradients_no_more_than_a_block_of_logits_is_made() -> None:
     llama = (128256, 4096)
     for tokens, form in ((1024, ALL), (2048, TILES), (8192, TILES)):
         assert chosen(tokens, llama, needs=(False, False)) == form
+    assert chosen(8192, llama, needs=(False, False), logits=2, tiles=False) == 1024
 
 
 def test_blocks_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,25 +216,45 @@ def test_small_gradients_are_in_float16s_range(form: Any) -> None:
     assert weight.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_gradient_is_scaled_in_place_by_a_number_on_the_device(dtype: torch.dtype) -> None:
-    x = torch.randn(3, 1700).to(dtype)
-    for factor in (1.0, 0.3, math.nan, 0.0):
-        scaled = x.clone()
-        scale_(scaled, torch.tensor(factor))
-        torch.testing.assert_close(scaled, (x.float() * factor).to(dtype), rtol=0.0, atol=0.0, equal_nan=True)
-
-
 @pytest.mark.parametrize("retained", [False, True])
-def test_the_gradient_of_a_retained_graph_is_not_scaled_in_place(
-    retained: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtypes", [("float32",) * 2, ("bfloat16",) * 2, ("float32", "bfloat16")], ids="-".join)
+def test_a_gradient_is_scaled_and_rounded_by_one_kernel(
+    dtypes: tuple[str, str], retained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By a number on the device; in place unless the graph is retained. The number of programs is bounded."""
     monkeypatch.setattr(operators, "_graph_is_retained", lambda: retained)
-    kept: Any = SimpleNamespace(dtype=torch.float32, is_cuda=True, is_contiguous=lambda: True)
-    on_gpu = type("OnGpu", (SimpleNamespace,), {"__mul__": lambda self, factor: torch.zeros(1)})(**vars(kept))
-    seen: list[Any] = []
-    found = operators.times_own_gradient(on_gpu, torch.tensor(0.5), torch.float32, lambda *args: seen.append(args))
-    assert (found is on_gpu) == bool(seen) == (not retained)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(Tensor, "item", lambda x: pytest.fail("the device is waited for"))
+    dtype, rounded = (getattr(torch, name) for name in dtypes)
+    x = torch.randn(30, 4100).to(dtype)
+    for factor in (1.0, 0.3, math.nan, 0.0):
+        own, launched = x.clone(), []
+
+        def counted(*args: Any, launched: list[Any] = launched) -> None:
+            launched.append(args)
+            scale(*args)
+
+        found = operators.times_own_gradient(own, torch.tensor(factor), rounded, counted)
+        assert len(launched) == 1
+        assert (found is own) == (dtype == rounded and not retained)
+        torch.testing.assert_close(found, (x.float() * factor).to(rounded), rtol=0.0, atol=0.0, equal_nan=True)
+    assert [_plan_scale(n, rounded, x.device, True).grid for n in (1, 1 << 40)] == [(1,), (16,)]
+
+
+def test_the_wide_program_of_the_kernel_in_place() -> None:
+    """A candidate of `tune`: it makes the same loss and gradients."""
+    hidden, weight = torch.randn(2, 4, requires_grad=True), torch.randn(20000, 4, requires_grad=True)
+
+    def run() -> tuple[Tensor, ...]:
+        loss = linear_cross_entropy(hidden, weight, torch.tensor([3, 19999]), backend="triton")
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    with tuning.watched() as seen:
+        built_in = run()
+    (choice,) = seen.values()
+    assert launchers.WIDE in choice.configs[1:]
+    with tuning.forced(choice.kernel, choice.key, launchers.WIDE):
+        near(run(), built_in)
 
 
 @FORMS

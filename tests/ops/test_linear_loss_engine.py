@@ -1,4 +1,5 @@
-"""The engine under the linear losses with a loss that the package does not have: what a fourth one needs."""
+"""The engine under the linear losses with a loss that the package does not have: what a fourth one needs. And the calls
+of few tokens that do without the engine."""
 
 from __future__ import annotations
 
@@ -8,9 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import foundry_kernels as fk
+from foundry_kernels.core import extension
 from foundry_kernels.core.options import Options
+from foundry_kernels.core.registry import OpSpec, no_direct_call
+from foundry_kernels.ops._linear_loss import chunks
 from foundry_kernels.ops._linear_loss.operators import make_backend
 from foundry_kernels.ops._linear_loss.problem import GRADIENTS, Chunk, Loss, RowKernel
+from foundry_kernels.testing import make_cotangents, run
 
 
 class BrierOptions(Options, schema_types={"ignore_index": "int"}):
@@ -65,16 +71,18 @@ linear_brier = make_backend(LOSS, Rows, "", define)
 def test_a_fourth_loss(reduction: str, chunk_size: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     leaves: list[Any] = [
-        torch.randn(shape, generator=generator, requires_grad=True) for shape in ((2, 5, 6), (7, 6), (7,))
+        torch.randn(shape, generator=generator, requires_grad=True)
+        for shape in ((2, 5, 6), (7, 6), (7,), (2, 5, 2), (7, 2))
     ]
-    hidden, weight, bias = leaves
+    hidden, weight, bias, low, up = leaves
     target = torch.randint(7, (2, 5), generator=generator).index_fill(1, torch.tensor(2), -100)
     options = BrierOptions(-100, reduction, chunk_size, False)
-    found = linear_brier(hidden, weight, target, bias, options)
+    inputs = (hidden, weight, target, bias, low, up)
+    found = linear_brier(*inputs, options)
     with torch.no_grad():
-        assert torch.equal(linear_brier(hidden, weight, target, bias, options)["loss"], found["loss"])
+        assert torch.equal(linear_brier(*inputs, options)["loss"], found["loss"])
 
-    counts, logits = target != -100, hidden @ weight.t() + bias
+    counts, logits = target != -100, hidden @ weight.t() + bias + low @ up.t()
     exact = brier(logits, target.clamp(min=0)) * counts
     reduced = {"none": exact, "sum": exact.sum(), "mean": exact.sum() / counts.sum()}[reduction]
     torch.testing.assert_close(found["loss"], reduced)
@@ -83,3 +91,61 @@ def test_a_fourth_loss(reduction: str, chunk_size: int | None) -> None:
     cotangent = torch.randn(reduced.shape, generator=generator)
     for a, e in zip(*(torch.autograd.grad(x, leaves, cotangent) for x in (found["loss"], reduced)), strict=True):
         torch.testing.assert_close(a, e)
+
+
+@pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", [op for op in fk.OPS.values() if op.name.startswith("linear_")], ids=lambda op: op.name)
+def test_few_tokens_skip_the_strategies(op: OpSpec, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients equal those of the general path."""
+    own, taken = op.direct, [0, 0]
+
+    def counted(*args: Any) -> Any:
+        out = own(*args)
+        taken[torch.is_grad_enabled()] += out is not None
+        return out
+
+    for case in op.cases.CASES[op.name]:
+        args = case.make(dtype)
+        monkeypatch.setattr(op, "direct", no_direct_call)
+        outputs = run(op, args, case.options, backend="native").outputs
+        cotangents = make_cotangents(outputs, case.cotangent)
+        general = run(op, args, case.options, cotangents, backend="native").items()
+        monkeypatch.setattr(op, "direct", counted)
+        found = run(op, args, case.options, cotangents, backend="native").items()
+        with torch.no_grad():
+            alone = run(op, args, case.options, backend="native").outputs
+        low = dtype == torch.bfloat16
+        for x, y in [*((found[name], general[name]) for name in general), *zip(alone, outputs, strict=True)]:
+            size = max(1.0, float(y.nan_to_num().abs().max())) if y.numel() else 1.0
+            torch.testing.assert_close(
+                x, y, equal_nan=True, rtol=2e-2 if low else 1e-5, atol=(2e-2 if low else 2e-6) * size
+            )
+    assert min(taken) > 2
+
+
+@pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_which_calls_make_all_logits(dtype: torch.dtype) -> None:
+    """Without gradients those of few tokens; with them where the logits are a fraction of the weight's gradient, and no
+    token is ignored, whose hidden state may not be finite."""
+
+    def takes(
+        tokens: int, width: int, classes: int, reduction: str = "none", learn: bool = True, ignored: int = 0
+    ) -> bool:
+        hidden = torch.zeros(tokens, width, dtype=dtype)
+        weight = torch.zeros(classes, width, dtype=dtype, requires_grad=learn)
+        target = torch.zeros(tokens, dtype=torch.int64)
+        target[:ignored] = -100
+        rest = (None, None, -100, reduction, 0.0, 0.0, None, 1.0)
+        return fk.OPS["linear_cross_entropy"].direct("native", hidden, weight, target, *rest) is not None
+
+    fast = chunks.fast_products(dtype)
+    assert takes(4, 8, 5)
+    assert not takes(4, 8, 5, ignored=1)
+    assert takes(4, 8, 5, learn=False, ignored=1)
+    assert not takes(257, 8, 5, learn=False)
+    assert takes(100, 64, 1000, learn=False) == (fast or dtype == torch.float32)
+    assert [takes(n, 128, 2000) for n in (128, 129)] == [fast, False]
+    few = fast or dtype == torch.float32
+    assert [takes(n, 128, 3000, "mean") for n in (8, 9)] == [few, False]

@@ -256,7 +256,9 @@ def test_a_sharded_vocabulary_declares_every_option() -> None:
     assert LinearCrossEntropyOptions._fields == CrossEntropyOfOwnClasses.supported
     assert LinearLogProbsOptions._fields == LogProbsOfOwnClasses.supported
     # The backend is done with before, the tensors are arguments.
-    given = {*LinearCrossEntropyOptions._fields, "bias", "class_weight", "backend"} - {"return_predictions"}
+    given = {*LinearCrossEntropyOptions._fields, "bias", "low", "up", "class_weight", "backend"} - {
+        "return_predictions"
+    }
     assert given == {*Options.__annotations__, "return_lse", "return_z_loss"}
 
 

@@ -36,7 +36,7 @@ BOUNDED = settings(
 
 
 #: Operations over PyTorch's matrix products, which promise nothing for another number of threads.
-TORCH_PRODUCTS = {"linear_cross_entropy", "linear_log_probs", "linear_kl_div", "grouped_mm"}
+TORCH_PRODUCTS = {"linear_cross_entropy", "linear_log_probs", "linear_kl_div", "grouped_mm", "lora_linear"}
 
 
 def check(op: OpSpec, case: Case, dtype: torch.dtype, instruction_set: str, threads: int) -> None:

@@ -4,14 +4,11 @@ that what would be wrong with its barriers is reported."""
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import limits
 import pytest
 import torch
 from attention_inputs import plain_options
@@ -248,16 +245,3 @@ def module_of(source: str, folder: Path) -> Any:
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made
-
-
-H100 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
-
-@pytest.mark.skipif(not H100, reason="needs a GPU of compute capability 9.0")
-def test_on_a_gpu() -> None:
-    """tests/proof/gluon_on_gpu.py, which is ended if it hangs."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x"]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
-    file = str(Path(__file__).with_name("gluon_on_gpu.py"))
-    done = limits.run([*command, file], processor=240.0, idle=240.0, env=env)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -76,7 +76,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.namespace == "foundry_kernels":
-            self.calls.append((func, args, out if isinstance(out, tuple) else (out,)))
+            self.calls.append((func, args, () if out is None else out if isinstance(out, tuple) else (out,)))
         return out
 
 
@@ -141,6 +141,8 @@ def test_nothing_is_kept_without_gradients(row: Row) -> None:
             wanted = max(wanted, *(3 * t.numel() for t in args.values() if t is not None and t.dtype == torch.int64))
         if row.op.name == "kl_div" and (logits := args["logits"]) is not None:  # PyTorch sums the losses of the tokens
             wanted = max(wanted, logits.numel() // logits.shape[-1])
+        if row.op.name == "lora_linear":  # composed of operators: x A^T, r wide, is a result of the first
+            wanted += row.op.cases.SAVED[row.op.name].more(args, case.options)  # type: ignore[misc]
         assert returned <= wanted, case.id
 
 

@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import gpu_archive
 import nvcc
 import sanitize
 
@@ -84,19 +85,28 @@ def main() -> int:
     if (reason := why_not()) is not None:
         print(f"cuda-build stops here: {reason}", file=sys.stderr)
         return 3
-    env = os.environ | variables()
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "setup.py", "build_ext", f"--build-lib={FOLDER}", f"--build-temp={FOLDER / 'temp'}"]
-    print(f"compiling with the toolkit in {env['CUDA_HOME']}; log: build/cuda/log.txt", flush=True)
-    with (FOLDER / "log.txt").open("w") as log:
-        code = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT).returncode
-    if code:
-        print((FOLDER / "log.txt").read_text()[-6000:], file=sys.stderr)
-        return code
-    [library] = (FOLDER / "foundry_kernels").glob("_C*.so")
-    print(f"compiled: {library.relative_to(ROOT)}, {library.stat().st_size >> 20} MB", flush=True)
+    if (library := compile_into(FOLDER, {})) is None:
+        return 1
     check_code(library)
     return subprocess.run([sys.executable, "-c", LOAD, str(library), *operators()], cwd=ROOT).returncode
+
+
+def compile_into(folder: Path, more: dict[str, str], instruction_sets: str = "all") -> Path | None:
+    """Compiles the extension in `folder`, with `more` variables; None if that fails, after printing the log's end."""
+    env = os.environ | variables() | more
+    folder.mkdir(parents=True, exist_ok=True)
+    where = [f"--build-lib={folder}", f"--build-temp={folder}/temp", f"--instruction-sets={instruction_sets}"]
+    log = folder / "log.txt"
+    print(f"compiling with the toolkit in {env['CUDA_HOME']}; log: {log.relative_to(ROOT)}", flush=True)
+    with log.open("w") as file:
+        command = [sys.executable, "setup.py", "build_ext", *where]
+        code = subprocess.run(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT).returncode
+    if code:
+        print(log.read_text()[-6000:], file=sys.stderr)
+        return None
+    library = folder / "foundry_kernels" / gpu_archive.EXTENSION
+    print(f"compiled: {library.relative_to(ROOT)}, {library.stat().st_size >> 20} MB", flush=True)
+    return library
 
 
 def check_code(library: Path) -> None:
@@ -109,7 +119,7 @@ def code_of(library: Path) -> set[tuple[str, str]]:
     import triton  # whose package brings the tool along
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    command = [tool, "--dump-resource-usage", str(library)]
+    command = [str(tool), "--dump-resource-usage", str(library)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return set(re.findall(r"Fatbin (elf|ptx) code:\n=+\narch = (sm_\w+)", said))
 

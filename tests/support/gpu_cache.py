@@ -1,24 +1,23 @@
-"""`make gpu-cache`: compiles the Triton kernels of parity cases and benchmarks for a GPU in another machine.
+"""`make gpu-cache`: compiles the Triton kernels of parity cases and benchmarks for a GPU in another machine, and where
+nvcc is and torch is a CUDA build, the extension for that GPU alone.
 
     make gpu-cache STACK=2.11 PYTHON=python3.12 VENV=.venv-3.12    # for Triton 3.6 in Python 3.12; needs no GPU
     make gpu-check                                  # there; it uses build/gpu-cache.tar.xz
 
 Triton's own launch, on a stub of the GPU (stub_gpu.py), computes each kernel's key: a hash of Triton's files, the
 kernel's source, signature and options, and the architecture, but no path. Triton's index of its cache has absolute
-paths, so `unpack` writes the index. The archive has code and metadata, but no intermediate results.
+paths, so `gpu_archive.unpack` writes the index. The archive has code and metadata, but no intermediate results.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +30,11 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+import cuda_build  # noqa: E402
+import gpu_archive  # noqa: E402
+import hopper_units  # noqa: E402
+import sanitize  # noqa: E402
+from gpu_archive import ARCHIVE, made_with, why_not_writable  # noqa: E402
 from stub_gpu import StubDriver, stub_gpu, uncompiled, why_not  # noqa: E402
 
 import foundry_kernels as fk  # noqa: E402
@@ -38,19 +42,8 @@ from foundry_kernels.core.registry import OpSpec  # noqa: E402
 from foundry_kernels.testing import Case, call, make_cotangents  # noqa: E402
 from foundry_kernels.tools.inspect import aot  # noqa: E402
 
-ARCHIVE = ROOT / "build" / "gpu-cache.tar.xz"
-MANIFEST, INDEX = "manifest.json", "__grp__"
 #: Triton's source object and the launch options.
 Kernel = tuple[Any, dict[str, Any]]
-
-
-def made_with() -> dict[str, str]:
-    """Returns the properties that must be equal on both machines so that kernels are found."""
-    import triton
-    from triton.runtime.cache import triton_key
-
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return {"triton": triton.__version__, "python": python, "key": triton_key()}
 
 
 def recorded(driver: StubDriver, run: Callable[[], None]) -> list[Kernel]:
@@ -70,18 +63,6 @@ def recorded(driver: StubDriver, run: Callable[[], None]) -> list[Kernel]:
     finally:
         triton.compiler.compile = own
     return found
-
-
-def why_not_writable(folder: Path) -> str | None:
-    """Returns the reason why the folder (which is created if needed) is not writable, or None."""
-    probe = folder / f".probe-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        return f"{folder} cannot be written to ({error})"
-    return None
 
 
 def launch_all(text: str) -> None:
@@ -191,48 +172,31 @@ def _not_loaded(name: str, path: str) -> Any:
     return type("module", (), {"launch": None})
 
 
-def pack(folder: Path, archive: Path, about: dict[str, Any]) -> None:
-    """Packs the files of Triton's cache in `folder` that launches need, and `about`."""
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    about_file = folder / MANIFEST
-    about_file.write_text(json.dumps(about))
-    partial = archive.with_name(archive.name + ".partial")
-    with tarfile.open(partial, "w:xz", preset=6) as tar:
-        # Sorted by name, because variants of a kernel compress well next to each other.
-        for path in [about_file, *sorted(folder.glob("*/*"), key=lambda path: (path.suffix, path.name, path))]:
-            if path.suffix in (".json", ".cubin", ".so") and not path.name.startswith(INDEX):
-                tar.add(path, str(path.relative_to(folder)))
-    partial.replace(archive)
+def compile_extension(arch: int, jobs: int, folder: Path) -> str:
+    """Compiles by nvcc what the archive has of it, for this GPU alone; returns a sentence about it.
 
-
-def unpack(archive: Path, folder: Path) -> dict[str, Any]:
-    """Unpacks the archive into `folder`, for TRITON_CACHE_DIR. Returns its `about`.
+    For the lowest instruction set: the CPU's kernels are not what is checked there.
 
     Raises:
-        ValueError: it is damaged, or not such an archive.
+        SystemExit: nvcc fails.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with tarfile.open(archive) as tar:
-            tar.extractall(folder, filter="data")
-        about = json.loads((folder / MANIFEST).read_text())
-    except (OSError, EOFError, tarfile.TarError, ValueError) as error:
-        raise ValueError(f"{archive} is not a cache that `make gpu-cache` made, or is damaged: {error}") from None
-    for described in folder.glob("*/*.json"):
-        if not described.name.startswith(INDEX):
-            code = described.with_suffix(".cubin")
-            paths = {path.name: str(path.resolve()) for path in (described, code) if path.exists()}
-            (described.parent / f"{INDEX}{described.name}").write_text(json.dumps({"child_paths": paths}))
-    return dict(about)
-
-
-def why_it_would_miss(about: dict[str, Any], arch: int) -> str | None:
-    """Returns the reason why this Triton would not find an archive's kernels on a GPU of capability `arch`, or None."""
-    here = made_with() | {"arch": arch}
-    for name in ("arch", "triton", "python"):
-        if about.get(name) != here[name]:
-            return f"it was made for {name} {about.get(name)}, and here is {here[name]}"
-    return None if about.get("key") == here["key"] else "it was made with another build of the same release of Triton"
+    if (reason := cuda_build.why_not()) is not None:
+        return f"without the extension: {reason}"
+    capability, began = f"{arch // 10}.{arch % 10}", time.monotonic()
+    lowest = sanitize.build_script().LOWEST
+    library = cuda_build.compile_into(
+        ROOT / "build" / f"cuda-{arch}", {"TORCH_CUDA_ARCH_LIST": capability, "MAX_JOBS": str(jobs)}, lowest
+    )
+    if library is None:
+        raise SystemExit("error: the extension does not compile; see above")
+    compiled = folder / gpu_archive.COMPILED
+    shutil.rmtree(compiled, ignore_errors=True)
+    compiled.mkdir(parents=True)
+    shutil.copyfile(library, compiled / library.name)
+    if arch == 90:
+        hopper_units.compile_for_gpu(compiled / gpu_archive.samples().name)
+    size = library.stat().st_size / 2**20
+    return f"with {library.name} for {capability}, {size:.0f} MB, compiled in {time.monotonic() - began:.0f} s"
 
 
 def main(argv: list[str]) -> int:
@@ -240,7 +204,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="tests/support/gpu_cache.py", description=main.__doc__)
     parser.add_argument("--arch", type=int, default=90, help="compute capability, 90 for 9.0 (default)")
     parser.add_argument("--multiprocessors", type=int, default=132, help="of that GPU (default: 132, as H100 and H200)")
-    parser.add_argument("-k", metavar="TEXT", default="", help="only operations whose name contains this text")
+    parser.add_argument(
+        "-k", metavar="TEXT", default="", help="only operations with this text in their name, no extension"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilations at a time")
     parser.add_argument("--archive", type=Path, default=ARCHIVE, help=f"default: {ARCHIVE}")
     options = parser.parse_args(argv)
@@ -255,10 +221,12 @@ def main(argv: list[str]) -> int:
         parser.error(f"no operation with Triton kernels has {options.k!r} in its name")
     failed = fill(folder, kernels, driver.target, options.jobs)
     about = made_with() | {"arch": options.arch, "kernels": len(kernels) - failed}
-    pack(folder, options.archive, about)
+    about |= {"torch": torch.__version__, "sources": gpu_archive.compiled_sources()}
+    extension = "" if options.k else f"; {compile_extension(options.arch, options.jobs, folder)}"
+    gpu_archive.pack(folder, options.archive, about)
     size = options.archive.stat().st_size / 2**20
     made_for = f"compute capability {options.arch / 10}, Triton {about['triton']} in Python {about['python']}"
-    print(f"{options.archive}: {about['kernels']} kernels for {made_for}; {size:.1f} MB")
+    print(f"{options.archive}: {about['kernels']} kernels for {made_for}; {size:.1f} MB{extension}")
     return 1 if failed else 0
 
 

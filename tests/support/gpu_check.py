@@ -1,30 +1,34 @@
-"""`make gpu-check`: everything that needs a GPU, with the current Python and without a network.
+"""`make gpu-check`: everything that needs a GPU, with the current Python and without a network, in ten minutes.
 
-The parts, in order, which together take ten minutes at most; a failing one does not stop the rest.
-GPU_CHECK=units,bench runs those parts; GPU_CHECK=rest those that have not passed yet, and of their
-tests those that have not.
-    build     the extension, by nvcc
-    units     samples of Hopper's instructions, where there is an nvcc
-    parity    attention's cases with CUDA tensors: native, and Triton's masks, biases and dropout in float32 and float16
-    sanitize  compute-sanitizer (memcheck, racecheck) on a few cases of every kernel, where it is installed
-    bench     operations beside their peers, attention 128 wide first; host time
-    model     a training step of a Llama of 1 B: unpatched, patched, by Liger; compiled
-    tune      `python -m foundry_kernels tune --seconds 120`
-Only where they are named, as they take longer:
-    all       all of the parity suite's cases with CUDA tensors
-    suite     all other tests, with CUDA tensors; CUDA graphs; more than 2^31 elements
-The result goes to benchmarks/results/<gpu>.json (or to the folder in OUT, where that is set, beside the logs), after
-each part, so that a run that is stopped leaves what it had; rows of the benchmarks lie beside it as they are measured.
-GPU_CHECK=rest continues from there (or from the folder in FROM) if the sources are the same. Kernels come from
-build/gpu-cache.tar.xz, if it was brought along: `make gpu-cache` fills it on a machine without a GPU. Else they are
-compiled as they are met.
+    make gpu-check                          # all parts
+    make gpu-check ARGS="hopper shapes"     # these parts, in this order of the list:
+        build      the extension for this GPU alone, unless one was brought along
+        units      samples of Hopper's instructions
+        hopper     the parity suite's cases on attention's kernels for compute capability 9.0
+        shapes     attention at the sizes of training, on the same kernels
+        gluon      attention's forward kernel in Gluon
+        streams    every kernel in a CUDA graph and on another stream; more than 2^31 elements
+        sanitize   compute-sanitizer (memcheck, racecheck) on a few cases of every kernel, where it is installed
+        parity     all other cases of the parity suite, as many as the time allows
+        attention  the times of attention, beside SDPA's kernels
+        losses     those of the losses
+        delta      those of the delta rule
+        model      a training step of a Llama of 1 B: transformers, patched, by Liger, compiled
+        lora       a training step of its adapters: PEFT, patched, where PEFT is installed
+    make gpu-check ARGS=rest                # what has not passed yet; results and sources must be the earlier ones
+    make gpu-check ARGS=tune                # `python -m foundry_kernels tune`, only if it is named
+    make gpu-check ARGS="--stub"            # a dry run: small sizes on the CPU in place of the GPU
+
+Each check runs in a worker process, within 20 s, or 60 s with times: one that hangs or breaks its process costs no
+other. The results go to OUT/<gpu>.json after each part (OUT is build/gpu-check by default; FROM: the folder of earlier
+results, if it is another). `python -m benchmarks report OUT/<gpu>.json` merges them into benchmarks/results. Kernels
+and the extension come from build/gpu-cache.tar.xz if it was brought along: `make gpu-cache` makes it on a machine
+without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -32,266 +36,289 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE)]
-OUT = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
+
+import gpu_archive  # noqa: E402
+from isolated import START, Pool  # noqa: E402
+
+OUT = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-check")
 FROM = Path(os.environ.get("FROM") or OUT)
 #: Seconds that each part may take; together they stay within ten minutes.
-LIMITS = {"build": 100, "units": 20, "parity": 75, "sanitize": 35, "bench": 110, "model": 120, "tune": 140}
+LIMITS = {
+    "build": 90,
+    "units": 15,
+    "hopper": 40,
+    "shapes": 80,
+    "gluon": 15,
+    "streams": 20,
+    "sanitize": 70,
+    "parity": 40,
+    "attention": 70,
+    "losses": 45,
+    "delta": 25,
+    "model": 65,
+    "lora": 25,
+}
 PARTS = tuple(LIMITS)
-#: Those of parts that only run where they are named.
-MORE = {"all": 580, "suite": 580}
+#: Those of parts that only run if they are named.
+MORE = {"tune": 140}
+#: Parts whose checks are comparisons of times, which nothing else may disturb.
+TIMED = ("attention", "losses", "delta", "model", "lora")
+#: Seconds of a check, and of a comparison.
+CHECK, COMPARISON = 20.0, 60.0
 SANITIZERS = ("memcheck", "racecheck")
-#: Of attention in Triton what no GPU has run: its masks, biases, tiles and dropout in bfloat16 have.
-NEW = "triton-cuda and (bool or bias or mask or dropout or tiles or blocks or documents) and not bfloat16"
-CACHE = ROOT / "build" / "gpu-cache"
 
 
-def run(name: str, command: list[str], limit: float) -> dict[str, Any]:
-    """Runs a command, its output shown as it comes and kept in a log."""
-    print(f"--- {name}: {' '.join(command)}", flush=True)
-    start = time.monotonic()
-    env = os.environ | {"PYTHONUNBUFFERED": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-    env.pop("TRITON_INTERPRET", None)
-    log = OUT / f"{name}.log"
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    timer = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))  # its own processes too
-    timer.start()
-    with log.open("w") as file:
-        for line in process.stdout:
-            file.write(line)
-            print(line, end="", flush=True)
-    process.wait()
-    timed_out = time.monotonic() - start >= limit
-    timer.cancel()
-    summary = next((line for line in reversed(log.read_text().splitlines()) if line.strip()), "")
-    if timed_out:
-        summary = f"stopped after {limit:.0f} s; last line: {summary}"
-    return {
-        "ok": process.returncode == 0 and not timed_out,
-        "seconds": round(time.monotonic() - start, 1),
-        "summary": summary,
-        "log": log.name,
-    }
+class Session:
+    """The worker processes and the results. `report` is written after each part."""
+
+    def __init__(self, options: Sequence[str]) -> None:
+        self.command = [sys.executable, str(HERE / "gpu_worker.py"), *options]
+        self.log = OUT / "log.txt"
+        self.stub = "--stub" in options
+        #: A dry run may be on a busy machine.
+        self.patience = 20 if self.stub else 1
+        self.report: dict[str, Any] = {}
+        self.about: dict[str, Any] = {}
+        # cuBLAS is deterministic only with this, which changes its speed.
+        self._env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        self._checks = Pool(self.command, self.log, self._env)
+        self._timed = self._checks if self.stub else Pool(self.command, self.log)
+
+    def begin(self) -> str | None:
+        """Starts a worker; returns the reason why there is none, or None."""
+        worker = self._checks.worker()
+        self.about = worker.about
+        self._checks.give_back(worker)
+        reason = self.about.get("no_gpu") or self.about.get("error")
+        return None if reason is None else str(reason)
+
+    def close(self) -> None:
+        self._checks.close()
+        self._timed.close()
+
+    @property
+    def target(self) -> Path:
+        return OUT / f"{re.sub(r'[^a-z0-9]+', '-', self.about['gpu'].lower()).strip('-')}.json"
+
+    def save(self) -> None:
+        self.report["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+        self.target.write_text(json.dumps(self.report, indent=1) + "\n")
+
+    # --- parts ---
+
+    def build(self) -> dict[str, Any]:
+        """Compiles the extension for this GPU alone, unless the one at hand has code for it and was not built here."""
+        found = self.about["extension"]
+        architectures = re.split(r"[ ;+]+", str(found.get("cuda_architectures")))
+        usable = self.about["capability"] in architectures and found.get("missing") is None
+        if self.stub or (usable and not any((ROOT / "build").glob("temp.*"))):
+            return {"ok": True, "seconds": 0.0, "summary": f"taken as it is, for {found.get('cuda_architectures')}"}
+        os.environ.setdefault(
+            "TORCH_CUDA_ARCH_LIST", found["cuda_architectures"] if usable else self.about["capability"]
+        )
+        self.close()
+        result = self.process([sys.executable, "setup.py", "build_ext", "--inplace"], LIMITS["build"])
+        if (reason := self.begin()) is not None:
+            raise RuntimeError(f"no worker begins after the build: {reason}")
+        return result
+
+    def tune(self) -> dict[str, Any]:
+        limits = ["--seconds", str(MORE["tune"] - 20), "--file", str(OUT / "tuning.json")]
+        return self.process([sys.executable, "-m", "foundry_kernels", "tune", *limits], MORE["tune"])
+
+    def process(self, command: list[str], limit: float) -> dict[str, Any]:
+        """Runs a command, its output in the log."""
+        began, start = time.monotonic(), self.log.stat().st_size
+        with self.log.open("a") as log:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+            try:
+                stopped = "" if process.wait(limit) == 0 else "it failed; "
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # its own processes too
+                stopped = f"stopped after {limit:.0f} s; "
+        last = self.log.read_text()[start:].strip().rpartition("\n")[2]
+        return {"ok": not stopped, "seconds": round(time.monotonic() - began, 1), "summary": stopped + last}
+
+    def sanitize(self) -> dict[str, Any]:
+        program = shutil.which("compute-sanitizer")
+        if program is None:
+            return {"ok": True, "seconds": 0.0, "summary": "skipped: compute-sanitizer is not installed"}
+        began = time.monotonic()
+        found: dict[str, Any] = {"ok": True, "passed": [], "failed": {}, "summary": ""}
+        for tool in SANITIZERS[: 1 if self.stub else None]:
+            log = self.log.with_name(f"{tool}.txt")
+            log.unlink(missing_ok=True)
+            prefix = [program, "--tool", tool, "--error-exitcode", "1"]
+            pool = Pool([*prefix, *self.command, "--sanitize"], log, self._env)
+            names, reason = self.names("sanitize", pool)
+            deadline = began + LIMITS["sanitize"] * self.patience * (1 + SANITIZERS.index(tool)) / len(SANITIZERS)
+            part = self.checked("sanitize", names, pool, deadline)
+            code = pool.close()
+            errors = re.findall(r"= (ERROR SUMMARY|RACECHECK SUMMARY): (.+)", log.read_text())
+            said = errors[-1][1] if errors else "no summary"
+            found["ok"] &= part["ok"] and code == 0 and bool(names)
+            found["passed"] += [f"{tool}: {name}" for name in part["passed"]]
+            found["failed"] |= {f"{tool}: {name}": error for name, error in part["failed"].items()}
+            found["summary"] += f"{tool}: {part['summary']}, {reason or said}; "
+        return found | {"seconds": round(time.monotonic() - began, 1)}
+
+    def names(self, part: str, pool: Pool) -> tuple[list[str], str | None]:
+        """Returns the names of a part's checks, or none and the reason."""
+        ((_, answer),) = pool.run([part], START, time.monotonic() + START, 1)
+        return answer.get("found", []), answer.get("error")
+
+    def checked(
+        self, part: str, names: Sequence[str], pool: Pool, deadline: float, most: int = 1, each: float = CHECK
+    ) -> dict[str, Any]:
+        """Runs checks of a part. Those that passed in an earlier run of the same sources are not run again."""
+        began = time.monotonic()
+        earlier = self.report.get("parts", {}).get(part, {}).get("passed", []) if part != "sanitize" else []
+        passed, failed = [name for name in names if name in set(earlier)], {}
+        left = [f"{part}: {name}" for name in names if name not in set(earlier)]
+        for name, answer in pool.run(left, each * self.patience, deadline, most):
+            name = name.partition(": ")[2]
+            if "error" in answer:
+                failed[name] = answer["error"]
+                print(f"FAILED {part}: {name}: {answer['error']}", flush=True)
+            elif part in TIMED:
+                passed += [name] if self.keep(answer["found"]) else []
+            else:
+                passed.append(name)
+                if part == "shapes":
+                    print(f"{name}: errors, and SDPA's: {answer['found']}", flush=True)
+        summary = f"{len(passed)} of {len(names)} passed, {len(failed)} failed"
+        if reached := len(names) - len(passed) - len(failed):
+            summary += f", {reached} were not reached"
+        seconds = round(time.monotonic() - began, 1)
+        result = {"ok": not failed and bool(names), "seconds": seconds, "summary": summary}
+        return result | {"complete": not reached, "passed": passed, "failed": failed}
+
+    def keep(self, rows: list[dict[str, Any]]) -> bool:
+        """Stores the rows of a comparison and prints those of this package. Returns whether none is wrong."""
+        from benchmarks.conftest import in_a_line
+        from benchmarks.kept import merge
+
+        merge(self.report, rows)
+        for row in rows:
+            if row["kind"] == "model" or row["row"] in ("triton", "native") or "why_not" in row:
+                what = f"{row['op']:<13} {row['direction']:<8} {row['case']:<24} {row['row']:<7}"
+                print(f"{what} {row.get('why_not') or in_a_line(row)}", flush=True)
+        return not any("wrong" in row for row in rows)
+
+    def run(self, part: str) -> None:
+        print(f"--- {part}", flush=True)
+        own = {"build": self.build, "tune": self.tune, "sanitize": self.sanitize}
+        try:
+            if part in own:
+                result = own[part]()
+            else:
+                pool, each = (self._timed, COMPARISON) if part in TIMED else (self._checks, CHECK)
+                if pool is not self._checks:
+                    self._checks.close()
+                deadline = time.monotonic() + LIMITS[part] * self.patience
+                names, reason = self.names(part, pool)
+                most = 1 if part in TIMED or self.stub else min(8, (os.cpu_count() or 2) // 2)
+                result = self.checked(part, names, pool, deadline, most, each)
+                result["summary"] = reason or result["summary"]
+        except Exception as error:
+            result = {"ok": False, "seconds": 0.0, "summary": f"{type(error).__name__}: {error}"}
+        self.report.setdefault("parts", {})[part] = result
+        self.save()
+
+    def resume(self, chosen: Sequence[str]) -> tuple[str, ...]:
+        """Takes the earlier results of the same sources, and returns the parts to be run."""
+        new = {
+            "gpu": self.about["gpu"],
+            "sources": gpu_archive.digest("foundry_kernels", "csrc", "tests", "benchmarks"),
+        }
+        try:
+            earlier = json.loads((FROM / self.target.name).read_text())
+        except (OSError, ValueError):
+            earlier = {}
+        same = isinstance(earlier, dict) and earlier.get("sources") == new["sources"]
+        if "rest" in chosen and not same:
+            print(f"nothing to continue: {FROM / self.target.name} is not there, or is of other sources", flush=True)
+        self.report = (earlier if same else {}) | new | {"device": self.about["gpu"]}
+        self.report |= {key: self.about[key] for key in ("environment", "isa")}
+        known = self.report.setdefault("parts", {})
+        if "rest" in chosen:
+            return tuple(p for p in PARTS if not (known.get(p, {}).get("ok") and known[p].get("complete", True)))
+        wanted = tuple(p for p in (*PARTS, *MORE) if p in (chosen or PARTS))
+        for part in wanted:
+            known.pop(part, None)
+        return wanted
 
 
-def tests(name: str, arguments: list[str]) -> dict[str, Any]:
-    """pytest, with a process for each core: most of the time goes into compiling and into oracles on the CPU."""
-    command = [sys.executable, "-m", "pytest", *arguments, "-q", "--no-header", "-p", "no:cacheprovider"]
-    if importlib.util.find_spec("xdist"):
-        command += ["-n", str(min(16, os.cpu_count() or 1)), "--dist", "worksteal"]
-    passed, already = OUT / f"{name}-passed.txt", OUT / f"{name}-already.txt"
-    already.write_text(passed.read_text() if passed.exists() else "")
-    command += ["-p", "gpu_resume", f"--passed-file={passed}", f"--already-passed={already}"]
-    command.append(f"--failed-file={OUT / f'{name}-failed.txt'}")
-    before = compiled_kernels()
-    result = run(name, command, (LIMITS | MORE)[name])
-    names = set(passed.read_text().splitlines()) if passed.exists() else set()
-    result |= {"passed": len(names), "kernels compiled": compiled_kernels() - before}
-    result["summary"] += f" ({len(names)} passed in all, {result['kernels compiled']} kernels compiled)"
-    already.unlink()
-    return result
-
-
-def compiled_kernels() -> int:
-    """Kernels in the folder from which the tests take them, and in which they leave what they compile."""
-    return sum(1 for _ in CACHE.glob("*/*.cubin"))
-
-
-def use_cache(arch: int) -> str:
-    """Have the tests use the kernels that were brought along, if there are any; what became of that, in a sentence."""
-    CACHE.mkdir(parents=True, exist_ok=True)
-    os.environ["TRITON_CACHE_DIR"] = str(CACHE)
-    archive = CACHE.with_name(CACHE.name + ".tar.xz")
+def use_archive() -> Mapping[str, Any]:
+    """Unpacks what was brought along, and prints what there is; returns the archive's `about`, if there is one."""
+    os.environ["TRITON_CACHE_DIR"] = str(gpu_archive.FOLDER)
+    archive = gpu_archive.ARCHIVE
     if not archive.exists():
-        return f"kernels are compiled here: no {archive.relative_to(ROOT)} was brought along (`make gpu-cache`)"
-    import gpu_cache
-
+        print(f"kernels are compiled here: no {archive.name} was brought along (`make gpu-cache`)")
+        return {}
     try:
-        about = gpu_cache.unpack(archive, CACHE)
+        about = gpu_archive.unpack(archive, gpu_archive.FOLDER)
     except ValueError as error:
-        return f"kernels are compiled here: {error}"
-    reason = gpu_cache.why_it_would_miss(about, arch)
-    return f"{about['kernels']} kernels were brought along" + (f", which will not be found: {reason}" if reason else "")
-
-
-def sanitize() -> dict[str, Any]:
-    program = shutil.which("compute-sanitizer")
-    if program is None:
-        return {"ok": True, "summary": "skipped: compute-sanitizer is not installed"}
-    result: dict[str, Any] = {"ok": True, "seconds": 0.0}
-    for tool in SANITIZERS:
-        command = [program, "--tool", tool, "--error-exitcode", "1", sys.executable, str(HERE / "gpu_sanitize.py")]
-        part = run(f"sanitize-{tool}", command, LIMITS["sanitize"] / len(SANITIZERS))
-        result[tool] = part
-        result["ok"] &= part["ok"]
-        result["seconds"] += part["seconds"]
-    result["summary"] = ", ".join(f"{t}: {result[t]['summary']}" for t in SANITIZERS)
-    return result
-
-
-def rows_of(name: str, arguments: list[str]) -> dict[str, Any]:
-    """Runs benchmarks; each row is in a file as soon as it is measured."""
-    target = OUT / f"{name}-rows.jsonl"
-    target.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", *arguments, "--benchmark-only", "-v", "-p", "no:cacheprovider"]
-    result = run(name, [*command, f"--rows={target}"], LIMITS[name])
-    result["rows"] = [json.loads(line) for line in target.read_text().splitlines()] if target.exists() else []
-    return result
-
-
-def tune() -> dict[str, Any]:
-    target = OUT / "tuning.json"
-    command = [sys.executable, "-m", "foundry_kernels", "tune", "--seconds", str(LIMITS["tune"] - 20)]
-    result = run("tune", [*command, "--file", str(target)], LIMITS["tune"])
-    if target.exists():
-        result["tuned"] = target.name
-    return result
-
-
-#: The tests of a part. The CPU's kernels, the ahead-of-time compilations and the checker of CUDA kernels are proved
-#: without a GPU, on every commit.
-_PARITY = "tests/proof/test_parity.py"
-_PROOFS = ("tools/test_aot.py", *(f"proof/test_{name}.py" for name in ("parity", "checker", "fuzz", "sanitize")))
-_TESTS = {
-    "units": ["tests/proof/cuda/test_hopper_units.py"],
-    "parity": [_PARITY, "-k", f"flash_attention and (native-cuda or ({NEW}))"],
-    "all": [_PARITY, "-k", "not cuda_on_cpu and not native-cpu"],
-    "suite": ["tests", *(f"--ignore=tests/{name}" for name in _PROOFS), "-k", "not cuda_on_cpu"],
-}
-_SUITES = [f"benchmarks/test_{name}.py" for name in ("ops", "overhead")]  # growth takes minutes more
-STEPS: dict[str, Callable[[], dict[str, Any]]] = {
-    "build": lambda: run("build", [sys.executable, "setup.py", "build_ext", "--inplace"], LIMITS["build"]),
-    **{name: partial(tests, name, arguments) for name, arguments in _TESTS.items()},
-    "sanitize": sanitize,
-    "bench": lambda: rows_of("bench", [*_SUITES, f"--budget={(LIMITS['bench'] - 20) / 60:.2f}"]),
-    "model": lambda: rows_of("model", ["benchmarks/test_model.py", "-k", "training", "--budget=0"]),
-    "tune": tune,
-}
-
-
-def environment() -> dict[str, str]:
-    from foundry_kernels.tools.environment import versions
-
-    return dict(line.strip().split(None, 1) for line in versions())
-
-
-def sources() -> str:
-    """Returns a digest of what the parts test: results are continued only where it is the same."""
-    digest = hashlib.sha256()
-    for folder in ("foundry_kernels", "csrc", "tests", "benchmarks"):
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in (".py", ".cpp", ".cu", ".h", ".cuh"):
-                digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def begin(gpu: str, chosen: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the report, with what an earlier run of the same sources left in it, and the parts to be run."""
-    name = file_name(gpu)
-    report: dict[str, Any] = {"gpu": gpu, "sources": sources()}
-    try:
-        earlier = json.loads((FROM / name).read_text())
-    except (OSError, ValueError):
-        earlier = {}
-    same = isinstance(earlier, dict) and earlier.get("sources") == report["sources"]
-    if same:
-        report |= earlier
-    elif chosen == "rest":
-        print(f"nothing to continue: {FROM / name} is not there, or is of other sources; all parts are run", flush=True)
-    for part in (*PARTS, *MORE):
-        passed = OUT / f"{part}-passed.txt"
-        if not (same and chosen == "rest"):
-            passed.unlink(missing_ok=True)
-        elif FROM != OUT and (FROM / passed.name).exists():
-            shutil.copyfile(FROM / passed.name, passed)
-    if chosen in ("", "rest"):
-        return report, tuple(p for p in PARTS if chosen == "" or not report.get(p, {}).get("ok"))
-    return report, tuple(p for p in (*PARTS, *MORE) if p in chosen.split(","))
-
-
-def file_name(gpu: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json"
+        print(f"kernels are compiled here: {error}")
+        return {}
+    print(f"{about['kernels']} kernels were brought along; {gpu_archive.place_extension(gpu_archive.FOLDER, about)}")
+    return about
 
 
 def main(argv: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(
         prog="tests/support/gpu_check.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.parse_args(argv)
-    chosen = os.environ.get("GPU_CHECK", "")
-    if chosen and not set(chosen.split(",")) <= {*PARTS, *MORE} and chosen != "rest":
-        print(f"GPU_CHECK must be rest or any of {', '.join((*PARTS, *MORE))}; got {chosen!r}", file=sys.stderr)
-        return 2
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join((*PARTS, *MORE))}, or rest")
+    parser.add_argument("--stub", action="store_true", help="a dry run without a GPU")
+    options = parser.parse_args(argv)
+    if unknown := {*options.parts} - {*PARTS, *MORE, "rest"}:
+        parser.error(f"a part must be rest or of {', '.join((*PARTS, *MORE))}; got {', '.join(sorted(unknown))}")
+    for folder in (OUT, gpu_archive.FOLDER):
+        if (reason := gpu_archive.why_not_writable(folder)) is not None:
+            print(f"gpu-check stops here: {reason}. Results go to the folder in OUT.", file=sys.stderr)
+            return 2
+    brought = {} if options.stub else use_archive()
+    session = Session(["--stub"] if options.stub else [])
     try:
-        import torch
-    except ImportError:
-        print("gpu-check needs a Python with torch: make gpu-check PYTHON=...", file=sys.stderr)
-        return 2
-    from gpu_cache import why_not_writable
+        return check(session, options.parts, brought)
+    finally:
+        session.close()
 
-    if (reason := why_not_writable(OUT) or why_not_writable(CACHE)) is not None:
-        where = f"Results go to the folder in OUT, kernels to {CACHE}"
-        print(f"gpu-check stops here: {reason}. {where}.", file=sys.stderr)
-        return 2
-    print("\n".join(f"{k:<11} {v}" for k, v in environment().items()))
-    from foundry_kernels._triton import devices
 
-    if (reason := devices.why_no_gpu()) is not None:
+def check(session: Session, chosen: Sequence[str], brought: Mapping[str, Any]) -> int:
+    if (reason := session.begin()) is not None:
         print(f"gpu-check stops here: {reason}. Nothing was measured and no result was written.", file=sys.stderr)
         return 3
-    gpu = torch.cuda.get_device_name()
-    major, minor = torch.cuda.get_device_capability()
-    print(use_cache(10 * major + minor), flush=True)
-    return check(gpu, chosen)
-
-
-def check(gpu: str, chosen: str) -> int:
-    report, wanted = begin(gpu, chosen)
-    target = OUT / file_name(gpu)
-    for name in wanted:
-        try:
-            report[name] = STEPS[name]()
-        except Exception as error:
-            report[name] = {"ok": False, "summary": f"{type(error).__name__}: {error}"}
-        report["date"] = datetime.now(UTC).isoformat(timespec="seconds")
-        target.write_text(json.dumps(report, indent=1) + "\n")
-    # The table of backends as a fresh process sees it, now that the extension is built.
-    show = subprocess.run([sys.executable, "-m", "foundry_kernels"], cwd=ROOT, capture_output=True, text=True)
-    report["environment"] = show.stdout.splitlines()
-    target.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"\n{show.stdout}\n{gpu}: {target}")
+    about = session.about
+    print("\n".join(f"{k:<11} {v}" for k, v in about["environment"].items()), flush=True)
+    if brought:
+        here = about["made_with"] | {"arch": int(about["capability"].replace(".", ""))}
+        if (reason := gpu_archive.why_it_would_miss(brought, here)) is not None:
+            print(f"the kernels that were brought along will not be found: {reason}", flush=True)
+    for part in session.resume(chosen):
+        session.run(part)
+    print(f"\n{about['gpu']}: {session.target}")
+    left, failed = [], False
     for name in (*PARTS, *MORE):
-        if name in report:
-            part = report[name]
-            state = "ok  " if part["ok"] else "FAIL"
-            print(f"{name:<9} {state} {part.get('seconds', 0):>6} s  {part['summary'][:150]}")
-    print_rows([row for name in ("bench", "model") for row in report.get(name, {}).get("rows", [])])
-    left = [name for name in PARTS if not report.get(name, {}).get("ok")]
+        part = session.report["parts"].get(name, {})
+        if part:
+            print(f"{name:<9} {'ok  ' if part['ok'] else 'FAIL'} {part['seconds']:>6} s  {part['summary'][:150]}")
+        failed |= name in PARTS and bool(part) and not part["ok"]
+        if name in PARTS and not (part.get("ok") and part.get("complete", True)):
+            left.append(name)
     if left:
-        print(f"not passed: {', '.join(left)}; GPU_CHECK=rest goes on from here")
-    return 1 if left else 0
-
-
-def print_rows(rows: list[dict[str, Any]]) -> None:
-    from benchmarks.conftest import in_a_line
-
-    for row in rows:
-        if row.get("kind") == "model" or (row["row"] in ("triton", "native") and "speedup_over" in row):
-            print(f"{row['op']:<13} {row['direction']:<8} {row['case']:<24} {row['row']:<7} {in_a_line(row)}")
+        print(f"not passed, or not whole: {', '.join(left)}; `make gpu-check ARGS=rest` goes on from here")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import subprocess
-import tempfile
 from pathlib import Path
 
+import gpu_archive
 import nvcc
 import torch
 from cuda_on_cpu.build import HERE, ROOT, load_plain
@@ -17,7 +18,11 @@ SAMPLES, MISTAKES = HERE / "hopper_samples.cu", HERE / "hopper_mistakes.cu"
 #: Copies arrive only when nothing else can run, often, or sometimes (hopper_scheduler.h); warps run in another order.
 SEEDS = (1, 2, 3)
 ON_GPU = 0
-HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and nvcc.nvcc() is not None
+HAS_GPU = (
+    torch.cuda.is_available()
+    and torch.cuda.get_device_capability() == (9, 0)
+    and (nvcc.nvcc() is not None or gpu_archive.samples().exists())
+)
 
 
 @functools.cache
@@ -27,13 +32,22 @@ def library(source: Path) -> ctypes.CDLL:
     return loaded
 
 
-@functools.cache
-def library_on_gpu() -> ctypes.CDLL:
-    folder = Path(tempfile.mkdtemp())
+def compile_for_gpu(target: Path) -> None:
     sources = [SAMPLES, ROOT / "csrc" / "cuda" / "hopper" / "tensor_map.cu"]
     command = [nvcc.nvcc() or "", "-std=c++17", "-O3", "-gencode", "arch=compute_90a,code=sm_90a", "-shared"]
-    subprocess.run([*command, "-Xcompiler", "-fPIC", *map(str, sources), "-o", str(folder / "samples.so")], check=True)
-    loaded = ctypes.CDLL(str(folder / "samples.so"))
+    subprocess.run([*command, "-Xcompiler", "-fPIC", *map(str, sources), "-o", str(target)], check=True)
+
+
+@functools.cache
+def library_on_gpu() -> ctypes.CDLL:
+    """The samples as `make gpu-cache` compiled them, or compiled once here."""
+    target = gpu_archive.samples()
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_suffix(f".{os.getpid()}.tmp")
+        compile_for_gpu(partial)
+        partial.rename(target)
+    loaded = ctypes.CDLL(str(target))
     loaded.run_sample.restype = ctypes.c_char_p
     return loaded
 

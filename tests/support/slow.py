@@ -46,7 +46,7 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str], every_case: 
 
     if (arch := parameters.get("arch")) is not None and arch not in ARCHITECTURES:
         return f"architecture {arch}"
-    row, case, dtype = (parameters.get(name) for name in ("row", "case", "dtype"))
+    row, case, dtype = (parameters.get(name) for name in ("row", "case", "dtype"))  # type: Any, Any, Any
     interpreted = isinstance(row, Row) and _is_interpreted(row)
     emulated = isinstance(row, Row) and _is_emulated(row)
     if emulated and parameters.get("part") in ("small", "others"):

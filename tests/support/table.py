@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,22 +43,29 @@ class Row:
     device: str
     #: The native row's CUDA kernels, run on the CPU under the checker of tests/support/cuda_on_cpu.
     cuda_on_cpu: bool = False
-    #: Only its kernels for compute capability 9.0, with the cases that they accept within `batch_invariant`, which
-    #: includes few queries.
+    #: Only its kernels for compute capability 9.0, under the checker or on such a GPU, with the cases that they accept
+    #: within `batch_invariant`, which includes few queries.
     hopper: bool = False
 
     @property
     def id(self) -> str:
         # Both kinds under the checker have "cuda_on_cpu" in their name: `-k` selects or leaves out both.
-        device = f"{'hopper_' * self.hopper}cuda_on_cpu" if self.cuda_on_cpu else self.device
-        return f"{self.op.name}-{self.backend}-{device}"
+        device = "cuda_on_cpu" if self.cuda_on_cpu else self.device
+        return f"{self.op.name}-{self.backend}-{'hopper_' * self.hopper}{device}"
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """The context of a test of this row. A checker's row calls the checker's library of operators."""
-        if not self.cuda_on_cpu:
+        with ExitStack() as undo:
+            if self.hopper:
+                undo.enter_context(on_hopper(self.device))
+                undo.enter_context(fk.batch_invariant())
+            if self.cuda_on_cpu:
+                undo.enter_context(self._checked())
             yield
-            return
+
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
         load_operators()
         impl = self.op.impl("native")
         assert impl is not None
@@ -70,9 +77,6 @@ class Row:
         library.guard(True)
         try:
             with ExitStack() as undo:
-                if self.hopper:
-                    undo.enter_context(on_hopper())
-                    undo.enter_context(fk.batch_invariant())
                 if isinstance(impl.fn, OpOverload):
                     undo.enter_context(override(self.op, "native", fn=checked(impl.fn), devices=("cpu",)))
                 else:  # a function around operators, which its module names
@@ -128,18 +132,20 @@ def pretended_hopper() -> Iterator[None]:
 
 
 @contextmanager
-def on_hopper() -> Iterator[None]:
-    """The same, and its kernels must run at least one forward pass."""
-    before = hopper_passes()
-    with pretended_hopper():
+def on_hopper(device: str) -> Iterator[None]:
+    """In this block the kernels for compute capability 9.0, of the checker or of a GPU, must run a forward pass."""
+    before = hopper_passes(device)
+    with pretended_hopper() if device == "cpu" else nullcontext():
         yield
-    assert hopper_passes()[0] > before[0], "no forward pass went to the kernels of csrc/cuda/hopper"
+    assert hopper_passes(device)[0] > before[0], "no forward pass went to the kernels of csrc/cuda/hopper"
 
 
-def hopper_passes() -> tuple[int, int]:
-    """The number of forward and backward passes of the checker's kernels of csrc/cuda/hopper."""
-    load_operators()
-    return tuple(getattr(torch.ops, LIBRARY).flash_attention_hopper_passes())
+def hopper_passes(device: str = "cpu") -> tuple[int, int]:
+    """The number of forward and backward passes of the kernels of csrc/cuda/hopper, of the checker or on GPUs."""
+    if device == "cpu":
+        load_operators()
+    library = torch.ops.foundry_kernels if device == "cuda" else getattr(torch.ops, LIBRARY)
+    return tuple(library.flash_attention_hopper_passes())
 
 
 @functools.cache
@@ -182,12 +188,13 @@ def checked_rows() -> tuple[Row, ...]:
 
 
 def hopper_rows() -> tuple[Row, ...]:
-    """A row for each operation of `HOPPER`."""
-    native = (op.impl("native") for op in HOPPER)
-    return tuple(
-        Row(op, "native", "cpu", cuda_on_cpu=True, hopper=True)
-        for op, impl in zip(HOPPER, native, strict=True)
-        if impl is not None and impl.missing is None
+    """For each operation of `HOPPER` a row on a GPU of compute capability 9.0, if there is one, and one under the
+    checker."""
+    usable = [op for op in HOPPER if (impl := op.impl("native")) is not None and impl.missing is None]
+    on_gpu = [op for op in usable if "cuda" in DEVICES and hopper.supports("cuda", torch.bfloat16)]
+    return (
+        *(Row(op, "native", "cuda", hopper=True) for op in on_gpu),
+        *(Row(op, "native", "cpu", cuda_on_cpu=True, hopper=True) for op in usable),
     )
 
 
@@ -236,8 +243,8 @@ def cpu_setting(instruction_set: str, threads: int) -> Iterator[None]:
 
 
 def _every_case() -> Iterator[object]:
-    """Without the cases that only repeat emulated code."""
-    for row in (*checked_rows(), *hopper_rows()):
+    """Without the cases that only repeat emulated code. Those on compute capability 9.0 come first."""
+    for row in (*hopper_rows(), *checked_rows()):
         for dtype in row.dtypes:
             for case in (c for c in row.cases if slow.representative(row, dtype, c)):
                 if row.op.cases.why_not(case, row.backend, row.device, dtype) is not None:

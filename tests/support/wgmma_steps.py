@@ -7,6 +7,7 @@ elsewhere, or if a step grew, results would not change, only the time.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -35,6 +36,34 @@ class Loop:
             f"loop of {self.instructions} instructions, {self.products} products, {self.hidden} of {self.exponentials} "
             f"exponentials beside them; between the waits {steps or 'nothing'}"
         )
+
+
+def executed_between_waits(disassembly: str, through: str) -> list[int]:
+    """For each step of the kernel, in the order of the code, how many instructions the shortest way from the wait for a
+    part to the wait for the rest executes after an instruction that begins with `through`; steps without are left
+    out."""
+    code, labels = _parse(disassembly)
+    bare = [re.sub(r"^@!?U?P\w+\s+", "", text) for text in code]
+    waits = [(at, wait[1]) for at, text in enumerate(bare) if (wait := _WAIT.match(text))]
+    found = []
+    for (begin, first), (end, second) in itertools.pairwise(waits):
+        if first == "0" or second != "0":
+            continue
+        least: dict[tuple[int, bool], int] = {(begin + 1, False): 0}
+        for at in range(begin + 1, end):
+            branch = _BRANCH.match(bare[at])
+            following = [labels.get(branch[1], at)] if branch else [at + 1]
+            if branch and (code[at] != bare[at] or re.match(r"BRA\S* !?U?P\d", bare[at])):
+                following.append(at + 1)
+            for been in (False, True):
+                if (at, been) not in least:
+                    continue
+                for to in (to for to in following if to > at):
+                    key = to, been or bare[at].startswith(through)
+                    least[key] = min(least.get(key, end), least[at, been] + 1)
+        if (end, True) in least:
+            found.append(least[end, True])
+    return found
 
 
 def product_loops(disassembly: str) -> list[Loop]:

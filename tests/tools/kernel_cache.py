@@ -20,6 +20,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
+import gpu_archive  # noqa: E402
 import gpu_cache  # noqa: E402
 from stub_gpu import StubDriver, stub_gpu  # noqa: E402
 
@@ -56,18 +57,24 @@ def make(folder: Path) -> None:
     kernels = gpu_cache.recorded(driver, launch)
     assert len(kernels) >= 2, "forward and backward"
     assert gpu_cache.fill(folder / "made", kernels, driver.target, 1) == 0
-    gpu_cache.pack(
-        folder / "made", folder / "cache.tar.xz", gpu_cache.made_with() | {"arch": 90, "kernels": len(kernels)}
+    gpu_archive.pack(
+        folder / "made", folder / "cache.tar.xz", gpu_archive.made_with() | {"arch": 90, "kernels": len(kernels)}
     )
     shutil.rmtree(folder / "made")  # its paths are in Triton's index
 
 
 def find(folder: Path) -> None:
-    about = gpu_cache.unpack(folder / "cache.tar.xz", folder / "elsewhere")
-    assert gpu_cache.why_it_would_miss(about, 90) is None
-    assert "made for arch 90, and here is 80" in str(gpu_cache.why_it_would_miss(about, 80))
-    assert "another build" in str(gpu_cache.why_it_would_miss(about | {"key": "x"}, 90))
-    assert "made for triton 3.0" in str(gpu_cache.why_it_would_miss(about | {"triton": "3.0"}, 90))
+    about = gpu_archive.unpack(folder / "cache.tar.xz", folder / "elsewhere")
+    assert gpu_archive.why_it_would_miss(about, gpu_archive.made_with() | {"arch": 90}) is None
+    assert "made for arch 90, and here is 80" in str(
+        gpu_archive.why_it_would_miss(about, gpu_archive.made_with() | {"arch": 80})
+    )
+    assert "another build" in str(
+        gpu_archive.why_it_would_miss(about | {"key": "x"}, gpu_archive.made_with() | {"arch": 90})
+    )
+    assert "made for triton 3.0" in str(
+        gpu_archive.why_it_would_miss(about | {"triton": "3.0"}, gpu_archive.made_with() | {"arch": 90})
+    )
     driver = StubDriver()
     launches: list[object] = []
     driver.launch = lambda *args: launches.append(args)  # type: ignore[method-assign]

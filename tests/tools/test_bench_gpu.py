@@ -18,7 +18,7 @@ from slow import rest_slow
 from torch import Tensor
 
 import foundry_kernels as fk
-from benchmarks import budget, calls, checks, liger, models, suite, test_model, test_ops
+from benchmarks import calls, checks, liger, models, suite, test_model
 from foundry_kernels.testing import Case, call, make_cotangents, run
 from tests.support.metered import Meter
 
@@ -122,12 +122,6 @@ def test_an_oracle_is_computed_where_the_tensors_are_within_memory_and_three_sec
     print(f"{len(gpu)} comparisons: {total:.0f} s of checks by this estimate")
 
 
-def test_attention_128_wide_comes_first(gpu: list[suite.Group]) -> None:
-    first, *_ = budget.ordered(budget.collected([test_ops.unit({"group": g}) for g in gpu]))
-    assert first.shape == "flash_attention B=4 H=32 Hk=8 T=4096 D=128, causal"
-    assert first.place == budget.FIRST
-
-
 def test_a_form_that_does_not_fit_is_left_out_alone(monkeypatch: pytest.MonkeyPatch, gpu: list[suite.Group]) -> None:
     """Eager attention materializes all scores; the rest of the comparison needs none of that."""
     group = next(g for g in gpu if g.case.id == "B=4 H=32 Hk=8 T=4096 D=128-causal")
@@ -151,29 +145,15 @@ def test_the_reason_is_in_the_row_and_the_others_run(monkeypatch: pytest.MonkeyP
     assert "half is left to others" in found.why_not["eager"]
 
 
-def test_a_training_step_is_measured_one_model_after_the_other() -> None:
-    """As the row of a GPU, by a tiny model on the CPU; Liger's kernels need a GPU."""
-    pytest.importorskip("transformers")
-    group = models.ModelGroup("training", models.TINY, "step", torch.float32)
-    assert group.names[:3] == ("Hugging Face", "patched by ours", "patched by Liger")
-    assert {n for n in group.names if "compiled" in n} == {"Hugging Face, compiled", "patched by ours, compiled"}
-    alone = test_model._Alone(group)
-    eager, ours, liger_s = (alone.row(n) for n in group.names[:3])
-    assert "for a GPU" in liger_s["why_not"]
-    assert "wrong" not in ours
-    assert abs(eager["loss"] - ours["loss"]) <= 1e-4 * eager["loss"]
-    assert ours["speedup_over"].keys() == {"Hugging Face"}
-    assert ours["tokens/s"] == pytest.approx(2 * 96 / (ours["median_us"] / 1e6), rel=1e-3)
-    assert ours["peak_bytes"] > 0
-    alone.loss = 2 * ours["loss"]
-    assert "that of the first" in alone.row("patched by ours")["wrong"]
-
-
-def test_a_gpu_has_the_row_of_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_the_rows_of_training_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "DEVICE", "cuda")
-    (step,) = (g for g in models.model_groups(False) if g.family == "training")
+    step, lora = (g for g in models.model_groups(False) if g.family in ("training", "lora"))
     assert (step.tokens, step.config.vocab_size, step.dtype) == (8192, 128256, torch.bfloat16)
-    assert len(step.names) == 5
+    assert step.names[:3] == ("Hugging Face", "patched by ours", "patched by Liger")
+    assert {n for n in step.names if "compiled" in n} == {"Hugging Face, compiled", "patched by ours, compiled"}
+    assert lora.names == ("PEFT", "patched by ours")
+    assert models.other_loss(step, 1.0, 1.01) is None
+    assert "that of the first" in str(models.other_loss(step, 1.0, 2.0))
     assert test_model.unit({"group": step}).kind == "compiled model"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import inspect
 import json
 import os
@@ -10,18 +10,23 @@ import shutil
 import struct
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fresh
+import gpu_archive
 import gpu_check
+import gpu_shapes
 import pytest
 import torch
+from isolated import Pool
 
+from benchmarks import kept as kept_format
+from benchmarks import report as report_module
 from foundry_kernels import _triton
+from foundry_kernels.tools import check
 
 ROOT = Path(__file__).parents[2]
 GPU = "NVIDIA Made-Up 1"
@@ -39,14 +44,12 @@ def test_kernels_compiled_here_are_found_by_a_launch_elsewhere(tmp_path: Path) -
 @pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
 @pytest.mark.parametrize("damage", ["truncated", "text", "another archive"])
 def test_a_damaged_cache_is_refused_by_name(damage: str, tmp_path: Path) -> None:
-    import gpu_cache
-
     made, archive = tmp_path / "made", tmp_path / "cache.tar.xz"
     (made / "KEY").mkdir(parents=True)
     (made / "KEY" / "kernel.json").write_text("{}")
     (made / "KEY" / "kernel.cubin").write_bytes(os.urandom(5000))
-    gpu_cache.pack(made, archive, {"kernels": 1})
-    assert gpu_cache.unpack(archive, tmp_path / "whole") == {"kernels": 1}
+    gpu_archive.pack(made, archive, {"kernels": 1})
+    assert gpu_archive.unpack(archive, tmp_path / "whole") == {"kernels": 1}
     paths = json.loads((tmp_path / "whole" / "KEY" / "__grp__kernel.json").read_text())["child_paths"]
     assert paths == {name: str(tmp_path / "whole" / "KEY" / name) for name in ("kernel.json", "kernel.cubin")}
     if damage == "truncated":
@@ -56,7 +59,7 @@ def test_a_damaged_cache_is_refused_by_name(damage: str, tmp_path: Path) -> None
     else:
         subprocess.run(["tar", "-cJf", archive, "-C", made, "KEY"], check=True)
     with pytest.raises(ValueError, match=r"cache.tar.xz is not a cache that `make gpu-cache` made, or is damaged"):
-        gpu_cache.unpack(archive, tmp_path / "other")
+        gpu_archive.unpack(archive, tmp_path / "other")
 
 
 @pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
@@ -97,205 +100,286 @@ def needed_libraries(path: Path) -> list[str]:
     return [data[names + n : data.index(b"\0", names + n)].decode() for tag, n in entries if tag == 1]
 
 
-TESTS = """
-import os, pathlib, pytest, signal
-@pytest.mark.parametrize("n", range(4))
-def test_quick(n): pass
-def test_skipped(): pytest.skip("no")
-def test_wrong(): assert False
-def test_where_it_is_stopped():
-    if not pathlib.Path(__file__).with_name("second").exists():
-        os.killpg(0, signal.SIGKILL)
+# --- the checks -------------------------------------------------------------------------------------------------------
+
+WORKER = """
+import os, time
+from isolated import serve
+seen = []
+def check(name):
+    seen.append(name)
+    if name == "hangs": time.sleep(600)
+    if name == "dies": os._exit(3)
+    if name in ("is wrong", "breaks"): raise ValueError(name)
+    return os.getpid()
+serve({"names": 6}, check, lambda: seen[-1] == "breaks")
 """
 
 
-def test_tests_that_passed_are_kept_when_the_rest_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next run, with several processes, has what is left."""
-    (tmp_path / "test_them.py").write_text(TESTS)
-    monkeypatch.setattr(gpu_check, "OUT", tmp_path)
-    monkeypatch.setattr(gpu_check, "CACHE", tmp_path / "cache")
-    with monkeypatch.context() as alone:
-        alone.setattr(importlib.util, "find_spec", lambda name: None)
-        first = gpu_check.tests("parity", [str(tmp_path / "test_them.py")])
-    assert not first["ok"]
-    assert first["passed"] == 5
-    (tmp_path / "second").touch()
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    second = gpu_check.tests("parity", [str(tmp_path / "test_them.py")])
-    assert not second["ok"]
-    assert "1 failed, 1 passed" in second["summary"]
-    assert second["passed"] == 6
-    assert sorted(p.name for p in tmp_path.glob("parity-*")) == ["parity-failed.txt", "parity-passed.txt"]
-    [failed] = (tmp_path / "parity-failed.txt").read_text().splitlines()
-    assert "test_them.py::" in failed
-    assert "assert" in failed.partition("\t")[2]
+def test_a_check_that_hangs_or_dies_costs_no_other(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "support")}
+    pool = Pool([sys.executable, str(tmp_path / "worker.py")], tmp_path / "log.txt", env)
+    first = pool.worker()
+    assert first.about == {"names": 6}
+    pool.give_back(first)
+    names = ["good", "hangs", "is wrong", "again", "dies", "breaks", "last"]
+    found = dict(pool.run(names, 2, time.monotonic() + 600, 1))
+    assert list(found) == names
+    assert found["hangs"]["error"] == "stopped after 2 s"
+    assert found["dies"]["error"] == "its process ended with 3"
+    assert found["is wrong"]["error"] == "worker.py:9: ValueError: is wrong"
+    assert found["breaks"]["error"] == "worker.py:9: ValueError: breaks"
+    processes = {name: answer["found"] for name, answer in found.items() if "found" in answer}
+    assert list(processes) == ["good", "again", "last"]
+    assert len(set(processes.values())) == 3, "a new process after one that hung, and after one that broke"
+    assert list(pool.run(names, 5, time.monotonic() - 1, 2)) == [], "no time is left"
+    assert pool.close() == 0
+    assert "--- dies" in (tmp_path / "log.txt").read_text()
+    (tmp_path / "worker.py").write_text("raise SystemExit(4)")
+    failed = dict(Pool([sys.executable, str(tmp_path / "worker.py")], tmp_path / "log.txt").run(names, 5, time.monotonic() + 600, 1))  # fmt: skip # noqa: E501
+    assert [*failed] == ["good"], "nothing else is tried"
+    assert failed["good"]["error"] == "its process ended with 4"
 
 
-class Steps:
-    """Parts that are recorded instead of run. One fails where it is asked to, one stops everything."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.ran: list[str] = []
-        self.failing: dict[str, BaseException | bool] = {}
-        monkeypatch.setattr(gpu_check, "OUT", folder)
-        monkeypatch.setattr(gpu_check, "FROM", folder)
-        for part in (*gpu_check.PARTS, *gpu_check.MORE):
-            monkeypatch.setitem(gpu_check.STEPS, part, self.step(part))
-
-    def step(self, part: str) -> Callable[[], dict[str, Any]]:
-        def run() -> dict[str, Any]:
-            self.ran.append(part)
-            failing = self.failing.get(part)
-            if isinstance(failing, BaseException):
-                raise failing
-            return {"ok": not failing, "summary": "", "seconds": 1}
-
-        return run
-
-    def take(self) -> list[str]:
-        ran, self.ran = self.ran, []
-        return ran
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Steps:
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: subprocess.CompletedProcess(args, 0, "table", ""))
-    return Steps(monkeypatch, tmp_path)
-
-
-def test_what_is_left_is_run_by_itself(steps: Steps, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    steps.failing = {"parity": True, "sanitize": RuntimeError("no such tool")}
-    assert gpu_check.check(GPU, "") == 1
-    assert steps.take() == list(gpu_check.PARTS)
-    assert "not passed: parity, sanitize; GPU_CHECK=rest goes on from here" in capsys.readouterr().out
-    report = json.loads((tmp_path / "nvidia-made-up-1.json").read_text())
-    assert report["sanitize"]["summary"] == "RuntimeError: no such tool"
-    steps.failing = {}
-    assert gpu_check.check(GPU, "rest") == 0
-    assert steps.take() == ["parity", "sanitize"]
-    assert gpu_check.check(GPU, "rest") == 0
-    assert steps.take() == []
-    assert gpu_check.check(GPU, "bench,build") == 0
-    assert steps.take() == ["build", "bench"]
-    assert gpu_check.check(GPU, "suite,parity,all") == 0
-    assert steps.take() == ["parity", "all", "suite"]
-    assert gpu_check.check(GPU, "") == 0
-    assert steps.take() == list(gpu_check.PARTS)
-
-
-def test_a_run_that_is_ended_leaves_the_parts_that_it_finished(steps: Steps) -> None:
-    steps.failing = {"parity": KeyboardInterrupt()}
-    with pytest.raises(KeyboardInterrupt):
-        gpu_check.check(GPU, "")
-    assert steps.take() == ["build", "units", "parity"]
-    steps.failing = {}
-    assert gpu_check.check(GPU, "rest") == 0
-    assert steps.take() == ["parity", "sanitize", "bench", "model", "tune"]
-
-
-@pytest.mark.parametrize("earlier", ["other sources", "truncated", "absent", "a list"])
-def test_results_of_something_else_are_not_continued(
-    earlier: str, steps: Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("other kernel", "passes before"),
+        ("other bits", "call 2: other bits"),
+        ("together", "two streams: other bits"),
+        ("inexact", "dq: error"),
+        ("", ""),
+    ],
+)
+def test_large_attention_is_held_to_its_kernel_its_bits_and_sdpa(
+    mistake: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, passed = tmp_path / "nvidia-made-up-1.json", tmp_path / "parity-passed.txt"
-    gpu_check.check(GPU, "")
-    steps.take()
-    passed.write_text("tests/proof/test_parity.py::test_parity\n")
-    if earlier == "other sources":
-        monkeypatch.setattr(gpu_check, "sources", lambda: "others")
-    elif earlier == "truncated":
-        target.write_text(target.read_text()[:50])
-    elif earlier == "absent":
-        target.unlink()
-    else:
-        target.write_text("[]")
-    gpu_check.check(GPU, "rest")
-    assert steps.take() == list(gpu_check.PARTS)
-    assert not passed.exists()
-    assert f"nothing to continue: {target}" in capsys.readouterr().out
+    card, own, calls = gpu_shapes.Stub(), check.forward_and_backward, [0]
+
+    def planted(*args: Any) -> tuple[torch.Tensor, ...]:
+        calls[0] += 1
+        out, *grads = own(*args)
+        if mistake == "inexact" or (mistake == "other bits" and calls[0] == 3):
+            grads[0] = grads[0] * 1.01
+        return out, *grads
+
+    monkeypatch.setattr(check, "forward_and_backward", planted)
+    if mistake == "other kernel":
+        monkeypatch.setattr(card, "passes", lambda: (1, 1))
+    if mistake == "together":
+        monkeypatch.setattr(card, "at_once", lambda *runs: [tuple(x + 1 for x in run()) for run in runs])
+    case = next(iter(gpu_shapes.shapes(card).values()))
+    with pytest.raises(AssertionError, match=message) if mistake else contextlib.nullcontext():
+        assert gpu_shapes.hold(case, card).keys() == {"out", "dq", "dk", "dv"}
 
 
 def test_the_parts_fit_into_ten_minutes() -> None:
     assert sum(gpu_check.LIMITS.values()) <= 600
-    order = list(gpu_check.LIMITS)
-    assert max(map(order.index, ("units", "parity", "sanitize"))) < min(map(order.index, ("bench", "model", "tune")))
+    order = [part for part in gpu_check.LIMITS if part not in gpu_check.TIMED]
+    assert (*order, *gpu_check.TIMED) == gpu_check.PARTS, "what is right is known before how fast it is"
+    assert order[:4] == ["build", "units", "hopper", "shapes"]
+    names = gpu_shapes.shapes(gpu_shapes.Card())
+    for each in ("T=4096", "T=16384", "D=64", "D=128", "D=192/128", "D=256", "Hk=1", "Hk=2", "Hk=8", "any order"):
+        assert any(each in name for name in names), each
 
 
-BENCH = """
-import pathlib, pytest, time
-from benchmarks.measure import replay
-@pytest.mark.benchmark(timer=replay)
-def test_row(benchmark, record):
-    record(benchmark, {"row": "first"}, "group", [1.0, 2.0])
-def test_absent(benchmark, record):
-    record.absent({"row": "second", "why_not": "too large"})
-def test_that_takes_too_long(benchmark):
-    pathlib.Path(__file__).with_name("begun").touch()
-    time.sleep(600)
+SANITIZER = """#!/bin/sh
+shift 4
+"$@"
+code=$?
+echo "========= ERROR SUMMARY: 0 errors" >&2
+exit $code
 """
 
 
-@pytest.mark.slow
-def test_rows_are_kept_of_benchmarks_that_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "test_rows.py").write_text(BENCH)
-    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):  # in which pytest-benchmark measures nothing
-        monkeypatch.delenv(name, raising=False)
+def test_a_dry_run_has_all_parts_and_its_results_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the CPU in the GPU's place."""
+    program = tmp_path / "bin" / "compute-sanitizer"
+    program.parent.mkdir()
+    program.write_text(SANITIZER)
+    program.chmod(0o755)
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"OUT": str(tmp_path / "out"), "PATH": path, "TRITON_INTERPRET": "1"}
+    done = fresh.python("tests/support/gpu_check.py", "--stub", env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out" / "stub.json").read_text())
+    assert tuple(report["parts"]) == gpu_check.PARTS
+    for name, part in report["parts"].items():
+        assert part["ok"], name
+        assert name == "build" or part["passed"], name
+        assert f"{name:<9} ok " in done.stdout
+    assert "2 of 2 passed, 0 failed, 0 errors" in report["parts"]["sanitize"]["summary"]
+    eager, ours, attention = (
+        next(r for r in report["rows"] if (r["op"], r["row"]) == each)
+        for each in (("training", "Hugging Face"), ("training", "patched by ours"), ("flash_attention", "native"))
+    )
+    assert abs(eager["loss"] - ours["loss"]) <= 1e-4 * eager["loss"]
+    assert ours["speedup_over"].keys() == {"Hugging Face"}
+    assert ours["tokens/s"] == pytest.approx(2 * 96 / (ours["median_us"] / 1e6), rel=1e-3)
+    assert ours["peak_bytes"] > 0
+    assert "for a GPU" in next(r for r in report["absent"] if r["row"] == "patched by Liger")["why_not"]
+    # Another run, of which only one part is there, is merged into the first one.
+    monkeypatch.setattr(report_module, "RESULTS", tmp_path / "results")
+    target = report_module.keep(tmp_path / "out" / "stub.json")
+    later = {
+        **report,
+        "parts": {"delta": report["parts"]["delta"]},
+        "rows": [attention | {"median_us": 1.0}],
+        "absent": [],
+    }
+    (tmp_path / "stub.json").write_text(json.dumps(later))
+    assert report_module.keep(tmp_path / "stub.json") == target
+    kept = kept_format.read(target)
+    assert kept["checks"].keys() == report["parts"].keys()
+    assert len(kept["rows"]) == len(report["rows"])
+    assert next(r for r in kept["rows"] if r["op"] == "flash_attention")["median_us"] == 1.0
+    assert "| `flash_attention` | forward |" in report_module.page(target, draw=False).read_text()
+
+
+class Stub(gpu_check.Session):
+    """Checks that are recorded instead of run."""
+
+    def __init__(self, failing: dict[str, str]) -> None:
+        super().__init__([])
+        self.failing, self.ran = failing, []
+        self.about = {"gpu": GPU, "capability": "9.0", "environment": {}, "isa": {}, "extension": {}}
+
+    def begin(self) -> None:
+        return None
+
+    def build(self) -> dict[str, Any]:
+        return {"ok": True, "seconds": 0, "summary": ""}
+
+    sanitize = build
+
+    def names(self, part: str, pool: Any) -> tuple[list[str], None]:
+        return ["one", "two"], None
+
+    def checked(self, part: str, names: Any, pool: Any, deadline: float, *args: Any) -> dict[str, Any]:
+        outer = self
+
+        class Recorded:
+            def run(self, names: list[str], *args: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+                outer.ran += names
+                for name in names:
+                    if outer.failing.get(name) == "stop":
+                        raise KeyboardInterrupt
+                    yield name, {"error": "wrong"} if name in outer.failing else {"found": []}
+
+        return super().checked(part, names, Recorded(), deadline, *args)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(gpu_check, "OUT", tmp_path)
-    monkeypatch.setattr(gpu_check, "LIMITS", {"bench": 0})
-
-    class WhenBegun(threading.Timer):
-        """Its time is up when the last benchmark has begun."""
-
-        def run(self) -> None:
-            while not (tmp_path / "begun").exists() and not self.finished.is_set():
-                time.sleep(0.05)
-            super().run()
-
-    monkeypatch.setattr(threading, "Timer", WhenBegun)
-    found = gpu_check.rows_of("bench", [str(tmp_path / "test_rows.py"), "-p", "benchmarks.conftest"])
-    assert not found["ok"]
-    assert "stopped after 0 s" in found["summary"]
-    assert [row["row"] for row in found["rows"]] == ["first", "second"]
-    assert found["rows"][1]["why_not"] == "too large"
+    monkeypatch.setattr(gpu_check, "FROM", tmp_path)
+    return tmp_path
 
 
-def test_what_has_not_run_on_a_gpu_is_chosen_by_the_names_of_its_cases() -> None:
-    """Of attention in Triton, every case with a mask, a bias or dropout."""
-    import foundry_kernels as fk
+def test_what_is_left_is_run_by_itself(out: Path, capsys: pytest.CaptureFixture) -> None:
+    first = Stub({"hopper: two": "", "delta: one": "stop"})
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.check(first, (), {})
+    report = json.loads((out / "nvidia-made-up-1.json").read_text())
+    assert report["parts"]["hopper"]["failed"] == {"two": "wrong"}
+    assert "delta" not in report["parts"], "the parts before it are kept"
+    second = Stub({})
+    assert gpu_check.check(second, ("rest",), {}) == 0
+    assert second.ran == [
+        "hopper: two",
+        "delta: one",
+        "delta: two",
+        "model: one",
+        "model: two",
+        "lora: one",
+        "lora: two",
+    ]
+    named = Stub({"shapes: two": ""})
+    assert gpu_check.check(named, ("parity", "shapes"), {}) == 1
+    assert named.ran == ["shapes: one", "shapes: two", "parity: one", "parity: two"]
+    assert "not passed, or not whole: shapes; `make gpu-check ARGS=rest`" in capsys.readouterr().out
+    for damage in ("[]", "{", json.dumps(report | {"sources": "others"})):
+        (out / "nvidia-made-up-1.json").write_text(damage)
+        assert gpu_check.check(again := Stub({}), ("rest",), {}) == 0
+        assert len(again.ran) == 2 * (len(gpu_check.PARTS) - 2)
+        assert "nothing to continue" in capsys.readouterr().out
 
-    words = gpu_check.NEW.partition("(")[2].partition(")")[0].split(" or ")
-    for case in fk.OPS["flash_attention"].cases.CASES["flash_attention"]:
-        if {"attn_mask", "dropout_p"} & {*case.args, *case.options}:
-            assert any(word in case.id for word in words), case.id
+
+def test_an_extension_that_was_brought_along_is_taken_as_it_is(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled for this GPU alone where it has no code for it, or where it was compiled here."""
+    session, commands = gpu_check.Session([]), []
+    monkeypatch.setattr(session, "process", lambda command, limit: commands.append(os.environ["TORCH_CUDA_ARCH_LIST"]) or {"ok": True})  # fmt: skip # noqa: E501
+    monkeypatch.setattr(session, "begin", lambda: None)
+    monkeypatch.setattr(gpu_check, "ROOT", out)
+    (out / "build").mkdir()
+    for architectures, here, missing, expected in (
+        ("9.0", False, None, None),
+        ("8.0;9.0+PTX", False, None, None),
+        ("8.0;9.0+PTX", True, None, "8.0;9.0+PTX"),
+        ("8.0", False, None, "9.0"),
+        ("9.0", False, "for another torch", "9.0"),
+    ):
+        monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+        commands.clear()
+        if here:
+            (out / "build" / "temp.linux").mkdir()
+        session.about = {"gpu": GPU, "capability": "9.0"}
+        session.about["extension"] = {"cuda_architectures": architectures, "missing": missing}
+        session.build()
+        assert commands == ([] if expected is None else [expected]), architectures
+        if here:
+            (out / "build" / "temp.linux").rmdir()
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
 
 
-def test_kernels_that_were_not_brought_along_are_said_to_be_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu_check, "CACHE", tmp_path / "build" / "gpu-cache")
-    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
-    assert "no build/gpu-cache.tar.xz was brought along" in gpu_check.use_cache(90)
-    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "build" / "gpu-cache")
-    (tmp_path / "build" / "gpu-cache.tar.xz").write_text("no archive")
-    assert "kernels are compiled here:" in gpu_check.use_cache(90)
-
-
-def test_results_that_cannot_be_written_are_said_before_anything_is_run(
+def test_what_was_brought_along_is_placed_if_it_is_of_these_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(gpu_check, "OUT", tmp_path)
-    monkeypatch.setattr(gpu_check, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(gpu_check, "environment", dict)
-    for name in ("OUT", "CACHE"):
-        with monkeypatch.context() as unwritable:
-            unwritable.setattr(gpu_check, name, tmp_path / "file" / "folder")
-            assert gpu_check.main() == 2
-        assert f"stops here: {tmp_path / 'file' / 'folder'} cannot be written to (" in capsys.readouterr().err
-    monkeypatch.setattr("foundry_kernels._triton.devices.why_no_gpu", lambda: "there is no GPU")
-    assert gpu_check.main() == 3
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["file"], "no probe is left"
+    monkeypatch.setattr(gpu_archive, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_archive, "FOLDER", tmp_path / "gpu-cache")
+    monkeypatch.setattr(gpu_archive, "ARCHIVE", tmp_path / "gpu-cache.tar.xz")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+    assert gpu_check.use_archive() == {}
+    assert "no gpu-cache.tar.xz was brought along" in capsys.readouterr().out
+    made, placed = tmp_path / "made", tmp_path / "foundry_kernels" / gpu_archive.EXTENSION
+    for folder in (made / gpu_archive.COMPILED, placed.parent, tmp_path / "csrc"):
+        folder.mkdir(parents=True)
+    (tmp_path / "build_extension.py").touch()
+    (made / gpu_archive.COMPILED / gpu_archive.EXTENSION).write_text("code")
+    gpu_archive.pack(
+        made, gpu_archive.ARCHIVE, {"kernels": 7, "torch": "2.11", "sources": gpu_archive.compiled_sources()}
+    )
+    assert gpu_check.use_archive()["kernels"] == 7
+    assert "the extension was brought along, for torch 2.11" in capsys.readouterr().out
+    assert placed.read_text() == "code"
+    (tmp_path / "csrc" / "new.cu").touch()
+    placed.unlink()
+    gpu_check.use_archive()
+    assert "is of other sources" in capsys.readouterr().out
+    assert not placed.exists()
+    (tmp_path / "gpu-cache.tar.xz").write_text("no archive")
+    assert gpu_check.use_archive() == {}
+    assert "kernels are compiled here:" in capsys.readouterr().out
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "gpu-cache")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_check_without_a_gpu_says_so_and_writes_nothing(tmp_path: Path) -> None:
+    done = fresh.python("tests/support/gpu_check.py", env=os.environ | {"OUT": str(tmp_path)}, cwd=ROOT)
+    assert done.returncode == 3
+    assert "gpu-check stops here" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["log.txt"]
+
+
+def test_what_gpu_check_refuses(out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        gpu_check.main(["everything"])
+    assert "a part must be rest or of build, units, hopper, " in capsys.readouterr().err
+    (out / "file").touch()
+    monkeypatch.setattr(gpu_check, "OUT", out / "file" / "folder")
+    assert gpu_check.main([]) == 2
+    assert f"stops here: {out / 'file' / 'folder'} cannot be written to (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -319,36 +403,3 @@ def test_a_cache_that_cannot_be_written_is_said_before_anything_is_compiled(
         gpu_cache.main(["--archive", str(tmp_path / archive)])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_step_shows_logs_and_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(gpu_check, "OUT", tmp_path)
-    good = gpu_check.run("good", [sys.executable, "-c", "print('one'); print('two')"], 3600)
-    assert good["ok"]
-    assert good["summary"] == "two"
-    assert (tmp_path / "good.log").read_text() == "one\ntwo\n"
-    assert "one\ntwo" in capfd.readouterr().out
-    assert not gpu_check.run("bad", [sys.executable, "-c", "raise SystemExit(4)"], 3600)["ok"]
-    # A shell begins at once, on a busy machine too.
-    slow = gpu_check.run("slow", ["sh", "-c", "echo began; exec sleep 3600"], 2)
-    assert not slow["ok"]
-    assert slow["summary"] == "stopped after 2 s; last line: began"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_check_without_a_gpu_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUT", str(tmp_path))
-    done = fresh.python("tests/support/gpu_check.py", cwd=ROOT)
-    assert done.returncode == 3
-    assert "gpu-check stops here" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_gpu_check_refuses_an_unknown_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPU_CHECK", "everything")
-    done = fresh.python("tests/support/gpu_check.py", cwd=ROOT)
-    assert done.returncode == 2
-    parts = "build, units, parity, sanitize, bench, model, tune, all, suite"
-    assert f"GPU_CHECK must be rest or any of {parts}; got 'everything'" in done.stderr

@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "choice.h"
 #include "products.cuh"
+#include "score.cuh"
 
 namespace foundry {
 namespace cuda {

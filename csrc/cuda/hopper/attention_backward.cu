@@ -100,8 +100,7 @@ cudaError_t attention_backward(const AttentionBackward& a, const BackwardPlan& p
   work.done = integers;
   work.ticket = integers + count_shares(a, plan) * a.n_sequences;
   work.turns = work.ticket + 1;
-  work.score.scale = a.scale * kLog2e;
-  if (FK_BENDS(a)) work.score.set_bend(a);
+  work.score.set(a);
 
   cudaError_t error = launch_before_backward(a, work, stream);
   if (error == cudaSuccess)

@@ -10,10 +10,6 @@ namespace {
 
 using namespace forward;
 
-int width_of_kernel(const AttentionInputs& a) {
-  const int width = max(a.head_dim, a.head_dim_v);
-  return width > 64 && width <= 96 ? 96 : width_of(a);
-}
 int rows_of_kernel(const AttentionInputs& a) { return width_of(a) == 64 ? Shape<64>::kRows : Shape<128>::kRows; }
 
 int64_t count_row_tiles(const AttentionInputs& a) {
@@ -28,6 +24,7 @@ Order order_of(const AttentionForward& a, int* counter) {
   order.heads = static_cast<int>(count_heads(a));
   order.tiles = order.row_tiles * order.heads;
   order.counter = counter;
+  order.score.set(a);
   // K and V of the heads in flight take at most this much of the L2 cache. Groups of heads have about equal size.
   constexpr int64_t kCache = 32 << 20;
   const int64_t bytes = 2 * a.n_keys * (a.head_dim + a.head_dim_v);
@@ -37,31 +34,31 @@ Order order_of(const AttentionForward& a, int* counter) {
   return order;
 }
 
-template <class T, int kDim, bool kOptions>
+template <class T, class S, bool kOptions>
 cudaError_t launch_kernel(const AttentionForward& a, const Order& order, int blocks, cudaStream_t stream) {
-  using S = Shape<kDim>;
+  static_assert(S::kShared + 8 * (kMostOrdered + 1) <= (227 << 10), "shared memory");
   TensorMap q, k, v;
   cudaError_t error = map_queries(q, a, a.q, a.q_strides, a.head_dim, S::kRows);
   if (error == cudaSuccess) error = map_keys(k, a, a.k, a.k_strides, a.head_dim, S::kKeys);
   if (error == cudaSuccess) error = map_keys(v, a, a.v, a.v_strides, a.head_dim_v, S::kKeys);
   if (error != cudaSuccess) return error;
-  return launch_hopper(attention_forward<T, kDim, kOptions>, dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads),
+  return launch_hopper(attention_forward<T, S, kOptions>, dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads),
                        S::kShared + order_bytes(a), stream, false, q, k, v, a, order);
 }
 
 template <class T>
 cudaError_t launch_of_type(const AttentionForward& a, const Order& order, int blocks, cudaStream_t stream) {
-  const auto of_width = [&](auto width) {
-    constexpr int kDim = decltype(width)::value;
-    return has_score_options(a) ? launch_kernel<T, kDim, true>(a, order, blocks, stream)
-                                : launch_kernel<T, kDim, false>(a, order, blocks, stream);
+  const auto of = [&](auto shape) {
+    using S = FK_TYPE(shape);
+    return has_score_options(a) ? launch_kernel<T, S, true>(a, order, blocks, stream)
+                                : launch_kernel<T, S, false>(a, order, blocks, stream);
   };
-  switch (width_of_kernel(a)) {
-    case 64: return of_width(Constant<64>{});
-    case 96: return of_width(Constant<96>{});
-    case 128: return of_width(Constant<128>{});
-    default: return of_width(Constant<256>{});
-  }
+  const int width = max(a.head_dim, a.head_dim_v);
+  if (width <= 64) return of(Tag<Shape<64>>{});
+  if (width <= 96) return of(Tag<Shape<96>>{});
+  if (width <= 128) return of(Tag<Shape<128>>{});
+  if (width > 192) return of(Tag<Shape<256>>{});
+  return a.head_dim_v <= 128 ? of(Tag<Shape<192, 128>>{}) : of(Tag<Shape<192>>{});
 }
 
 }  // namespace

@@ -21,28 +21,41 @@ namespace cuda {
 namespace hopper {
 namespace forward {
 
-// What head dimensions up to kDim need. `kGroups` warpgroups compute; a tile has kKeys keys.
-template <int kDim_>
+// Two ways to compute that the kernel of 64 columns may be compiled with, 1 and 2 or their sum 3: the maxima of scores
+// as integers, three at a time; and turns, in which the warpgroups begin their matmuls.
+#ifndef FK_HOPPER_WAYS_OF_64
+#define FK_HOPPER_WAYS_OF_64 0
+#endif
+
+// What queries and keys of up to kDim columns and values of up to kDimV need. `kGroups` warpgroups compute; a tile has
+// kKeys keys.
+template <int kDim_, int kDimV_ = kDim_, int kWays = kDim_ == 64 ? FK_HOPPER_WAYS_OF_64 : 0>
 struct Shape {
-  static constexpr int kDim = kDim_, kGroups = kDim == 64 ? 3 : 2, kKeys = kDim == 256 ? 80 : 128;
-  static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1), kPanels = (kDim + kPanel - 1) / kPanel;
+  static constexpr int kDim = kDim_, kDimV = kDimV_, kGroups = kDim == 64 ? 3 : 2;
+  static constexpr int kKeys = kDim == 256 ? 80 : kDimV == 192 ? 112 : 128;
+  static constexpr bool kIntegerMaxima = kWays & 1, kTurns = kWays & 2;
+  static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
+  static constexpr int kPanels = (kDim + kPanel - 1) / kPanel, kPanelsV = (kDimV + kPanel - 1) / kPanel;
   static constexpr bool kKeepQ = kDim == 96 || kDim == 128;  // in registers; otherwise it is read from shared memory
   // Whether registers hold which tile of rows this is. Otherwise it is read again where needed, and Q's buffer is kept
   // until the end.
   static constexpr bool kKeepWork = kGroups == 2;
   static constexpr int kQueues = kDim == 64 ? 2 : 1;  // buffers for Q
   static constexpr int kStages = kDim == 64 ? 3 : 2;  // of K, and of V
-  // Whether to skip tiles of keys that are left of all rows of a warpgroup. With as many keys as rows there are none.
+  // Whether a warpgroup may have to skip the last tile of keys, because all of its rows end before it.
   static constexpr bool kSkips = kRows != kKeys;
+  static_assert(kRows - 64 <= kKeys, "never two tiles");
   static constexpr int kProducer = kGroups == 3 ? 32 : 24, kConsumer = kGroups == 3 ? 160 : 240;  // registers
   // Bytes of shared memory.
   static constexpr uint32_t kQPanel = kRows * kPanelBytes, kKPanel = kKeys * kPanelBytes;
-  static constexpr uint32_t kQBytes = kPanels * kQPanel, kKBytes = kPanels * kKPanel;
+  static constexpr uint32_t kQBytes = kPanels * kQPanel;
+  static constexpr uint32_t kKBytes = kPanels * kKPanel, kVBytes = kPanelsV * kKPanel;
   static constexpr uint32_t kQ = 0, kK = kQueues * kQBytes, kV = kK + kStages * kKBytes;
-  static constexpr uint32_t kQFull = kV + kStages * kKBytes, kQEmpty = kQFull + 8 * kQueues;
+  static constexpr uint32_t kQFull = kV + kStages * kVBytes, kQEmpty = kQFull + 8 * kQueues;
   static constexpr uint32_t kKFull = kQEmpty + 8 * kQueues, kKEmpty = kKFull + 8 * kStages;
   static constexpr uint32_t kVFull = kKEmpty + 8 * kStages, kVEmpty = kVFull + 8 * kStages;
-  static constexpr uint32_t kWork = kVEmpty + 8 * kStages;  // one Work per buffer of Q
+  static constexpr uint32_t kTurn = kVEmpty + 8 * kStages;                // one barrier per warpgroup
+  static constexpr uint32_t kWork = kTurn + (kTurns ? 16 * kGroups : 0);  // one Work per buffer of Q
   static constexpr uint32_t kShared = kWork + 16 * kQueues;
   static_assert(kShared <= (227 << 10), "shared memory");
 };
@@ -52,6 +65,7 @@ struct Shape {
 struct Order {
   int tiles, row_tiles, heads, heads_at_once;
   int* counter;  // counts tiles taken beyond each block's first; null if there are none
+  Log2Score score;
 };
 
 // A tile of rows: of a sequence and head, from row `first` on. sequence < 0: no tile is left.
@@ -101,10 +115,10 @@ __device__ __forceinline__ void produce(const AttentionForward& a, const TensorM
                                         const TensorMap* v, const Order& order, uint32_t base) {
   Place<S::kStages> in_k{0, 1}, in_v{0, 1};
   Place<S::kQueues> in_q{0, 1};
-  const auto load = [&](const TensorMap* map, uint32_t to, uint32_t barrier, uint32_t panel_bytes, int64_t token,
-                        int head, int batch) {
-    mbarrier_expect(barrier, S::kPanels * panel_bytes);
-    FK_UNROLL for (int panel = 0; panel < S::kPanels; ++panel)
+  const auto load = [&](const TensorMap* map, uint32_t to, uint32_t barrier, int panels, uint32_t panel_bytes,
+                        int64_t token, int head, int batch) {
+    mbarrier_expect(barrier, panels * panel_bytes);
+    FK_UNROLL for (int panel = 0; panel < panels; ++panel)
         tma_load(to + panel * panel_bytes, map, barrier, panel * kPanel, static_cast<int>(token), head, batch);
   };
   for (int tile = blockIdx.x;;) {
@@ -121,20 +135,21 @@ __device__ __forceinline__ void produce(const AttentionForward& a, const TensorM
         break;
       }
       const int batch = batch_of(a, h);
-      load(q, base + S::kQ + in_q.stage * S::kQBytes, full, S::kQPanel, h.q_start + work.first, h.head, batch);
+      load(q, base + S::kQ + in_q.stage * S::kQBytes, full, S::kPanels, S::kQPanel, h.q_start + work.first, h.head,
+           batch);
       in_q.next();
       // K of a tile, then V of the tile before: the order in which they are used.
       const KeyTiles keys(h, work.first, min(work.first + S::kRows, h.q_len) - 1, S::kKeys);
       for (int n = keys.end - 1; n >= keys.begin - 1; --n) {
         if (n >= keys.begin) {
           mbarrier_wait(base + S::kKEmpty + 8 * in_k.stage, in_k.parity);
-          load(k, base + S::kK + in_k.stage * S::kKBytes, base + S::kKFull + 8 * in_k.stage, S::kKPanel,
+          load(k, base + S::kK + in_k.stage * S::kKBytes, base + S::kKFull + 8 * in_k.stage, S::kPanels, S::kKPanel,
                h.k_start + n * S::kKeys, h.kv_head, batch);
           in_k.next();
         }
         if (n + 1 < keys.end) {
           mbarrier_wait(base + S::kVEmpty + 8 * in_v.stage, in_v.parity);
-          load(v, base + S::kV + in_v.stage * S::kKBytes, base + S::kVFull + 8 * in_v.stage, S::kKPanel,
+          load(v, base + S::kV + in_v.stage * S::kVBytes, base + S::kVFull + 8 * in_v.stage, S::kPanelsV, S::kKPanel,
                h.k_start + (n + 1) * S::kKeys, h.kv_head, batch);
           in_v.next();
         }
@@ -158,21 +173,41 @@ struct Rows {
 
 constexpr float kLazy = 8.f;  // a maximum may be exceeded by this power of 2 before it is replaced
 
-// Turns s, the scores of a tile (or logits in powers of 2, with scale 1), into weights. kMasked: some may be -inf.
-template <int kKeys, bool kMasked, bool kFirst>
-__device__ __forceinline__ void soften(float (&s)[kKeys / 2], Rows& rows, float scale) {
-  float top[2], base[2];
+// The maxima of the rows. kIntegers: compares bits, three at a time; if all of a row's scores are negative, the result
+// is negative, but wrong.
+template <int kKeys, bool kIntegers>
+__device__ __forceinline__ void find_maxima(const float (&s)[kKeys / 2], float (&top)[2]) {
   FK_UNROLL for (int r = 0; r < 2; ++r) {
-    float even = s[2 * r], odd = s[2 * r + 1];
-    FK_UNROLL for (int j = 1; j < kKeys / 8; ++j) {
-      even = fmaxf(even, s[4 * j + 2 * r]);
-      odd = fmaxf(odd, s[4 * j + 2 * r + 1]);
+    if constexpr (kIntegers) {
+      int most[2] = {__float_as_int(s[2 * r]), __float_as_int(s[4 + 2 * r])};
+      most[0] = max(most[0], __float_as_int(s[2 * r + 1]));
+      most[1] = max(most[1], __float_as_int(s[4 + 2 * r + 1]));
+      FK_UNROLL for (int j = 2; j < kKeys / 8; ++j) most[j % 2] =
+          max(max(most[j % 2], __float_as_int(s[4 * j + 2 * r])), __float_as_int(s[4 * j + 2 * r + 1]));
+      top[r] = __int_as_float(max(most[0], most[1]));
+    } else {
+      float even = s[2 * r], odd = s[2 * r + 1];
+      FK_UNROLL for (int j = 1; j < kKeys / 8; ++j) {
+        even = fmaxf(even, s[4 * j + 2 * r]);
+        odd = fmaxf(odd, s[4 * j + 2 * r + 1]);
+      }
+      top[r] = fmaxf(even, odd);
     }
-    top[r] = fmaxf(even, odd);
   }
   FK_UNROLL for (int r = 0; r < 2; ++r) {
     FK_UNROLL for (int lanes = 1; lanes < 4; lanes *= 2) top[r] =
         fmaxf(top[r], __shfl_xor_sync(0xFFFFFFFFu, top[r], lanes));
+  }
+}
+
+// Turns s, the scores of a tile (or logits in powers of 2, with scale 1), into weights. kMasked: some may be -inf.
+template <int kKeys, bool kIntegers, bool kMasked, bool kFirst>
+__device__ __forceinline__ void soften(float (&s)[kKeys / 2], Rows& rows, float scale) {
+  float top[2], base[2];
+  find_maxima<kKeys, kIntegers>(s, top);
+  if constexpr (kIntegers) {
+    FK_UNROLL for (int r = 0; r < 2; ++r) base[r] = kFirst ? top[r] : fmaxf(top[r], rows.max[r]);
+    if (__any_sync(0xFFFFFFFFu, base[0] < 0.f || base[1] < 0.f)) find_maxima<kKeys, false>(s, top);
   }
   FK_UNROLL for (int r = 0; r < 2; ++r) {
     if constexpr (!kFirst) {
@@ -195,23 +230,13 @@ __device__ __forceinline__ void soften(float (&s)[kKeys / 2], Rows& rows, float 
   }
 }
 
-// Turns scores into logits in powers of 2: bending and ALiBi. i: the thread's first row; j: the key of its first
-// column.
+// Turns scores into logits in powers of 2, with ALiBi. i: the thread's first row; j: the key of its first column.
 template <int kKeys>
-__device__ __forceinline__ void to_logits(float (&s)[kKeys / 2], const AttentionForward& a, const Head& h, int i,
-                                          int j) {
-  if (FK_BENDS(a)) {
-    Log2Score score;
-    score.set_bend(a);
-    FK_UNROLL for (int x = 0; x < kKeys / 2; ++x) s[x] = score.outer * score.bend(s[x]);
-  } else {
-    FK_UNROLL for (int x = 0; x < kKeys / 2; ++x) s[x] *= a.scale * kLog2e;
-  }
-  if (!a.alibi_slopes) return;
+__device__ __forceinline__ void add_alibi(float (&s)[kKeys / 2], float scale, const Head& h, int i, int j) {
   const float slope = h.slope * kLog2e;
   const int distance = i + h.offset - j;
   FK_UNROLL for (int x = 0; x < kKeys / 2; ++x) s[x] =
-      fmaf(-slope, fabsf(static_cast<float>(distance + x / 2 % 2 * 8 - x / 4 * 8 - x % 2)), s[x]);
+      fmaf(s[x], scale, -slope * fabsf(static_cast<float>(distance + x / 2 % 2 * 8 - x / 4 * 8 - x % 2)));
 }
 
 // Hides the columns of a tile from key `n` on that the thread's rows i and i + 8 do not see. `left`: some may be left

@@ -9,26 +9,35 @@ namespace hopper {
 namespace forward {
 
 // A computing warpgroup: 64 rows of each tile, from `group` * 64 on.
-template <class T, int kDim, bool kOptions>
+template <class T, class S, bool kOptions>
 struct Consumer {
-  using S = Shape<kDim>;
-  static constexpr int kKeys = S::kKeys;
+  static constexpr int kKeys = S::kKeys, kDim = S::kDim, kDimV = S::kDimV;
 
   const AttentionForward& a;
+  const Log2Score& score;
   const uint32_t base;
   const int group;
   Place<S::kStages> in_k{0, 0};  // V of the previous tile is one stage before; for each tile both are used or skipped
   uint32_t taken = 0;            // tiles of rows taken so far; they alternate between the buffers of Q
-  float o[kDim / 2], s[kKeys / 2];
+  float o[kDimV / 2], s[kKeys / 2];
   uint32_t p[kKeys / 4], q[S::kKeepQ ? kDim / 4 : 1];
   Rows rows;
   Work kept;
+  uint32_t turn;  // the parity of the next one's barrier; the first warpgroup begins
 
-  __device__ Consumer(const AttentionForward& a, uint32_t base, int group) : a(a), base(base), group(group) {}
+  __device__ Consumer(const AttentionForward& a, const Log2Score& score, uint32_t base, int group)
+      : a(a),
+        score(score),
+        base(base),
+        group(group),
+        turn(group == 0) {}
 
   __device__ static bool is_first_lane() { return threadIdx.x % 32 == 0; }
   // The thread's first row within the tile.
-  __device__ int row() const { return group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+  __device__ int row() const {
+    const int thread = kOptions ? tiles::hidden(threadIdx.x) : threadIdx.x;
+    return group * 64 + thread / 32 % 4 * 16 + thread % 32 / 4;
+  }
 
   __device__ __forceinline__ uint32_t place_of_q() const { return taken % S::kQueues; }
   __device__ __forceinline__ Work read_work() const {
@@ -54,6 +63,15 @@ struct Consumer {
   }
   __device__ __forceinline__ void release_v(const Place<S::kStages>& at) {
     if (is_first_lane()) mbarrier_arrive(base + S::kVEmpty + 8 * at.stage);
+  }
+
+  // With as many turns as steps of the longest warpgroup, in order.
+  __device__ __forceinline__ void wait_for_turn() {
+    mbarrier_wait(base + S::kTurn + 8 * group, turn);
+    turn ^= 1;
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if (is_first_lane()) mbarrier_arrive(base + S::kTurn + 8 * ((group + 1) % S::kGroups));
   }
 
   // Loads Q as left operands of matmuls; ldmatrix addresses undo the swizzle.
@@ -85,26 +103,32 @@ struct Consumer {
   }
   // O += P V
   __device__ __forceinline__ void issue_values(const Place<S::kStages>& at) {
-    const uint64_t values = matrix(base + S::kV + at.stage * S::kKBytes, S::kKPanel);
+    const uint64_t values = matrix(base + S::kV + at.stage * S::kVBytes, S::kKPanel);
     FK_UNROLL for (int k = 0; k < kKeys / 16; ++k)
-        Wgmma<kDim>::template registers<T, true>(o, p + 4 * k, further(values, k * 16 * kPanelBytes), true);
+        Wgmma<kDimV>::template registers<T, true>(o, p + 4 * k, further(values, k * 16 * kPanelBytes), true);
     wgmma_commit();
   }
   __device__ __forceinline__ void pack_weights() {
     FK_UNROLL for (int i = 0; i < kKeys / 4; ++i) p[i] = pack<T>(s[2 * i], s[2 * i + 1]);
   }
 
+  // From the numbers that weights are computed from to logits in powers of 2.
+  __device__ __forceinline__ float scale() const { return kOptions && a.alibi_slopes ? 1.f : score.scale; }
+
   // Turns the scores of tile n into weights. kMasked: an edge of what rows see may cross the tile.
   template <bool kMasked, bool kFirst>
   __device__ __forceinline__ void weigh(int n, bool left) {
-    if constexpr (kOptions || kMasked) {
+    if constexpr (kOptions)
+      if (FK_BENDS(a)) score.bend(s);
+    const bool has_alibi = kOptions && a.alibi_slopes;
+    if (kMasked || has_alibi) {
       const Work own = work();
       const Head h(a, own.sequence, own.head);
       const int i = own.first + row();
-      if constexpr (kOptions) to_logits<kKeys>(s, a, h, i, n * kKeys + threadIdx.x % 4 * 2);
+      if (has_alibi) add_alibi<kKeys>(s, score.scale, h, i, n * kKeys + threadIdx.x % 4 * 2);
       if constexpr (kMasked) hide<kKeys>(s, h, i, n * kKeys, left);
     }
-    soften<kKeys, kMasked, kFirst>(s, rows, kOptions ? 1.f : a.scale * kLog2e);
+    soften<kKeys, S::kIntegerMaxima, kMasked, kFirst>(s, rows, scale());
   }
 
   // Computes scores and weights of tile n beside the output of the tile after it.
@@ -112,12 +136,14 @@ struct Consumer {
   __device__ __forceinline__ void step(int n, bool left) {
     const Place<S::kStages> in_v = in_k.before();
     mbarrier_wait_both(base + S::kKFull + 8 * in_k.stage, in_k.parity, base + S::kVFull + 8 * in_v.stage, in_v.parity);
+    if constexpr (S::kTurns) wait_for_turn();
     settle(s);
     settle(o);
     settle(p);
     wgmma_fence();
     issue_scores();
     issue_values(in_v);
+    if constexpr (S::kTurns) pass_turn();
     wgmma_wait<1>();
     settle(s);
     release_k();
@@ -129,7 +155,7 @@ struct Consumer {
     settle(p);
     release_v(in_v);
     if (__any_sync(0xFFFFFFFFu, rows.shrink[0] != 1.f || rows.shrink[1] != 1.f)) {
-      FK_UNROLL for (int x = 0; x < kDim / 2; ++x) o[x] *= rows.shrink[x / 2 % 2];
+      FK_UNROLL for (int x = 0; x < kDimV / 2; ++x) o[x] *= rows.shrink[x / 2 % 2];
     }
     pack_weights();
   }
@@ -142,7 +168,8 @@ struct Consumer {
     wait_v(in_k);
     // Done by the last warpgroup, whose rows see at least as many keys as the others'.
     if (group == S::kGroups - 1)
-      clear_rows(base + S::kV + in_k.stage * S::kKBytes, max(end, 0), kKeys, S::kPanels, S::kKPanel, threadIdx.x % 128);
+      clear_rows(base + S::kV + in_k.stage * S::kVBytes, max(end, 0), kKeys, S::kPanelsV, S::kKPanel,
+                 threadIdx.x % 128);
     FK_NAMED_BARRIER(1, 128 * S::kGroups);
   }
 
@@ -161,14 +188,11 @@ struct Consumer {
     clear_values(h, keys);
 
     int n = keys.end - 1;
-    if constexpr (S::kSkips) {
-      const int mine = max(keys.begin, min(n, (h.end_key(own + 63) - 1) / kKeys));
-      for (; n > mine; --n) {
-        wait_k();
-        wait_v(in_k);
-        release_v(in_k);
-        release_k();
-      }
+    const bool skips = S::kSkips && n > keys.begin && (h.end_key(own + 63) - 1) / kKeys < n;
+    if (skips) {
+      wait_k();
+      release_k();
+      --n;
     }
     // All rows see tiles [middle, right) fully.
     const int right = h.end_key(own) / kKeys, middle = (h.first_key(own + 63) + kKeys - 1) / kKeys;
@@ -180,8 +204,17 @@ struct Consumer {
     settle(s);
     release_k();
     weigh<true, true>(n, n < middle);
-    FK_UNROLL for (int x = 0; x < kDim / 2; ++x) o[x] = 0.f;
+    FK_UNROLL for (int x = 0; x < kDimV / 2; ++x) o[x] = 0.f;
     pack_weights();
+    if (skips) {  // not before, because K arrives first
+      const Place<S::kStages> last = in_k.before().before();
+      if constexpr (S::kTurns) {
+        wait_for_turn();
+        pass_turn();
+      }
+      wait_v(last);
+      release_v(last);
+    }
     for (--n; n >= max(right, keys.begin); --n) step<true>(n, n < middle);
     for (; n >= max(middle, keys.begin); --n) step<false>(n, false);
     for (; n >= keys.begin; --n) step<true>(n, true);
@@ -213,19 +246,18 @@ struct Consumer {
     float factor[2];
     FK_UNROLL for (int r = 0; r < 2; ++r) {
       const bool writes = threadIdx.x % 4 == 0 && i + 8 * r < h.q_len;
-      const float top = __fmul_rn(rows.max[r], kOptions ? 1.f : a.scale * kLog2e);
+      const float top = __fmul_rn(rows.max[r], scale());
       factor[r] = finish(a, h, i + 8 * r, top, rows.sum[r], writes);
     }
-    write<T, kDim>(a, h, i, o, factor);
+    write<T, kDimV>(a, h, i, o, factor);
   }
 };
 
-template <class T, int kDim, bool kOptions>
-__global__ void __launch_bounds__(Shape<kDim>::kThreads, 1)
+template <class T, class S, bool kOptions>
+__global__ void __launch_bounds__(S::kThreads, 1)
     attention_forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                       const __grid_constant__ TensorMap v, const __grid_constant__ AttentionForward a,
                       const __grid_constant__ Order order) {
-  using S = Shape<kDim>;
   FK_HOPPER_SHARED(base);
   if (threadIdx.x == 0) {
     tma_prefetch_map(&q);
@@ -241,6 +273,7 @@ __global__ void __launch_bounds__(Shape<kDim>::kThreads, 1)
       mbarrier_init(base + S::kKEmpty + 8 * i, 4 * S::kGroups);
       mbarrier_init(base + S::kVEmpty + 8 * i, 4 * S::kGroups);
     }
+    for (int i = 0; S::kTurns && i < S::kGroups; ++i) mbarrier_init(base + S::kTurn + 8 * i, 4);
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -252,7 +285,7 @@ __global__ void __launch_bounds__(Shape<kDim>::kThreads, 1)
     if (threadIdx.x == 0) produce<S>(a, &q, &k, &v, order, base);
   } else {
     more_registers<S::kConsumer>();
-    Consumer<T, kDim, kOptions> consumer(a, base, warpgroup - 1);
+    Consumer<T, S, kOptions> consumer(a, order.score, base, warpgroup - 1);
     while (consumer.take()) {
     }
   }

@@ -17,7 +17,7 @@ __device__ __forceinline__ void weigh(const AttentionBackward& a, const Backward
                                       uint32_t (&factors)[S::kQueries / 4]) {
   using T = typename S::T;
   if constexpr (S::kOptions)
-    if (FK_BENDS(a)) FK_UNROLL for (int k = 0; k < S::kQueries / 2; ++k) s[k] = work.score.bend(s[k]);
+    if (FK_BENDS(a)) work.score.bend(s);
   if (tile < part_word(part, kBeginWhole) || tile >= part_word(part, kEndWhole)) {
     FK_UNROLL for (int half = 0; half < 2; ++half) {
       const int row = key + 8 * half, shift = row - tile * S::kQueries - 2 * c;
@@ -46,7 +46,6 @@ __device__ __forceinline__ void weigh(const AttentionBackward& a, const Backward
         static_cast<float>(tile * S::kQueries + 2 * c + block_word(words, kOffset) - part_word(part, kTile) * kKeyTile -
                            key);  // distance of the first query from the first key
     // The derivative of a hidden score, whose t is not finite, is 0.
-    const float curve = FK_BENDS(a) ? -1.f : 0.f, factor = FK_BENDS(a) ? work.score.outer : work.score.scale;
     FK_UNROLL for (int j = 0; j < S::kQueries / 8; ++j) {
       const float2 numbers = load_shared_pair(lse + c * 8 + j * 32);
       FK_UNROLL for (int k = 2 * j; k < 2 * j + 2; ++k) {
@@ -54,8 +53,8 @@ __device__ __forceinline__ void weigh(const AttentionBackward& a, const Backward
         FK_UNROLL for (int e = 0; e < 2; ++e) {
           float& t = s[2 * k + e];
           const float far = fabsf(distance + (8 * j + e - k % 2 * 8));
-          p[e] = exp2_fast(fmaf(t, factor, -(e ? numbers.y : numbers.x)) - slope * far);
-          t = p[e] * fmaxf(Log2Score::slope(t, curve), 0.f);
+          p[e] = exp2_fast(fmaf(t, work.score.scale, -(e ? numbers.y : numbers.x)) - slope * far);
+          t = p[e] * fmaxf(Log2Score::slope(t, work.score.curve), 0.f);
         }
         weights[k] = pack<T>(p[0], p[1]);
         if constexpr (S::kWeightsRounded) factors[k] = pack<__half>(s[2 * k], s[2 * k + 1]);

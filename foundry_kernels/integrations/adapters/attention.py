@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters.base import Adapter, Norm, layers_of, nothing, split_names
+from foundry_kernels.integrations.adapters.lora_layers import each_of
 from foundry_kernels.integrations.modules import taken_by
 from foundry_kernels.nn._head import count_hooks
 from foundry_kernels.nn._linear_layers import Layers
@@ -155,7 +156,7 @@ def _attention_forward(
 
 def _project(self: Any, row: Attention, layers: Layers, x: Tensor) -> tuple[Tensor, ...]:
     if not row.packed:
-        return layers.each(x, self.q_proj, self.k_proj, self.v_proj)
+        return each_of(layers, x, self.q_proj, self.k_proj, self.v_proj)
     shared = self.num_key_value_heads * self.head_dim
     qkv = layers.linear(x, self.qkv_proj)
     q, k, v = qkv.split((qkv.shape[-1] - 2 * shared, shared, shared), dim=-1)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters.activations import activation
+from foundry_kernels.integrations.adapters.lora_layers import each_of, remade
 from foundry_kernels.integrations.modules import taken_by
 from foundry_kernels.nn import LayerNorm, RMSNorm
 from foundry_kernels.nn._linear_layers import Layers, products_for
@@ -27,6 +28,7 @@ from foundry_kernels.ops.swiglu import geglu, glu, reglu, swiglu
 PATCHABLE = (
     "rms_norm", "swiglu", "geglu", "rope", "qk_norm_rope", "flash_attention", "cross_entropy", "linear_cross_entropy",
     "layer_norm", "grouped_mm", "bias_gelu", "gated_delta_rule", "glu", "reglu", "bias_silu", "bias_relu",
+    "lora_linear",
 )  # fmt: skip
 
 
@@ -255,14 +257,16 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     layers = layers_of(self, x)
     up: Tensor | None = None
     if row.up:
-        gate, up = layers.each(x, getattr(self, row.gate), getattr(self, row.up))
+        gate, up = each_of(layers, x, getattr(self, row.gate), getattr(self, row.up))
     else:
         gate = layers.linear(x, getattr(self, row.gate))
         if row.up_first:
             up, gate = gate.chunk(2, dim=-1)
     if row.gate_scale:
         gate = gate * getattr(self, row.gate_scale)
-    x = second(self, layers, gated(self._foundry, gate, up))
+    x = gated(self._foundry, gate, up)
+    with remade(x, getattr(self, row.down), gated, self._foundry, gate, up):
+        x = second(self, layers, x)
     return x * getattr(self, row.scale) if row.scale else x
 
 

@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.integrations.adapters.head import on_mesh
+from foundry_kernels.integrations.adapters.lora_layers import Served
 
 running = threading.local()  # its `deferral`; torch.compile can trace it, unlike a ContextVar
 
@@ -63,17 +64,20 @@ def _saving_hooks() -> Any:
 class HeadCall:
     """One call of the head that was not made: its input, and the modes in which it would have run.
 
+    adapter: what the head adds to ``hidden @ weight.T + bias``, if anything.
     members: the DeferredLogits that come from it and have not been computed, in the order in which they were made.
     lost: whether a loss has been computed from it.
     """
 
     def __init__(
-        self, deferral: Deferral, head: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> None:
+        self, deferral: Deferral, head: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None,
+        adapter: Served | None = None,
+    ) -> None:  # fmt: skip
         self.deferral, self.head, self.hidden, self.weight, self.bias = deferral, head, hidden, weight, bias
         self.rows = on_mesh(hidden, head) if is_dtensor(weight) else hidden
         self.grad, self.low = torch.is_grad_enabled(), autocast_dtype(hidden)
         self.version = None if is_compiling() or hidden.is_inference() else hidden._version
+        self.adapter = adapter
         self.members: list[Any] = []
         self.lost = False
 
@@ -83,6 +87,15 @@ class HeadCall:
                 f"the input of {type(self.head).__name__} was changed in place before its logits were used; "
                 "patch(model, return_logits=True) computes them at once"
             )
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        return (self.weight,) if self.adapter is None else (self.weight, self.adapter.a, self.adapter.b)
+
+    def pair(self, rows: Tensor) -> dict[str, Tensor]:
+        """Returns what a loss adds to the logits of these rows of the input."""
+        if self.adapter is None:
+            return {}
+        return {"low": self.run(self.adapter.low, rows, grad=self.grad), "up": self.adapter.b}
 
     def run(self, function: Callable[..., Any], *args: Any, grad: bool | None = None, **kwargs: Any) -> Any:
         """Returns what `function` returns, under the autocast of the call of the head. grad: the grad mode."""

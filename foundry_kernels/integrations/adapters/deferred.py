@@ -20,8 +20,8 @@ from torch.compiler import is_compiling
 
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.registry import is_dtensor
-from foundry_kernels.integrations.adapters.base import split_names
 from foundry_kernels.integrations.adapters.deferral import Deferral, HeadCall
+from foundry_kernels.integrations.adapters.deferred_tensor import Deferred, computed, is_number
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 
 
@@ -40,7 +40,7 @@ def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class DeferredLogits:
+class DeferredLogits(Deferred):
     """Logits ``after * tanh(scale * (rows @ weight.T + bias))``, or without tanh, which are not computed.
 
     call: the call of the head. rows: the rows of its input of which these are the logits. made: the logits, once they
@@ -81,11 +81,6 @@ class DeferredLogits:
         made: Tensor = getattr(self.parent.tensor(), name)(*args)
         return made
 
-    def computed(self) -> Tensor:
-        """Returns the logits themselves, for a use that may write to them."""
-        self.call.release()
-        return self.tensor()
-
     # The loss -----------------------------------------------------------------------------------------------------
 
     def inputs(self) -> dict[str, Any] | None:
@@ -97,6 +92,7 @@ class DeferredLogits:
             "hidden": self.rows,
             "weight": self.call.weight,
             "bias": self.bias,
+            **self.call.pair(self.rows),
             "softcap": softcap,
             "logit_scale": self.scale * self.after if self.capped else self.scale,
             "backend": self.call.deferral.backend,
@@ -112,7 +108,7 @@ class DeferredLogits:
         if is_dtensor(self.call.weight):
             target = target.view(self.rows.shape[:-1])
         else:
-            inputs["hidden"] = self.rows.reshape(-1, self.rows.shape[-1])
+            inputs |= {n: x.reshape(-1, x.shape[-1]) for n, x in inputs.items() if n in ("hidden", "low")}
         found: Tensor = self.call.run(linear_cross_entropy, target=target, **inputs, **options)
         if torch.is_grad_enabled() == self.call.grad:
             self.call.lost = True
@@ -161,7 +157,7 @@ class DeferredLogits:
             for function, name in _FUNCTIONS:
                 if func is function:
                     return getattr(first, name)(*args[1:], **kwargs)
-        return func(*_computed(args), **_computed(kwargs))
+        return func(*computed(args), **computed(kwargs))
 
     @property
     def shape(self) -> torch.Size:
@@ -178,40 +174,11 @@ class DeferredLogits:
         return self.rows.device
 
     @property
-    def ndim(self) -> int:
-        return self.rows.dim() if self.made is None else self.made.dim()
-
-    @property
     def requires_grad(self) -> bool:
         if self.made is not None:
             return self.made.requires_grad
-        given = (self.rows, self.call.weight, self.bias)
+        given = (self.rows, *self.call.parameters(), self.bias)
         return self.call.grad and any(x.requires_grad for x in given if x is not None)
-
-    def dim(self) -> int:
-        return self.ndim
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def is_floating_point(self) -> bool:
-        return True
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getattr__(self, name: str) -> Any:
-        if not hasattr(Tensor, name):
-            raise AttributeError(f"'Tensor' object has no attribute {name!r}")
-        return getattr(self.computed(), name)
-
-    def __repr__(self) -> str:
-        return f"DeferredLogits({tuple(self.shape)}, {self.dtype})" if self.made is None else repr(self.made)
-
-    __hash__ = object.__hash__
 
     # Which rows ---------------------------------------------------------------------------------------------------
 
@@ -290,13 +257,13 @@ class DeferredLogits:
 
     @recorded
     def div(self, other: Any) -> Any:
-        return self._scaled("div", other, 1.0 / other) if _is_number(other) and other else None
+        return self._scaled("div", other, 1.0 / other) if is_number(other) and other else None
 
     __mul__ = __rmul__ = mul
     __truediv__ = div
 
     def _scaled(self, name: str, given: Any, factor: Any) -> DeferredLogits | None:
-        if not _is_number(factor):
+        if not is_number(factor):
             return None
         found = self._then(name, given)
         if self.capped:
@@ -331,28 +298,11 @@ class DeferredLogits:
     __add__ = __radd__ = add
 
 
-def _real(name: str) -> Callable[..., Any]:
-    def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.computed(), name)(*args, **kwargs)
-
-    return method
-
-
-for _name in split_names(
-    "setitem iter bool int float index array contains format neg pos abs invert sub rsub pow rpow rtruediv floordiv "
-    "rfloordiv mod rmod matmul rmatmul eq ne lt le gt ge and or xor rand ror rxor iadd isub imul itruediv ipow deepcopy"
-):
-    setattr(DeferredLogits, f"__{_name}__", _real(f"__{_name}__"))
-
 #: Functions of torch that are methods too.
 _FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (torch.tanh, "tanh"), (torch.mul, "mul"), (torch.div, "div"), (torch.add, "add"), (torch.reshape, "reshape"),
     (torch.flatten, "flatten"), (Tensor.__rmul__, "mul"), (Tensor.__radd__, "add"),
 )  # fmt: skip
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
 def _keeps_last(at: Any, ndim: int) -> bool:
@@ -366,22 +316,13 @@ def _keeps_last(at: Any, ndim: int) -> bool:
             ellipsis = True
         elif isinstance(item, Tensor):
             used += item.dim() if item.dtype == torch.bool else 1
-        elif isinstance(item, slice) or _is_number(item):
+        elif isinstance(item, slice) or is_number(item):
             used += 1
         elif item is not None:
             return False
     whole = isinstance(items[-1], slice) and items[-1] == slice(None)
     reaches = used >= ndim or (ellipsis and items[-1] is not Ellipsis)
     return whole if reaches else True
-
-
-def _computed(value: Any) -> Any:
-    """Returns arguments of a function with the logits in place of what stands for them."""
-    if isinstance(value, DeferredLogits):
-        return value.computed()
-    if isinstance(value, (tuple, list)):
-        return type(value)(_computed(x) for x in value)
-    return {k: _computed(x) for k, x in value.items()} if type(value) is dict else value
 
 
 def _check_not_in_function() -> None:

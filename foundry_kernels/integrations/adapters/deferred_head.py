@@ -9,9 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from foundry_kernels.core.autocast import autocast_dtype
+from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.integrations.adapters.deferral import Deferral, HeadCall, current
 from foundry_kernels.integrations.adapters.deferred import DeferredLogits
 from foundry_kernels.integrations.adapters.head import readable_matrix_of
+from foundry_kernels.integrations.adapters.lora_layers import of_head
 
 
 def head_property(name: str) -> property:
@@ -45,7 +47,10 @@ class DeferredHead:
         hidden, (weight, bias) = args[0], matrix
         if not isinstance(hidden, Tensor) or hidden.is_nested or not _fits(hidden, weight, bias):
             return self._head(hidden)
-        call = HeadCall(self._deferral, self._head, hidden, weight, bias)
+        adapter = of_head(self._head)[1]
+        if adapter is not None and (is_dtensor(weight) or not adapter.fits(hidden)):
+            return self._head(hidden)
+        call = HeadCall(self._deferral, self._head, hidden, weight, bias, adapter)
         self._deferral.calls.append(call)
         return DeferredLogits(call, call.rows, autocast_dtype(hidden) or hidden.dtype)
 

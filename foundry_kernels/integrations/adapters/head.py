@@ -11,13 +11,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from foundry_kernels.core.registry import is_dtensor
+from foundry_kernels.integrations.adapters.lora_layers import of_head
 from foundry_kernels.integrations.modules import is_model
 from foundry_kernels.nn._head import PLANNED_INPUT, count_hooks, matrix_of
 
 
 def matrix_of_head(head: Any) -> tuple[Tensor, Tensor | None] | None:
-    """`matrix_of`, also of a head that transformers' `tp_plan` has sharded by its classes."""
-    return matrix_of(head) if _sharded_by_transformers(head) is None else (head.weight, head.bias)
+    """`matrix_of`, also of the layer below an adapter (`of_head`), and of a head that transformers' `tp_plan` has
+    sharded by its classes."""
+    return matrix_of(of_head(head)[0]) if _sharded_by_transformers(head) is None else (head.weight, head.bias)
 
 
 def readable_matrix_of(head: Any) -> tuple[Tensor, Tensor | None] | None:

@@ -14,14 +14,20 @@ import inspect
 import re
 import sys
 from dataclasses import dataclass, replace
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
 from foundry_kernels.integrations.adapters.attention import Attention
 from foundry_kernels.integrations.adapters.base import names_of
-from foundry_kernels.integrations.adapters.rotating import Rotating, rotations_of, unknown_rotation
+from foundry_kernels.integrations.adapters.rotating import (
+    Rotating,
+    methods_of,
+    rotating_members,
+    rotations_of,
+    unknown_rotation,
+)
 from foundry_kernels.integrations.recognise.eager import why_other
 
 #: What an attention's forward uses that asks for its function.
@@ -35,6 +41,8 @@ class InterfaceAttention(Rotating, Attention):
     arguments = frozenset()  # its own forward stays
     #: Whether its masks are those of eager attention, of a family without SDPA.
     as_eager: bool = False
+    #: Whether its code does for "eager" and "sdpa" what it must do for our names too.
+    compares: bool = False
 
     def known(self) -> frozenset[str]:
         return frozenset()
@@ -44,12 +52,18 @@ class InterfaceAttention(Rotating, Attention):
             return "it has no config of its own that names its attention"
         if not self.may_be_sdpa(module) and (reason := _why_other(module, sys.modules[self.home(module)])) is not None:
             return f"its family does not run on SDPA, and {reason}"
-        if _knows_two_names(sys.modules[self.home(module)]):
+        if _compares_elsewhere(sys.modules[self.home(module)]):
             return "its family does something else for an attention that is called neither 'sdpa' nor 'eager'"
         return super().why_not(module)
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return (*super().ops(module), "flash_attention")
+
+    def members(self, original: type) -> dict[str, Any]:
+        return rotating_members(original, self.rotations, _with_our_names, _compares)
+
+    def unrecognised(self) -> Rotating | None:
+        return super().unrecognised() if not self.compares else None
 
     def for_family(self, module: nn.Module) -> Rotating:
         return self if self.may_be_sdpa(module) else replace(self, as_eager=True)
@@ -60,18 +74,52 @@ def _why_other(module: nn.Module, home: ModuleType) -> str | None:
     eager: Any = getattr(home, "eager_attention_forward", None)
     if eager is None:
         return "has no eager attention to compare"
-    if re.search(r"_attn_implementation\s*(==|!=|in\b|not\b)", source_of(home)):
+    if re.search(rf"{COMPARED}(==|!=|in\b|not\b)", BOTH.sub("", source_of(home))):
         return "it does something of its own for a name of an attention"
     cls: Any = type(module)
     return why_other(eager, next(base for base in cls.__mro__ if "forward" in vars(base)))
 
 
+#: In a source: the name of the attention, and whether it is one of the two that compute with masks.
+COMPARED = r"_attn_implementation\s*"
+BOTH = re.compile(COMPARED + r"in\s*[(\[{]\s*[\"'](?:eager[\"'],\s*[\"']sdpa|sdpa[\"'],\s*[\"']eager)[\"'],?\s*[)\]}]")
+
+
 @functools.cache
-def _knows_two_names(home: ModuleType) -> bool:
-    """Returns whether the code of a family compares the name of its attention with "sdpa" and "eager" at once: what any
-    other attention gets is then for kernels of its own. Where "sdpa" alone is named, any other gets what eager does."""
+def _compares_elsewhere(home: ModuleType) -> bool:
+    """Returns whether the code of a family compares the name of its attention with "sdpa" and "eager" at once, and not
+    in attention alone: what any other attention gets is then for kernels of its own. Where "sdpa" alone is named, any
+    other gets what eager does."""
     lists = re.findall(r"_attn_implementation\s+(?:not\s+)?in\s*[(\[{]([^)\]}]*)", source_of(home))
-    return any("sdpa" in names and "eager" in names for names in lists)
+    if not lists:
+        return False
+    classes = [value for value in vars(home).values() if isinstance(value, type) and value.__module__ == home.__name__]
+    own = [
+        plain for cls in classes if INTERFACE in _names(cls)
+        for name, plain in methods_of(cls) if name in vars(cls) and _compares(plain)
+    ]  # fmt: skip
+    known = sum(len(BOTH.findall(inspect.getsource(plain))) for plain in own)
+    return sum("sdpa" in names and "eager" in names for names in lists) > known
+
+
+def _compares(function: FunctionType) -> bool:
+    code = function.__code__
+    return "_attn_implementation" in code.co_names and any(map(_is_both, code.co_consts))
+
+
+def _is_both(constant: Any) -> bool:
+    return isinstance(constant, (tuple, frozenset)) and {*constant} == {"eager", "sdpa"}
+
+
+def _with_our_names(code: CodeType, home: dict[str, Any]) -> CodeType:
+    """Returns code that does for this package's names what it does for "eager" and "sdpa"."""
+    ours = (
+        "eager",
+        "sdpa",
+        "foundry",
+        *(f"foundry_{name}" for name in ("as_eager", "or_error", "or_sdpa", "or_eager")),
+    )
+    return code.replace(co_consts=tuple(type(c)(ours) if _is_both(c) else c for c in code.co_consts))
 
 
 @functools.cache
@@ -102,4 +150,5 @@ def interface_adapter(cls: type) -> Rotating | None:
         return Rotating(rotations=rotations, stays=asks_none)
     unknown = unknown_rotation(cls)
     stays = f"its rotation stays: {unknown} is no form that this package has" if unknown else ""
-    return InterfaceAttention(rotations=rotations, stays=stays)
+    compares = any(_compares(plain) for _, plain in methods_of(cls))
+    return InterfaceAttention(rotations=rotations, stays=stays, compares=compares)

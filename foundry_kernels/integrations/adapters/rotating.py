@@ -73,8 +73,8 @@ class Rotating(Adapter):
 def rotations_of(cls: type) -> tuple[Called, ...]:
     """Returns the rotation functions that methods of a class of modules call."""
     found: dict[tuple[str, str], Rotation] = {}
-    for _, function in _methods(cls):
-        for name in _globals_of(function.__code__):
+    for _, function in methods_of(cls):
+        for name in globals_of(function.__code__):
             called = function.__globals__.get(name)
             if isinstance(called, FunctionType) and (rotation := rotation_of(called)) is not None:
                 found[str(function.__globals__.get("__name__")), name] = rotation
@@ -83,8 +83,8 @@ def rotations_of(cls: type) -> tuple[Called, ...]:
 
 def unknown_rotation(cls: type) -> str | None:
     """Returns the name of a function of a class's file that seems to rotate, by its name, and is not recognised."""
-    for _, function in _methods(cls):
-        for name in sorted(_globals_of(function.__code__)):
+    for _, function in methods_of(cls):
+        for name in sorted(globals_of(function.__code__)):
             rotates = "rotary" in name or (name.startswith("apply") and "rope" in name)
             called = function.__globals__.get(name)
             if rotates and callable(called) and not isinstance(called, type) and rotation_of(called) is None:
@@ -92,7 +92,7 @@ def unknown_rotation(cls: type) -> str | None:
     return None
 
 
-def _methods(cls: type) -> Iterator[tuple[str, Any]]:
+def methods_of(cls: type) -> Iterator[tuple[str, Any]]:
     """The methods of a class that are its own or those of other classes of models, each without its decorators."""
     seen: set[str] = set()
     for base in own_bases(cls):
@@ -104,52 +104,71 @@ def _methods(cls: type) -> Iterator[tuple[str, Any]]:
                     yield name, plain
 
 
-def _globals_of(code: CodeType) -> set[str]:
+def globals_of(code: CodeType) -> set[str]:
     """The names that a function takes from its file, and from nowhere else."""
     steps = list(dis.get_instructions(code))
     names = {s.argval for s in steps if s.opname == "LOAD_GLOBAL"}
     names -= {s.argval for s in steps if s.opname != "LOAD_GLOBAL" and s.argval in names and s.opcode in dis.hasname}
     for part in code.co_consts:
         if isinstance(part, CodeType):
-            names |= _globals_of(part)
+            names |= globals_of(part)
     return names
 
 
-def rotating_members(original: type, rotations: tuple[Called, ...]) -> dict[str, Any]:
-    """Returns the methods of a class that call one of `rotations`, made again."""
+#: What makes another code of a method: it gets that, and the globals of its file.
+Change = Callable[[CodeType, dict[str, Any]], CodeType]
+
+
+def rotating_members(original: type, rotations: tuple[Called, ...], *change: Any) -> dict[str, Any]:
+    """Returns the methods of a class that call one of `rotations`, made again; and others as of `remade`."""
+    return {method: by_backend(versions) for method, versions in remade(original, rotations, *change)}
+
+
+def remade(
+    original: type, rotations: tuple[Called, ...], change: Change | None = None, applies: Any = None
+) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yields the methods of a class that call one of `rotations`, or to which a `change` applies, made again: for each
+    backend that rotates, and for None, where the rotation stays."""
     names = {name for _, name, _ in rotations}
-    members: dict[str, Any] = {}
-    for method, plain in _methods(original):
-        if names & _globals_of(plain.__code__):
-            own = inspect.getattr_static(original, method)
-            versions = {backend: _made_again(own, rotations, backend) for backend in ("auto", *BACKENDS)}
-            if all(version is not None for version in versions.values()):
-                members[method] = _by_backend(own, versions)
-    return members
+    for method, plain in methods_of(original):
+        rotates = not names.isdisjoint(globals_of(plain.__code__))
+        more = (change,) if change is not None and applies(plain) else ()
+        if not rotates and not more:
+            continue
+        own = inspect.getattr_static(original, method)
+        versions: dict[Any, Any] = {None: made_again(own, *more) if more else own}
+        for backend in ("auto", *BACKENDS) if rotates else ():
+            versions[backend] = made_again(own, *more, functools.partial(_rotating, rotations, backend))
+        if all(version is not None for version in versions.values()):
+            yield method, versions
 
 
-def _by_backend(original: Callable[..., Any], versions: dict[str, Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
+def by_backend(versions: dict[Any, Any]) -> Callable[..., Any]:
+    @functools.wraps(versions[None])
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        backend = self._foundry.backends.get("rope")
-        run = original if backend is None else versions[backend]
+        run = versions.get(self._foundry.backends.get("rope"), versions[None])
         return run(self, *args, **kwargs)
 
     return method
 
 
-def _made_again(function: Any, rotations: tuple[Called, ...], backend: str) -> Any:
-    """Returns a function that does the same but rotates by `rope`; with its decorators, or None if they cannot be made
-    again."""
+def _rotating(rotations: tuple[Called, ...], backend: str, code: CodeType, home: dict[str, Any]) -> CodeType:
+    """Returns the code that rotates by `rope`."""
+    for where, name, rotation in rotations:
+        if home.get("__name__") == where and name in globals_of(code):
+            code = renamed(code, name, _put_beside(home, name, rotation, backend))
+    return code
+
+
+def made_again(function: Any, *changes: Change) -> Any:
+    """Returns a function with another code, with its decorators; None if they cannot be made again."""
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
-        code = function.__code__
-        for home, name, rotation in rotations:
-            if function.__globals__.get("__name__") == home and name in _globals_of(code):
-                code = _renamed(code, name, _put_beside(function.__globals__, name, rotation, backend))
-        made, closure = code, function.__closure__
+        made, closure = function.__code__, function.__closure__
+        for change in changes:
+            made = change(made, function.__globals__)
     else:
-        made_inner = _made_again(inner, rotations, backend)
+        made_inner = made_again(inner, *changes)
         cells = function.__closure__ or ()
         if made_inner is None or not any(cell.cell_contents is inner for cell in cells):
             return None
@@ -175,7 +194,7 @@ def _put_beside(home: dict[str, Any], name: str, rotation: Rotation, backend: st
     return ours
 
 
-def _renamed(code: CodeType, name: str, ours: str) -> CodeType:
-    parts = tuple(_renamed(part, name, ours) if isinstance(part, CodeType) else part for part in code.co_consts)
+def renamed(code: CodeType, name: str, ours: str) -> CodeType:
+    parts = tuple(renamed(part, name, ours) if isinstance(part, CodeType) else part for part in code.co_consts)
     names = tuple(ours if each == name else each for each in code.co_names)
     return code.replace(co_names=names, co_consts=parts)

@@ -7,6 +7,7 @@ differs; what all share is in `attention.py` and `base.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -19,9 +20,12 @@ from foundry_kernels.integrations.adapters.gpt_like import NemotronNorm, NeoXAtt
 from foundry_kernels.integrations.adapters.gpt_like_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.adapters.interface import interface_adapter
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet, by_key_head, one_each
+from foundry_kernels.integrations.adapters.lora import LORA
+from foundry_kernels.integrations.adapters.own_attention import OwnAttention
 from foundry_kernels.integrations.adapters.torch_nn import TORCH
 from foundry_kernels.integrations.families import FAMILIES
 from foundry_kernels.integrations.recognise import recognised
+from foundry_kernels.integrations.recognise.attention import own_attention
 from foundry_kernels.integrations.recognise.code import twin_of
 
 #: Of a family: what follows in the name of a class, and the adapter of that class.
@@ -105,6 +109,7 @@ PATCHED = (*LLAMA_LIKE, *GPT_LIKE)
 #: Class (module, name) -> its adapter.
 TABLE: dict[tuple[str, str], Adapter] = {
     **TORCH,
+    **LORA,
     ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): SortedExperts(),
     ("transformers.models.nemotron.modeling_nemotron", "NemotronLayerNorm1P"): NemotronNorm(
         "eps", 1.0, op="layer_norm", bias="bias", one_dtype=True
@@ -137,6 +142,12 @@ def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | No
         return row
     cls = next(base for base in type(module).__mro__ if "_foundry_class" not in vars(base))
     unnamed = interface_adapter(cls)
+    own = None
+    if recognise and not isinstance(unnamed, Attention):
+        own = own_attention(module, unnamed.rotations if unnamed else ())
+        if isinstance(own, OwnAttention):
+            return own
+        unnamed = replace(unnamed, stays=f"its attention stays: {own}") if unnamed and own else unnamed
     if unnamed is not None and not recognise:
         unnamed = unnamed.unrecognised()
     twin = (decorated_experts(module) or twin_of(cls, TABLE)) if recognise else None
@@ -150,8 +161,9 @@ def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | No
         served = unnamed.for_family(module)
         return served if recognise or served == unnamed else "its family does not run on SDPA"
     if any(base.__name__.endswith(CANDIDATES) for base in cls.__mro__):
-        asked = found and not cls.__name__.endswith("Attention")  # whose shape may be that of an MLP, by accident
-        return replaced_forward(module) or (f"{NO_ROW}: {found}" if asked else NO_ROW)
+        # The shape of attention may be that of an MLP, by accident.
+        asked = own if cls.__name__.endswith("Attention") else found
+        return replaced_forward(module) or (f"{NO_ROW}: {asked}" if asked else NO_ROW)
     loss = language_model(module)
     return f"{LOSS_STAYS}{NO_ROW}" if isinstance(loss, LanguageModel) and not recognise else loss
 

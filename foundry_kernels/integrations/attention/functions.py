@@ -64,7 +64,7 @@ except ImportError:  # a transformers whose models tell their layers
 
 #: What other attention functions of transformers take and this one does not: paged caches, blocks, a mask of heads.
 #: Whatever else comes along is no attention's (what the model returns, its loss) and is ignored, as "sdpa" ignores it.
-OF_OTHERS = frozenset(["cache", "block_table", "block_indices", "k_cache", "v_cache", "head_mask", "sinks"])
+OF_OTHERS = frozenset(["cache", "block_table", "block_indices", "k_cache", "v_cache", "head_mask", "sinks", "indices"])
 #: What transformers' "sdpa" does not know.
 LACKING_IN_SDPA = frozenset(("softcap", "s_aux", "alibi_slopes"))
 
@@ -123,7 +123,7 @@ def attention(
         "alibi_slopes": alibi_slopes,
         "dropout_p": dropout,
     }
-    wanted = _wants_weights(module, kwargs)
+    wanted = wants_weights(module, kwargs)
     if plan.totals is not None or plan.keys is not None:
         causal = True  # they are of causal masks, whatever the module says
     if plan.documents is None:
@@ -192,7 +192,7 @@ def _pattern(module: nn.Module, is_causal: bool | None, sliding_window: int | No
     return causal, None if sliding_window is None else sliding_window - 1
 
 
-def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+def wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Returns whether the model returns this layer's weights: it says so to its layers, or collects what they give."""
     if kwargs.get("output_attentions"):
         return True
@@ -246,7 +246,7 @@ def attention_or_sdpa(
     attention_mask = _dense_apart(module, query, key, attention_mask, kwargs)
     if any(kwargs.get(name) is not None for name in LACKING_IN_SDPA):
         return attention_or_eager(module, query, key, value, attention_mask, **kwargs)
-    if _wants_weights(module, kwargs):
+    if wants_weights(module, kwargs):
         return attention(module, query, key, value, attention_mask, **kwargs)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
@@ -287,7 +287,7 @@ def attention_or_eager(
         lowest = torch.finfo(query.dtype).min
         attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
     out, weights = eager(module, query, key, value, attention_mask, **kwargs)
-    return out, weights if _wants_weights(module, kwargs) else None
+    return out, weights if wants_weights(module, kwargs) else None
 
 
 def _own_eager(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:

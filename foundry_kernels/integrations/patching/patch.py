@@ -16,6 +16,8 @@ from foundry_kernels.integrations.adapters.attention import Attention
 from foundry_kernels.integrations.adapters.base import PATCHABLE, Adapter, Gated, Norm, State
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES, NO_LOGITS, HeadOwner, LanguageModel
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet
+from foundry_kernels.integrations.adapters.lora import OWN, LoraLinear
+from foundry_kernels.integrations.adapters.own_attention import OwnAttention
 from foundry_kernels.integrations.adapters.packed_model import PackedModel
 from foundry_kernels.integrations.adapters.rotating import Rotating
 from foundry_kernels.integrations.adapters.table import NO_ROW, adapter_for, has_row
@@ -82,11 +84,11 @@ def patch(
             are made at its top, and a layer that is patched by itself refuses the dense ones that it then gets.
         backend: a backend's name, or a mapping of operations to names (as for `foundry_kernels.nn`).
         ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope, flash_attention, cross_entropy,
-            linear_cross_entropy, layer_norm, grouped_mm, bias_gelu, gated_delta_rule, glu, reglu, bias_silu and
-            bias_relu; None for all but an attention that is "eager" by choice. qk_norm_rope is the norm of queries and
-            keys and the rotation in one; without it the two are done one after the other. linear_cross_entropy is the
-            loss of a call with labels in training mode, cross_entropy that of any other. gated_delta_rule is linear
-            attention with its convolution.
+            linear_cross_entropy, layer_norm, grouped_mm, bias_gelu, gated_delta_rule, glu, reglu, bias_silu,
+            bias_relu and lora_linear (PEFT's LoRA); None for all but an attention that is "eager" by choice.
+            qk_norm_rope is the norm of queries and keys and the rotation in one; without it the two are done one after
+            the other. linear_cross_entropy is the loss of a call with labels in training mode, cross_entropy that of
+            any other. gated_delta_rule is linear attention with its convolution.
         dense_masks: what happens where a mask is dense, as one that is not causal, a window or padding is: "kernels"
             has the kernels read it, "refuse" raises ValueError with the reason in the forward pass, "sdpa" runs that
             call on torch's scaled_dot_product_attention, or on the model's own eager attention where there is a soft
@@ -143,6 +145,7 @@ def patch(
     found = [(module, *_line(name, module, adapters[module], wanted, fused, ops is not None)) for name, module in named]
     found = [(module, adapter, _known(module, adapter, entry)) for module, adapter, entry in found]
     entries = _without_containers([entry for _, _, entry in found if entry is not None])
+    entries = [replace(e, ops=(), by="") if str(e.reason).startswith(OWN) else e for e in entries]
     changes = [(module, adapter, entry) for module, adapter, entry in found if entry is not None and entry.ops]
     used = {op for _, _, entry in changes for op in entry.ops}
     backends = plan(backend, _with_companions([op for op in PATCHABLE if op in used]))
@@ -259,8 +262,8 @@ def _line(
     chosen = tuple(op for op in ops if op in wanted)
     if isinstance(found, Attention) and "qk_norm_rope" in ops and "qk_norm_rope" not in wanted and "rope" in wanted:
         chosen = ("rope", *chosen)
-    if isinstance(found, Attention) and not asked and (reason := found.why_not_attend(module)):
-        rest = () if found.whole else tuple(op for op in chosen if op != "flash_attention")
+    if isinstance(found, (Attention, OwnAttention)) and not asked and (reason := found.why_not_attend(module)):
+        rest = () if getattr(found, "whole", False) else tuple(op for op in chosen if op != "flash_attention")
         return found, Entry(name, cls, rest, reason)
     if isinstance(found, Attention) and found.whole and "flash_attention" not in chosen:
         chosen = ()
@@ -272,6 +275,8 @@ def _line(
         reason = found.why_not_without_logits(module)
         chosen = chosen if reason is None else tuple(op for op in chosen if op != "linear_cross_entropy")
         return found, Entry(name, cls, chosen, reason or NO_LOGITS)
+    if isinstance(found, LoraLinear):
+        return found, Entry(name, cls, chosen, found.why_own(module))
     if isinstance(found, Rotating) and "rope" in wanted:
         return found, Entry(name, cls, chosen, found.stays or None)
     return found, Entry(name, cls, chosen)

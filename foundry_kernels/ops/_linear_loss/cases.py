@@ -24,6 +24,8 @@ def linear_case(
     ignored: float = 0.0,
     std: float = 1.0,
     cotangent: str = "contiguous",
+    rank: int = 0,
+    wide: bool = False,
     **options: Any,
 ) -> Case:
     name = "x".join(map(str, (*rows, width))) + f"-{n_classes}" + ("-" + note if note else "")
@@ -33,6 +35,9 @@ def linear_case(
         "target": Arg(rows, values=targets(n_classes, ignored), dtype=torch.int64, grad=False),
         "bias": Arg((n_classes,), values=normal(0.5)) if bias else None,
     }
+    if rank:
+        args["low"] = Arg((*rows, rank), hidden, values=normal(std), grad="low" not in frozen, wide=wide)
+        args["up"] = Arg((n_classes, rank), values=normal(0.5), grad="up" not in frozen, wide=wide)
     if class_weight:
         args["class_weight"] = Arg((n_classes,), values=class_weights, grad=False)
     return Case(name, args, options, cotangent)
@@ -64,6 +69,19 @@ def common_cases(
         case((12,), 8, 50, "all-ignored", ignored=1.0, **results),
         case((12,), 8, 5, "ignore-index-0", ignored=0.0, ignore_index=0, **results),
         case((40,), 8, 50, "one-chunk", ignored=0.2, chunk_size=40, **results),
+        *pair_cases(case, "pair", ignored=0.2, chunk_size=7, **results),
+    )
+
+
+def pair_cases(case: Callable[..., Case], note: str, **options: Any) -> tuple[Case, ...]:
+    """Cases of a head with an adapter."""
+    return (
+        case((2, 20), 8, 50, note, bias=True, rank=3, frozen=("weight",), **options),
+        *(
+            case((40,), 8, 50, f"{note}-frozen-{name}", rank=2, frozen=("weight", name), **options)
+            for name in ("low", "up")
+        ),
+        case((40,), 8, 50, f"{note}-float32", rank=4, wide=True, frozen=("weight",), **options),
     )
 
 
@@ -80,6 +98,7 @@ def tiles_cases(results: Mapping[str, Any]) -> tuple[Case, ...]:
         linear_case((12,), 8, 50, "tiles-all-ignored", ignored=1.0, **tiles),
         linear_case((0,), 8, 40, "tiles-empty", **tiles),
         linear_case((12,), 8, 50, "tiles-large", std=60.0, **tiles),
+        *pair_cases(linear_case, "tiles-pair", ignored=0.2, **tiles),
     )
 
 
@@ -93,4 +112,15 @@ def magnitudes(args: Mapping[str, Tensor | None], options: Mapping[str, Any]) ->
     if not (target != options.get("ignore_index", IGNORED)).any():
         return None
     x, w = hidden.detach().reshape(-1, hidden.shape[-1]).abs(), weight.detach().abs()
-    return float((x @ w.t()).max()), float(x.max()), float(w.max())
+    logits, low, up = x @ w.t(), args.get("low"), args.get("up")
+    if low is not None and up is not None:
+        logits = logits + low.detach().reshape(-1, low.shape[-1]).abs() @ up.detach().abs().t()
+    return float(logits.max()), float(x.max()), float(w.max())
+
+
+def gradients_of_pair(args: Mapping[str, Tensor | None], dlogits: float) -> dict[str, float]:
+    """The size of the terms that the gradients of low and up sum, from that of a logit's gradient."""
+    low, up = args.get("low"), args.get("up")
+    if low is None or up is None:
+        return {}
+    return {"low": 2 * dlogits * float(up.detach().abs().max()), "up": dlogits * float(low.detach().abs().max())}

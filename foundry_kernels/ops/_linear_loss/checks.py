@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from foundry_kernels.core import invariance
@@ -48,6 +49,24 @@ def check_linear(
     check_number("logit_scale", logit_scale)
     if chunk_size is not None and chunk_size != "tiles":
         check_int("chunk_size", chunk_size, minimum=1)
+
+
+def check_pair(hidden: Tensor, weight: Tensor, low: Tensor | None, up: Tensor | None) -> None:
+    if (low is None) != (up is None):
+        raise ValueError("low and up must be given together, or neither")
+    if low is None or up is None:
+        return
+    for name, x in (("low", low), ("up", up)):
+        check_float(name, x)
+        if x.dtype not in (hidden.dtype, torch.float32):
+            raise ValueError(f"{name} must have hidden's dtype, {hidden.dtype}, or float32; got {x.dtype}")
+        check_device(name, x, "hidden", hidden)
+    if low.dim() != hidden.dim() or low.shape[:-1] != hidden.shape[:-1] or low.shape[-1] == 0:
+        raise ValueError(
+            f"low must be {[*hidden.shape[:-1], 'r']} with r at least 1, as hidden has the other dimensions; got shape "
+            f"{tuple(low.shape)}"
+        )
+    check_shape("up", up, (weight.shape[0], low.shape[-1]), "a row for each class, as wide as low")
 
 
 def strategy(chunk_size: int | str | None, batch_invariant: bool) -> tuple[Any, bool]:

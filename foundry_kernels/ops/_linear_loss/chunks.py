@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from foundry_kernels.ops._linear import linear
 from foundry_kernels.ops._linear_loss import sizes
 from foundry_kernels.ops._linear_loss.problem import (
     ALL,
+    GRADIENTS,
     TILES,
     Call,
     Chunk,
@@ -65,15 +67,41 @@ def dtype_of_products(x: Tensor, n_classes: int) -> torch.dtype:
     return wide_dtype(x.dtype) if small or not fast_products(x.dtype) else x.dtype
 
 
-def make_logits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, out: Tensor) -> None:
-    """out = scale (x weight^T + bias), in the forward and the backward pass alike: lse is that of the same logits. They
-    are rounded before they are scaled, as by PyTorch's operations."""
+class Pair(NamedTuple):
+    """The rows of low and the classes of up in the dtype of the matmuls. Where that has fewer bits, each is split: the
+    rounded value in a first part of columns, what that lost in another. So one matmul multiplies them with 16 bits
+    instead of 8: ``[low, rest of low, low] [up, up, rest of up]^T``."""
+
+    low: Tensor
+    up: Tensor
+
+    @classmethod
+    def of(cls, low: Tensor, up: Tensor, dtype: torch.dtype) -> Pair:
+        if all(x.dtype == dtype or dtype.itemsize > 2 for x in (low, up)):
+            return cls(low.to(dtype), up.to(dtype))
+        (a, rest_a), (b, rest_b) = ((x.to(dtype), (x - x.to(dtype)).to(dtype)) for x in (low, up))
+        return cls(torch.cat([a, rest_a, a], 1), torch.cat([b, b, rest_b], 1))
+
+    def rows(self, part: slice) -> Pair:
+        return self._replace(low=rows_of(self.low, part))
+
+    def classes(self, first: int, n: int) -> Pair:
+        return self._replace(up=self.up.narrow(0, first, n))
+
+
+def make_logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, out: Tensor, pair: Pair | None = None
+) -> None:
+    """out = scale (x weight^T + bias + low up^T), in the forward and the backward pass alike: lse is that of the same
+    logits. They are rounded before they are scaled, as by PyTorch's operations."""
     if bias is None:
         multiply(x, weight.t(), out)
     elif own_products(x):
         multiply(x, weight.t(), out.copy_(bias.expand_as(out)), add=True)
     else:
         torch.addmm(bias, x, weight.t(), out=out)
+    if pair is not None:
+        multiply(pair.low, pair.up.t(), out, add=True)
     if scale != 1.0:
         out.mul_(scale)
 
@@ -83,21 +111,24 @@ class Tokens:
     become float32 unless 16-bit matmuls are faster; on a GPU nothing depends on the values of the targets."""
 
     def __init__(self, inputs: Inputs, options: Problem, cpu: bool) -> None:
-        hidden, weight, target, bias = inputs
+        hidden, weight, target, bias, low, up = inputs
         self.dtype, self.n_rows, self.rank = wide_dtype(hidden.dtype), target.numel(), target.dim()
         self.target = target.reshape(-1)
         x = hidden.reshape(-1, hidden.shape[-1])
         counts = self.target != options.ignore_index
+        low = None if low is None else low.reshape(-1, low.shape[-1])
         self.kept: Tensor | None = None
         #: How many count; None where it is not known.
         self.n_counted: int | None = None
         if not cpu or torch.compiler.is_compiling():
             x = x.masked_fill(~counts.unsqueeze(1), 0.0)
+            low = None if low is None else low.masked_fill(~counts.unsqueeze(1), 0.0)
         else:
             self.n_counted = int(counts.count_nonzero())
             if self.n_counted != self.n_rows:
                 self.kept = counts.nonzero().squeeze(1)
                 x, self.target = x[self.kept], self.target[self.kept]
+                low = None if low is None else low[self.kept]
         self.batch_invariant = options.batch_invariant
         within = hidden.dtype
         if cpu:  # by the number of tokens, if it may
@@ -108,6 +139,8 @@ class Tokens:
         self.widens = within != weight.dtype and (self.sums24 or options.chunk_size == TILES)
         self.x, self.weight = x.to(within), weight if self.widens else weight.to(within)
         self.bias = None if bias is None else bias.to(within)
+        self.low, self.up = low, up
+        self.pair = None if low is None or up is None else Pair.of(low, up, within)
         self.cpu, self.chunk_size, self.one_chunk = cpu, options.chunk_size or None, options.chunk_size == ALL
         self.gradient_dtypes = gradient_dtypes(hidden, weight, options, cpu)
         #: The factor of logits and their gradient. As `alpha` it is part of the matmuls and costs nothing.
@@ -118,7 +151,7 @@ class Tokens:
     def chunks(self) -> list[slice]:
         n, size = self.target.numel(), self.chunk_size
         if size is None:
-            size = sizes.tokens_of_a_chunk(n, self.x.element_size(), self.cpu, self.sums24)
+            size = sizes.tokens_of_a_chunk(n, self.x.element_size(), self.sums24)
         size = max(n, 1) if self.one_chunk else int(size)
         return [slice(i, min(n, i + size)) for i in range(0, n, size)]
 
@@ -136,13 +169,16 @@ class Tokens:
         x = rows_of(self.x, part)
         if self.batch_invariant:
             y = linear(x, self.weight, self.bias)
+            if self.pair is not None:
+                y += linear(rows_of(self.pair.low, part), self.pair.up)
             return y if self.logit_scale == 1.0 else y.mul_(self.logit_scale)
         if self.memory is None:
             self.memory = x.new_empty((x.shape[0], self.weight.shape[0]))
         y = self.memory.narrow(0, 0, x.shape[0])
         for first, w in self.weights():
             bias = None if self.bias is None else self.bias.narrow(0, first, w.shape[0])
-            make_logits(x, w, bias, self.logit_scale, y.narrow(1, first, w.shape[0]))
+            pair = None if self.pair is None else self.pair.rows(part).classes(first, w.shape[0])
+            make_logits(x, w, bias, self.logit_scale, y.narrow(1, first, w.shape[0]), pair)
         return y
 
     def scale_gradients(self, dlogits: Tensor) -> None:
@@ -182,6 +218,7 @@ class Gradients:
         if needs.weight:
             self.dweight = (self.low.new_empty if self.is_new else self.low.new_zeros)((n_classes, width))
         self.dbias = self.dx.new_zeros(n_classes if needs.bias else 0, dtype=tokens.dtype)
+        self.of_pair = PairGradients(tokens, needs)
 
     def times_weight(self, dlogits: Tensor) -> Tensor:
         if self.tokens.batch_invariant:
@@ -207,6 +244,7 @@ class Gradients:
             self.is_new = False
         if needs.bias:
             self.dbias.add_(dlogits.sum(0, dtype=self.dbias.dtype), alpha=tokens.alpha)
+        self.of_pair.add(part, dlogits, 0)
 
     def _add_to_weight_on_a_cpu(self, part: slice, dlogits: Tensor, x: Tensor) -> None:
         tokens, n = self.tokens, self.tokens.target.numel()
@@ -227,12 +265,61 @@ class Gradients:
                 multiply(d.to(tokens.dtype).t(), x, total, add=True)
         self.is_new = False
 
-    def of(self, hidden: Tensor, rounded: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients, `rounded` to the dtype of hidden or as they are."""
+    def of(self, inputs: Inputs, rounded: bool = False) -> tuple[Tensor, ...]:
+        """Returns the gradients, those of hidden, weight and bias `rounded` to the dtype of hidden or as they are."""
+        hidden = inputs.hidden
         dhidden = self.tokens.whole(self.dx).view(hidden.shape) if self.needs.hidden else self.dx
-        if rounded:
-            return dhidden.to(hidden.dtype), self.dweight.to(hidden.dtype), self.dbias.to(hidden.dtype)
-        return dhidden, self.dweight, self.dbias
+        found = (dhidden, self.dweight, self.dbias)
+        return *((g.to(hidden.dtype) for g in found) if rounded else found), *self.of_pair.of(inputs)
+
+
+class PairGradients:
+    """The requested gradients of low and up, summed in the dtype of the arithmetic, in which a CPU multiplies them
+    too."""
+
+    def __init__(self, tokens: Tokens, needs: Needs) -> None:
+        self.tokens, self.needs = tokens, needs
+        empty = tokens.x.new_empty(0, dtype=tokens.dtype)
+        self.dlow, self.dup = empty, empty.clone()
+        if tokens.low is None or tokens.up is None:
+            return
+        if needs.low:
+            self.dlow = empty.new_zeros(tokens.low.shape)
+        if needs.up:
+            self.dup = empty.new_zeros(tokens.up.shape)
+        #: The terms of low and of up that a matmul takes.
+        self.lows, self.ups = (self._terms(x) for x in (tokens.low, tokens.up))
+
+    def _terms(self, x: Tensor) -> tuple[Tensor, ...]:
+        tokens = self.tokens
+        dtype = tokens.dtype if tokens.cpu or tokens.batch_invariant else tokens.x.dtype
+        if x.dtype == dtype or dtype.itemsize > 2:
+            return (x.to(dtype),)
+        return x.to(dtype), (x - x.to(dtype)).to(dtype)
+
+    def add(self, part: slice, dlogits: Tensor, first: int) -> None:
+        """Adds the part of some tokens' logits of the classes from `first` on."""
+        if not (self.needs.low or self.needs.up):
+            return
+        step = _CLASSES if self.tokens.cpu else max(dlogits.shape[1], 1)  # widened where it is in the cache
+        for start, d in zip(range(0, dlogits.shape[1], step), dlogits.split(step, 1), strict=True):
+            classes, d = slice(first + start, first + start + d.shape[1]), d.to(self.lows[0].dtype)
+            if self.needs.low:
+                self._add(rows_of(self.dlow, part), d, [rows_of(up, classes) for up in self.ups])
+            if self.needs.up:
+                self._add(rows_of(self.dup, classes), d.t(), [rows_of(low, part) for low in self.lows])
+
+    def _add(self, total: Tensor, dlogits: Tensor, terms: list[Tensor]) -> None:
+        for term in terms:
+            if self.tokens.batch_invariant:
+                total += linear(dlogits, term.t())
+            else:
+                accumulate(total, dlogits, term, self.tokens.alpha)
+
+    def of(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        if not self.needs.low or inputs.low is None:
+            return self.dlow, self.dup
+        return self.tokens.whole(self.dlow).view(inputs.low.shape), self.dup
 
 
 def forward(call: Call) -> dict[str, Tensor]:
@@ -265,8 +352,8 @@ def forward(call: Call) -> dict[str, Tensor]:
     if gradients is None:
         return results
     rounded = rows.cpu and rounds(inputs.hidden, inputs.weight, options)
-    dhidden, dweight, dbias = gradients.of(inputs.hidden, rounded)
-    return results | {"dscale": share.clone() if late else one, "dhidden": dhidden, "dweight": dweight, "dbias": dbias}
+    scale = share.clone() if late else one
+    return results | dict(zip(GRADIENTS, (scale, *gradients.of(inputs, rounded)), strict=True))
 
 
 def total_of(call: Call, tokens: Tokens) -> Tensor | int | None:
@@ -294,7 +381,7 @@ def outputs(call: Call, tokens: Tokens, total: Tensor | int | None, of_tokens: d
 def backward(call: Call, dloss: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
     """The gradients of tokens' losses, each of which has a gradient of its own."""
     _, rows, inputs, options, needs, _ = call
-    tokens, hidden = Tokens(inputs, options, rows.cpu), inputs.hidden
+    tokens = Tokens(inputs, options, rows.cpu)
     gradients = Gradients(tokens, needs)
     of_rows = [tokens.of_kept(x) for x in (dloss, *saved)]
     for part in tokens.chunks():
@@ -303,4 +390,4 @@ def backward(call: Call, dloss: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
         rows.gradients_(chunk, d, tuple(of_part), 0)
         gradients.add(part, chunk.logits)
     # A copy where nothing else was written, so that an output is never an input.
-    return tuple(g.to(hidden.dtype) for g in gradients.of(hidden))
+    return gradients.of(inputs, rounded=True)

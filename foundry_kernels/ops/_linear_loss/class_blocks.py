@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.ops._linear_loss import sizes
-from foundry_kernels.ops._linear_loss.chunks import Tokens, accumulate_product, make_logits, outputs, total_of
+from foundry_kernels.ops._linear_loss.chunks import (
+    PairGradients,
+    Tokens,
+    accumulate_product,
+    make_logits,
+    outputs,
+    total_of,
+)
 from foundry_kernels.ops._linear_loss.problem import Call, Chunk, total_weight
 from foundry_kernels.ops._products import accumulate, multiply
 
@@ -32,7 +39,9 @@ def _blocks(tokens: Tokens) -> Iterator[tuple[slice, Tensor, Tensor]]:
         here = slice(first, min(n_classes, first + step))
         w = tokens.weight[here].to(tokens.x.dtype)
         logits = memory[: n * w.shape[0]].view(n, w.shape[0])
-        make_logits(tokens.x, w, None if tokens.bias is None else tokens.bias[here], tokens.logit_scale, logits)
+        bias = None if tokens.bias is None else tokens.bias[here]
+        pair = None if tokens.pair is None else tokens.pair.classes(first, w.shape[0])
+        make_logits(tokens.x, w, bias, tokens.logit_scale, logits, pair)
         yield here, w, logits
 
 
@@ -61,7 +70,7 @@ def backward(call: Call, dloss: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
     dx = hidden.new_zeros(x.shape if needs.hidden else (0,), dtype=wide)
     made = hidden.new_empty if x.shape[0] else hidden.new_zeros  # if there is a token, every block is written
     dweight, dbias = made(weight.shape if needs.weight else (0,)), made(weight.shape[:1] if needs.bias else (0,))
-    everything = slice(0, x.shape[0])
+    everything, of_pair = slice(0, x.shape[0]), PairGradients(tokens, needs)
     for here, w, logits in _blocks(tokens) if x.shape[0] else ():
         rows.gradients_(Chunk(everything, logits, tokens.target), d, tuple(of_rows), here.start)
         tokens.scale_gradients(logits)
@@ -80,8 +89,10 @@ def backward(call: Call, dloss: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
                 dweight[here] = out.mul_(factor)
         if needs.bias:
             dbias[here] = _times(logits.sum(0, dtype=wide).mul_(alpha), factor)
+        of_pair.add(everything, logits, here.start)
+    more = tuple(_times(g, factor) for g in of_pair.of(inputs))
     dhidden = _times(dx, factor).to(hidden.dtype)
-    return tokens.whole(dhidden).view(hidden.shape) if needs.hidden else dhidden, dweight, dbias
+    return tokens.whole(dhidden).view(hidden.shape) if needs.hidden else dhidden, dweight, dbias, *more
 
 
 def _gradient_on_a_cpu(dlogits: Tensor, x: Tensor, out: Tensor, factor: Tensor | None) -> None:

@@ -25,6 +25,10 @@ def drawn_inputs(draw: st.DrawFn) -> tuple[tuple[int, ...], int, dict[str, Arg |
         "target": Arg(rows, values=drawn, dtype=draw(st.sampled_from([torch.int64, torch.int32])), grad=False),
         "bias": draw(tensors((n_classes,))) if draw(st.booleans()) else None,
     }
+    if draw(st.booleans()):
+        rank, wide = draw(sizes(9, 1)), draw(st.booleans())
+        args["low"] = Arg((*rows, rank), wide=wide)
+        args["up"] = Arg((n_classes, rank), values=normal(0.3), wide=wide)
     return rows, n_classes, args
 
 

@@ -25,7 +25,10 @@ from foundry_kernels.ops._linear_loss.problem import (
     RowKernel,
 )
 
-_NEEDS = "bool need_dhidden, bool need_dweight, bool need_dbias"
+_NEEDS = ", ".join(f"bool need_{gradient}" for gradient in GRADIENTS[1:])
+
+#: How many tensors the operators take before the constants.
+N_INPUTS = len(Inputs._fields)
 
 #: Rows of a gradient that are widened at a time: the copy stays in the cache.
 _ROWS = 4096
@@ -43,7 +46,7 @@ class Operators(NamedTuple):
     def schemas(self) -> tuple[str, str]:
         """The schemas of the forward and the backward operator."""
         loss = self.loss
-        inputs = ["Tensor hidden", "Tensor weight", "Tensor target", "Tensor? bias"]
+        inputs = ["Tensor hidden", "Tensor weight", "Tensor target", "Tensor? bias", "Tensor? low", "Tensor? up"]
         inputs += [f"Tensor? {name}" for name in loss.constants]
         fwd = [*inputs, loss.options.SCHEMA, *(f"bool {flag}" for flag in loss.flags.values())]
         fwd += [_NEEDS] if loss.makes_gradients else []
@@ -52,13 +55,13 @@ class Operators(NamedTuple):
         results = [f"Tensor {name}" for name in loss.outputs]
         return (
             f"{loss.name}_fwd({', '.join(fwd)}) -> ({', '.join(results)})",
-            f"{loss.name}_bwd({', '.join(bwd)}) -> (Tensor dhidden, Tensor dweight, Tensor dbias)",
+            f"{loss.name}_bwd({', '.join(bwd)}) -> ({', '.join(f'Tensor {gradient}' for gradient in GRADIENTS[1:])})",
         )
 
     def _tensors(self, args: tuple[Any, ...]) -> tuple[Inputs, tuple[Tensor | None, ...], tuple[Any, ...]]:
         """The inputs and the constants at the front of an operator's arguments, and the others."""
-        n = 4 + len(self.loss.constants)
-        return Inputs(*args[:4]), args[4:n], args[n:]
+        n = N_INPUTS + len(self.loss.constants)
+        return Inputs(*args[:N_INPUTS]), args[N_INPUTS:n], args[n:]
 
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
         loss, (inputs, constants, others) = self.loss, self._tensors(args)
@@ -81,12 +84,11 @@ class Operators(NamedTuple):
             shapes |= dict.fromkeys(wanted.intersection(loss.reduced), ())
         dtypes = dict.fromkeys(loss.classes, torch.int64)
         if any(needs):
-            of_inputs = (hidden.shape, inputs.weight.shape, inputs.weight.shape[:1])
             shapes |= {"dscale": ()} | {
-                n: s for n, s, needed in zip(GRADIENTS[1:], of_inputs, needs, strict=True) if needed
+                n: s for n, s, needed in zip(GRADIENTS[1:], _shapes(inputs), needs, strict=True) if needed
             }
-            dtypes |= zip(
-                GRADIENTS[1:], chunks.gradient_dtypes(hidden, inputs.weight, options, self.rows.cpu), strict=True
+            dtypes |= zip(  # those of low and up are in the dtype of the arithmetic
+                GRADIENTS[1:4], chunks.gradient_dtypes(hidden, inputs.weight, options, self.rows.cpu), strict=True
             )
         wide = wide_dtype(hidden.dtype)
         return tuple([hidden.new_empty(shapes.get(n, (0,)), dtype=dtypes.get(n, wide)) for n in loss.outputs])
@@ -100,18 +102,31 @@ class Operators(NamedTuple):
             return (class_blocks if options.chunk_size == TILES else chunks).backward(call, dloss, *saved)
 
 
-def fake_backward(dloss: Tensor, hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    shapes = (hidden.shape, weight.shape, weight.shape[:1])
-    return tuple(hidden.new_empty(s if needed else (0,)) for s, needed in zip(shapes, rest[-3:], strict=True))
+def _shapes(inputs: Inputs) -> tuple[Any, ...]:
+    """The shapes of the gradients, in the order of GRADIENTS."""
+    hidden, weight, _, _, low, up = inputs
+    of_pair = ((0,) if x is None else x.shape for x in (low, up))
+    return hidden.shape, weight.shape, weight.shape[:1], *of_pair
+
+
+def fake_backward(dloss: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    inputs, needs = Inputs(*args[:N_INPUTS]), Needs(*args[-len(Needs._fields) :])
+    hidden = inputs.hidden
+    wide = wide_dtype(hidden.dtype)
+    dtypes = (hidden.dtype, hidden.dtype, hidden.dtype, wide, wide)
+    return tuple(
+        hidden.new_empty(s if needed else (0,), dtype=dtype)
+        for s, needed, dtype in zip(_shapes(inputs), needs, dtypes, strict=True)
+    )
 
 
 class Backend(NamedTuple):
-    """scale_: multiplies a gradient in place by a number that is on its device; None where that is PyTorch's."""
+    """scale: see `times_own_gradient`; None where that is PyTorch's."""
 
     loss: Loss
     forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor, ...]]
-    scale_: Callable[[Tensor, Tensor], None] | None
+    scale: Callable[[Tensor, Tensor, Tensor], None] | None
 
 
 #: The backends of the losses by the name of the loss with the prefix of its operators, which torch.compile can look up.
@@ -120,15 +135,15 @@ BACKENDS: dict[str, Backend] = {}
 
 def make_backend(
     loss: Loss, rows: type[RowKernel], prefix: str, define: Callable[..., Any],
-    scale_: Callable[[Tensor, Tensor], None] | None = None,
+    scale: Callable[[Tensor, Tensor, Tensor], None] | None = None,
 ) -> Callable[..., dict[str, Tensor]]:  # fmt: skip
-    """The backend's function, of hidden, weight, target, bias, the constants and the options, which returns the results
-    that the options request. Its operators, with `prefix` before their names, are registered by ``define(schema,
+    """The backend's function, of the `Inputs`, the constants and the options, which returns the results that the
+    options request. Its operators, with `prefix` before their names, are registered by ``define(schema,
     function, fake)``."""
     name, operators = prefix + loss.name, Operators(loss, rows)
     fwd, bwd = operators.schemas()
     forward = define(prefix + fwd, operators.forward, operators.fake_forward)
-    BACKENDS[name] = Backend(loss, forward, define(prefix + bwd, operators.backward, fake_backward), scale_)
+    BACKENDS[name] = Backend(loss, forward, define(prefix + bwd, operators.backward, fake_backward), scale)
 
     def results(inputs: tuple[Tensor | None, ...], options: Any, needs: Needs) -> dict[str, Tensor]:
         """All results; those that are not requested may be empty."""
@@ -139,15 +154,14 @@ def make_backend(
         found = forward(*inputs, *options.operator_args(), *flags, *(NOTHING if loss.makes_gradients else ()))
         return dict(zip(loss.outputs, found, strict=True))
 
-    def linear_loss(
-        hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *constants_and_options: Any
-    ) -> dict[str, Tensor]:
-        *constants, options = constants_and_options
+    def linear_loss(hidden: Tensor, weight: Tensor, target: Tensor, *others_and_options: Any) -> dict[str, Tensor]:
+        others, options = others_and_options[:-1], others_and_options[-1]
         needs = NOTHING
         if torch.is_grad_enabled():
-            needs = Needs(hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+            with_gradient = (hidden, weight, *others[: N_INPUTS - 3])
+            needs = Needs(*[x is not None and x.requires_grad for x in with_gradient])
         options = options._replace(chunk_size=sizes.chosen(loss, rows.cpu, hidden, weight, options, needs))
-        inputs = (hidden, weight, target, bias, *constants)
+        inputs = (hidden, weight, target, *others)
         if loss.around is None:
             found = results(inputs, options, needs)
         else:
@@ -161,9 +175,10 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str, options: Any, *inputs: Any) -> tuple[Tensor, ...]:
         loss = BACKENDS[name].loss
-        _, _, need_dhidden, need_dweight, _, need_dbias, *_ = ctx.needs_input_grad
+        _, _, need_dhidden, need_dweight, _, *others = ctx.needs_input_grad
         ctx.name, ctx.options, ctx.returned = name, options.operator_args(), options.results()
-        ctx.needs, ctx.dtype = (need_dhidden, need_dweight, need_dbias), inputs[0].dtype
+        ctx.needs = (need_dhidden, need_dweight, *others[: N_INPUTS - 3])
+        ctx.dtypes = [inputs[0].dtype if x is None else x.dtype for i, x in enumerate(inputs[:N_INPUTS]) if i != 2]
         ctx.recomputes = options.reduction == "none" or options.chunk_size == TILES
         saves = ctx.recomputes or any(result in loss.saved for result in ctx.returned)
         flags = [result in ctx.returned or (saves and result in loss.saved) for result in loss.flags]
@@ -183,7 +198,7 @@ class _LinearLoss(torch.autograd.Function):
         loss, stored = BACKENDS[ctx.name].loss, ctx.saved_tensors
         refuse_second_derivative(loss.name)
         if ctx.recomputes:
-            n = 4 + len(loss.constants)
+            n = N_INPUTS + len(loss.constants)
             inputs, kept = stored[:n], dict(zip(loss.kept, stored[n:], strict=True))
             if loss.rows_of is not None:
                 # torch.compile materializes the gradients of results that nobody gets.
@@ -193,25 +208,27 @@ class _LinearLoss(torch.autograd.Function):
             found = BACKENDS[ctx.name].backward(dloss, *inputs, *saved, *ctx.options, *ctx.needs)
         else:
             dscale, *gradients = stored
-            factor = dloss * dscale
-            scale_ = BACKENDS[ctx.name].scale_
-            found = tuple([times_own_gradient(g, factor, ctx.dtype, scale_) for g in gradients])
-        dhidden, dweight, dbias = (g if n else None for g, n in zip(found, ctx.needs, strict=True))
-        return None, None, dhidden, dweight, None, dbias, *[None] * len(loss.constants)
+            factor = dloss * dscale if ctx.dtypes[0] == torch.float16 else dloss  # elsewhere dscale is 1
+            scale = BACKENDS[ctx.name].scale
+            pairs = zip(gradients, ctx.dtypes, strict=True)
+            found = tuple([times_own_gradient(g, factor, dtype, scale) for g, dtype in pairs])
+        dhidden, dweight, *rest = (g if n else None for g, n in zip(found, ctx.needs, strict=True))
+        return None, None, dhidden, dweight, None, *rest, *[None] * len(loss.constants)
 
 
-def times_own_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype, scale_: Any) -> Tensor:
+def times_own_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype, scale: Any) -> Tensor:
     """gradient * factor, rounded once; skipping the multiplication by 1 if reading the factor does not wait: on a CPU,
-    or in a kernel on the device.
+    or in a kernel on the device, ``scale(gradient, factor, out)``.
 
     Of a graph that is retained the next backward pass needs `gradient`, so it is not handed out."""
-    plain = type(factor) is Tensor and not torch.compiler.is_compiling()
-    if plain and not (gradient.dtype == dtype and _graph_is_retained()):
-        if factor.device.type == "cpu" and factor.item() == 1.0:
+    if type(factor) is Tensor and not torch.compiler.is_compiling():
+        in_place = gradient.dtype == dtype and not _graph_is_retained()
+        if scale is not None and gradient.is_cuda and gradient.is_contiguous():
+            out = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
+            scale(gradient, factor, out)
+            return out
+        if (in_place or gradient.dtype != dtype) and factor.device.type == "cpu" and factor.item() == 1.0:
             return gradient.to(dtype)
-        if scale_ is not None and gradient.is_cuda and gradient.dtype == dtype and gradient.is_contiguous():
-            scale_(gradient, factor)
-            return gradient
     if gradient.dtype == dtype or torch.compiler.is_compiling():  # a compiler makes one loop of it
         return (gradient * factor).to(dtype)
     out = torch.empty_like(gradient, dtype=dtype)

@@ -13,14 +13,18 @@ from torch import Tensor
 TILES, ALL = 0, -1
 #: Outputs of the forward operator of a loss that can be reduced. The gradients are those of a loss whose own is 1, over
 #: `dscale`.
-GRADIENTS = ("dscale", "dhidden", "dweight", "dbias")
+GRADIENTS = ("dscale", "dhidden", "dweight", "dbias", "dlow", "dup")
 
 
 class Inputs(NamedTuple):
+    """low, up: a second pair, ``low @ up.T`` of which is a part of the logits, as of an adapter of the head."""
+
     hidden: Tensor
     weight: Tensor
     target: Tensor
     bias: Tensor | None
+    low: Tensor | None = None
+    up: Tensor | None = None
 
 
 class Needs(NamedTuple):
@@ -29,6 +33,8 @@ class Needs(NamedTuple):
     hidden: bool
     weight: bool
     bias: bool
+    low: bool = False
+    up: bool = False
 
 
 NOTHING = Needs(False, False, False)
@@ -99,7 +105,7 @@ class Loss:
         are requested.
     outputs: of the forward operator, in order. The first is the loss of the tokens. `GRADIENTS` are among them if the
         forward pass makes the gradients of a reduced loss.
-    constants: tensors that the operators take after the bias. They have no gradient.
+    constants: tensors that the operators take after the inputs. They have no gradient.
     flags: by output the flag of the forward operator that requests it.
     saved: results that the backward operator takes.
     reduced: results that are summed or averaged over the tokens. classes: results that are numbers of classes.

@@ -16,7 +16,7 @@ def rules(
     loss: Loss, **constants: str
 ) -> tuple[tuple[str, ...], Callable[[Mapping[str, Any]], tuple[dict[str, str], str]]]:
     """The members `OPERATORS` and `sharding` of a loss's module. constants: their dimensions."""
-    dims = {"hidden": "...d", "weight": "vd", "bias": "v", "drows": "...n"} | constants
+    dims = {"hidden": "...d", "weight": "vd", "bias": "v", "low": "...r", "up": "vr", "drows": "...n"} | constants
     dims |= dict.fromkeys(("target", "dscale", *loss.results), "...")
 
     def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:

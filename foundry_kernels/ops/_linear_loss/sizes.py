@@ -12,14 +12,15 @@ from foundry_kernels.core import extension
 from foundry_kernels.ops._linear_loss.problem import ALL, TILES, Loss, Needs, Problem
 from foundry_kernels.ops._products import fast_products
 
-#: Tokens of a chunk: at least so many, and at most this fraction of all where logits are of 4 bytes. On a CPU each
+#: Tokens of a chunk on a CPU: at least so many, and at most this fraction of all where logits are of 4 bytes. Each
 #: chunk reads and writes the whole sum of the weight's gradient, and a matmul is slower for fewer tokens.
-_LEAST, _LEAST_CPU, _SHARE = 64, 512, 16
+_LEAST, _SHARE = 512, 16
 #: Tokens of a chunk on a CPU where the weight's gradient is summed in 24 bits, which is cheap; and tokens up to which
 #: the direct call makes all logits at once.
 SUMMED24 = 256
-#: Multiplications up to which a matmul of 16-bit inputs is small on a CPU, and in float32.
-SMALL = 1 << 22
+#: Multiplications up to which a matmul of 16-bit inputs is small on a CPU, and in float32: above, copying a weight for
+#: one token takes 2 to 4 times as long as PyTorch's bfloat16 matmul (Zen 4).
+SMALL = 1 << 19
 #: Bytes of logits that a single chunk may have on a CPU: as many as a chunk of float32 has by default over 32768
 #: classes.
 _ONE_CHUNK = 1 << 25
@@ -32,9 +33,10 @@ _FAST_PRODUCTS = fast_products(torch.bfloat16)
 #: was faster than a float32 sum; the sum in 24 bits was not measured there.
 _TILES_ARE_FASTER = _FAST_PRODUCTS and extension.build_info().get("instruction_set") == "amx_bf16"
 
-#: With gradients, all logits may take 1 / SHARE of a GPU's memory.
+#: With gradients, all logits may take 1 / SHARE of a GPU's memory, or those of a chunk.
 SHARE = 32
-#: Bytes of a block's logits on a GPU; the fewest and the most classes of a block, and a divisor of their number. On an
+#: Bytes of a block's logits on a GPU; the fewest and the most classes of a block, and a divisor of their number and of
+#: that of a chunk's tokens. On an
 #: H100 with 8192 tokens, 16032 classes were the fastest between 4008 and 32064. With many tokens and fewer classes,
 #: hidden's float32 sum, which each block reads and writes, would take longer than the matmul.
 BLOCK, LEAST, MOST, MULTIPLE = 1 << 28, 2048, 1 << 15, 128
@@ -44,7 +46,9 @@ extension.set_single_chunk(SMALL, SUMMED24)
 
 def chosen(loss: Loss, cpu: bool, hidden: Tensor, weight: Tensor, options: Problem, needs: Needs) -> int | None:
     """The `chunk_size` of a call; None where it depends on the tokens that count."""
-    found = on_cpu(hidden, weight, options, needs) if cpu else on_gpu(hidden, weight, options, needs, loss.logits)
+    if not cpu:
+        return on_gpu(hidden, weight, options, needs, loss.logits, loss.tiles)
+    found = on_cpu(hidden, weight, options, needs)
     return found if loss.tiles or found != TILES else None
 
 
@@ -64,19 +68,22 @@ def on_cpu(hidden: Tensor, weight: Tensor, options: Problem, needs: Needs) -> in
     return TILES if _TILES_ARE_FASTER else None
 
 
-def on_gpu(hidden: Tensor, weight: Tensor, options: Problem, needs: Needs, logits: int = 1) -> int | None:
+def on_gpu(hidden: Tensor, weight: Tensor, options: Problem, needs: Needs, logits: int = 1, tiles: bool = True) -> int:
     """Depends on the shape and the device's memory, never on its free memory. Without gradients, blocks need no
-    additional matmul. logits: how many for a token and a class."""
+    additional matmul. A chunk is as large as the limit allows: each reads and writes the float32 sum of the weight's
+    gradient. logits, tiles: as of `Loss`."""
     n_tokens, asked = hidden.numel() // hidden.shape[-1], options.chunk_size
     if asked is not None:
         return ALL if asked not in (ALL, TILES) and _at_most(n_tokens, asked) else asked
-    takes = logits * n_tokens * weight.shape[0] * hidden.element_size()
+    of_token = logits * weight.shape[0] * hidden.element_size()
+    takes = n_tokens * of_token
     if needs.weight and hidden.dtype == torch.float16:  # its gradient is float32 before the mean
         takes += 4 * weight.numel()
-    if _at_most(takes, total_memory(hidden.device) // SHARE if any(needs) else BLOCK):
+    limit = total_memory(hidden.device) // SHARE if any(needs) else logits * BLOCK
+    if _at_most(takes, limit):
         return ALL
     # Tiles sum hidden's gradient over blocks of classes. The number of blocks depends on the number of tokens.
-    return None if options.batch_invariant else TILES
+    return TILES if tiles and not options.batch_invariant else max(limit // (of_token * MULTIPLE), 1) * MULTIPLE
 
 
 def _at_most(size: int, limit: int) -> bool:
@@ -88,11 +95,9 @@ def _at_most(size: int, limit: int) -> bool:
     return guard_or_false(size <= limit)
 
 
-def tokens_of_a_chunk(n_tokens: int, itemsize: int, cpu: bool, sums24: bool) -> int:
-    """Where `on_cpu` or `on_gpu` returned None, for logits of so many bytes each, of the tokens that count."""
-    if sums24:
-        return SUMMED24
-    return max(_LEAST_CPU if cpu else _LEAST, -(-n_tokens // (_SHARE * itemsize // 4)))
+def tokens_of_a_chunk(n_tokens: int, itemsize: int, sums24: bool) -> int:
+    """Where `on_cpu` returned None, for logits of so many bytes each, of the tokens that count."""
+    return SUMMED24 if sums24 else max(_LEAST, -(-n_tokens // (_SHARE * itemsize // 4)))
 
 
 def classes(cpu: bool, n_tokens: int, n_classes: int, itemsize: int) -> int:

@@ -1,4 +1,4 @@
-"""Losses whose row kernels are in Triton, between PyTorch's matmuls. A kernel scales their gradients in place."""
+"""Losses whose row kernels are in Triton, between PyTorch's matmuls. A kernel scales their gradients."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foundry_kernels._triton.devices import programs
 from foundry_kernels._triton.functions import round_to
 from foundry_kernels._triton.launch import Plan, launch
 from foundry_kernels._triton.operators import define, on_its_device
@@ -17,31 +18,38 @@ from foundry_kernels._triton.rows import compute_dtype
 from foundry_kernels.ops._linear_loss.operators import make_backend
 from foundry_kernels.ops._linear_loss.problem import Loss, RowKernel
 
-_SCALE = 4096  # elements of a program
+#: Elements of a block, and programs for each two multiprocessors' worth of `programs`: with a block each, a factor of 1
+#: would still start 128,256 programs for the gradient of Llama 3's head.
+_SCALE, _PROGRAMS = 4096, 4
 
 
 @triton.jit
-def linear_loss_scale_kernel(x_ptr, factor_ptr, n, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
-    """x *= factor in place. A factor of 1, which only the device knows, costs nothing."""
+def linear_loss_scale_kernel(
+    x_ptr, factor_ptr, out_ptr, n, IN_PLACE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out = x * factor, rounded once. In place, a factor of 1, which only the device knows, costs nothing."""
     factor = tl.load(factor_ptr).to(COMPUTE)
-    if factor != 1.0:
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if IN_PLACE:
+        n = tl.where(factor == 1.0, 0, n)
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
         b_x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(COMPUTE) * factor
-        tl.store(x_ptr + at, round_to(b_x, x_ptr.dtype.element_ty), mask=at < n)
+        tl.store(out_ptr + at, round_to(b_x, out_ptr.dtype.element_ty), mask=at < n)
 
 
 @planned
-def _plan_scale(n: int, dtype: torch.dtype) -> Plan:
-    constants = {"COMPUTE": compute_dtype(dtype), "BLOCK": _SCALE, "num_warps": 8}
-    return Plan((triton.cdiv(n, _SCALE),), (n,), constants)
+def _plan_scale(n: int, dtype: torch.dtype, device: torch.device, in_place: bool) -> Plan:
+    constants = {"IN_PLACE": in_place, "COMPUTE": compute_dtype(dtype), "BLOCK": _SCALE, "num_warps": 8}
+    return Plan((min(triton.cdiv(n, _SCALE), _PROGRAMS * programs(device)),), (n,), constants)
 
 
 @on_its_device
-def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiplies contiguous x in place by a number on the device."""
+def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
+    """out = x * factor, a number on the device. Both tensors are contiguous, and may be one."""
     if x.numel():
-        launch(linear_loss_scale_kernel, _plan_scale(x.numel(), x.dtype), x, factor)
+        plan = _plan_scale(x.numel(), out.dtype, out.device, out is x)
+        launch(linear_loss_scale_kernel, plan, x, factor, out)
 
 
 def triton_backend(loss: Loss, rows: type[RowKernel]) -> Callable[..., dict[str, Tensor]]:
-    return make_backend(loss, rows, "triton_", define, scale_)
+    return make_backend(loss, rows, "triton_", define, scale)

@@ -46,17 +46,25 @@ def vocabulary_dim(weight: Any) -> int | None:
 
 
 def sharded_loss(
-    loss: type[OwnClasses], hidden: Any, weight: Any, target: Any, bias: Any, class_weight: Any, options: Any
+    loss: type[OwnClasses],
+    hidden: Any,
+    weight: Any,
+    target: Any,
+    bias: Any,
+    low: Any,
+    up: Any,
+    class_weight: Any,
+    options: Any,
 ) -> tuple[dict[str, Any], Any]:
     """The results that the options request, of each token, as DTensors, and `target` as one.
 
     Args:
         hidden: a DTensor; gathered along the dimension of the mesh that shards the classes, and nowhere else.
-        weight: a DTensor of which `vocabulary_dim` is not None. bias, class_weight: DTensors, or None.
+        weight: a DTensor of which `vocabulary_dim` is not None. bias, low, up, class_weight: DTensors, or None.
         target: a DTensor, or a tensor that is the same on all devices.
     """
     options.refuse_others(loss.supported, loss.name, "vocab-parallel")
-    local = Local.of(hidden, weight, target, bias)
+    local = Local.of(hidden, weight, target, bias, low, up)
     if class_weight is not None:
         everywhere: list[Placement] = [Replicate()] * weight.device_mesh.ndim
         class_weight = class_weight.redistribute(weight.device_mesh, everywhere).to_local()
@@ -65,14 +73,14 @@ def sharded_loss(
 
 
 class Local(NamedTuple):
-    """The inputs of a call on this device: hidden, weight, target and bias; and the tokens' target as a DTensor."""
+    """The inputs of a call on this device; and the tokens' target as a DTensor."""
 
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None]
+    inputs: Inputs
     target: Any
     shards: Shards
 
     @classmethod
-    def of(cls, hidden: Any, weight: Any, target: Any, bias: Any) -> Local:
+    def of(cls, hidden: Any, weight: Any, target: Any, bias: Any, low: Any = None, up: Any = None) -> Local:
         """See the arguments of `sharded_loss`."""
         mesh, dim = weight.device_mesh, vocabulary_dim(weight)
         assert dim is not None  # or the caller takes another path
@@ -87,19 +95,18 @@ class Local(NamedTuple):
             Shard(0) if i == dim else Partial() if p.is_shard() else p for i, p in enumerate(tokens)
         ]
 
-        def local(x: Any, placements: list[Placement], gradient: list[Placement]) -> Tensor:
-            return x.redistribute(mesh, placements).to_local(grad_placements=gradient)
+        def local(x: Any, placements: list[Placement], gradient: list[Placement]) -> Any:
+            return None if x is None else x.redistribute(mesh, placements).to_local(grad_placements=gradient)
 
         target = target.redistribute(mesh, tokens)
         partial: list[Placement] = [Partial() if i == dim else p for i, p in enumerate(tokens)]
         per_device = -(-weight.shape[0] // mesh.size(dim))
         first = min(mesh.get_local_rank(dim) * per_device, weight.shape[0])
-        inputs = (
-            local(hidden, tokens, partial),
-            local(weight, rows, summed),
-            target.to_local(),
-            None if bias is None else local(bias, rows, summed),
-        )
+        of_tokens, of_classes = (tokens, partial), (rows, summed)
+        inputs = Inputs(
+            local(hidden, *of_tokens), local(weight, *of_classes), target.to_local(), local(bias, *of_classes),
+            local(low, *of_tokens), local(up, *of_classes),
+        )  # fmt: skip
         return cls(inputs, target, Shards(first, weight.shape[0], (mesh, dim)))
 
     def whole(self, x: Tensor) -> DTensor:
@@ -129,15 +136,16 @@ class _VocabParallel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, loss: type[OwnClasses], hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-        class_weight: Tensor | None, options: Any, shards: Shards,
+        low: Tensor | None, up: Tensor | None, class_weight: Tensor | None, options: Any, shards: Shards,
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        inputs = Inputs(hidden, weight, target, bias, low, up)
         with no_autocast(hidden):
-            own = loss(Inputs(hidden, weight, target, bias), class_weight, options, shards)
+            own = loss(inputs, class_weight, options, shards)
             found, saved = own.forward()
         ctx.loss, ctx.names, ctx.options, ctx.shards = loss, options.results(), options, shards
-        ctx.save_for_backward(hidden, weight, target, bias, class_weight, *saved)
-        _, need_dhidden, need_dweight, _, need_dbias, *_ = ctx.needs_input_grad
-        ctx.needs = Needs(need_dhidden, need_dweight, need_dbias)
+        ctx.save_for_backward(*inputs, class_weight, *saved)
+        _, need_dhidden, need_dweight, _, need_dbias, need_dlow, need_dup, *_ = ctx.needs_input_grad
+        ctx.needs = Needs(need_dhidden, need_dweight, need_dbias, need_dlow, need_dup)
         others = {name: 0.0 if found[name].is_floating_point() else NO_CLASS for name in ctx.names}
         outputs = {name: own.tokens.whole(found[name], other).view(target.shape) for name, other in others.items()}
         ctx.set_materialize_grads(False)
@@ -147,14 +155,15 @@ class _VocabParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         refuse_second_derivative(ctx.loss.name)
-        hidden, weight, target, bias, class_weight, *saved = ctx.saved_tensors
-        with no_autocast(hidden):
-            own = ctx.loss(Inputs(hidden, weight, target, bias), class_weight, ctx.options, ctx.shards)
+        inputs = Inputs(*ctx.saved_tensors[: len(Inputs._fields)])
+        class_weight, *saved = ctx.saved_tensors[len(inputs) :]
+        with no_autocast(inputs.hidden):
+            own = ctx.loss(inputs, class_weight, ctx.options, ctx.shards)
             given = zip(ctx.names, gradients, strict=True)
             of_kept = {name: None if d is None else own.tokens.of_kept(d) for name, d in given}
-            found = own.gradients(of_kept, saved, ctx.needs).of(hidden)
-        dhidden, dweight, dbias = (g.to(hidden.dtype) if n else None for g, n in zip(found, ctx.needs, strict=True))
-        return None, dhidden, dweight, None, dbias, None, None, None
+            found = own.gradients(of_kept, saved, ctx.needs).of(inputs, rounded=True)
+        dhidden, dweight, *others = (g if n else None for g, n in zip(found, ctx.needs, strict=True))
+        return None, dhidden, dweight, None, *others, None, None, None
 
 
 class OwnClasses:

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core.checks import (
     check_device,
@@ -94,6 +95,16 @@ def kl_div(
     logits' dtype; it computes the distributions once more. There is no second derivative. Results have the same bits in
     each run.
     """
+    if (
+        not is_dynamo_compiling()
+        and (
+            found := KL_DIV.direct(
+                backend, logits, teacher_logits, target, temperature, direction, beta, ignore_index, reduction
+            )
+        )
+        is not None
+    ):
+        return found
     check_float("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must have a last dimension of at least 1; got shape {tuple(logits.shape)}")

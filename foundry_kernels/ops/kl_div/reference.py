@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -26,18 +24,34 @@ def kl_div(logits: Tensor, teacher_logits: Tensor, target: Tensor, options: KlDi
     elif options.beta == 1.0:
         each = _kl(log_q, log_p)
     else:
-        # A class that both rule out has no gradient; that of logaddexp would be NaN.
-        neither = (log_p == -torch.inf) & (log_q == -torch.inf)
-        log_m = torch.logaddexp(
-            log_p.masked_fill(neither, 0.0) + math.log(options.beta),
-            log_q.masked_fill(neither, 0.0) + math.log1p(-options.beta),
-        )
-        each = options.beta * _kl(log_p, log_m) + (1.0 - options.beta) * _kl(log_q, log_m)
+        each = _jsd(log_p, log_q, options.beta)
     each = each - each.detach().clamp(max=0.0)  # negative by rounding; its gradient stays
     return torch.where(counts, each, 0.0).contiguous()
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """KL(a || b). A class of probability 0 adds nothing: 0 * inf would be NaN."""
-    a = log_a.exp()
-    return (a * (log_a - log_b).masked_fill(a == 0.0, 0.0)).sum(-1)
+    """KL(a || b). Both sum to 1, so what is added is 0 but for rounding, of which it takes the most away."""
+    a, b = log_a.exp(), log_b.exp()
+    return _sum(a, log_a - log_b) + (b - a).sum(-1)
+
+
+def _sum(p: Tensor, log_ratio: Tensor) -> Tensor:
+    """A class of probability 0 adds nothing: 0 * inf would be NaN."""
+    return (p * log_ratio.masked_fill(p == 0.0, 0.0)).sum(-1)
+
+
+def _jsd(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """beta KL(p || m) + (1 - beta) KL(q || m). log(m) is the larger logarithm and that of a sum of shares: of 1 where
+    the two are near, as the shares' float32 numbers may add up to 1 - 2e-8."""
+    neither = (log_p == -torch.inf) & (log_q == -torch.inf)  # such a class has no gradient; inf - inf would be NaN
+    d = log_p.masked_fill(neither, 0.0) - log_q.masked_fill(neither, 0.0)
+    above = d > 0.0
+    below = torch.where(above, -d, d)
+    zero = torch.zeros_like(d)  # of two Python numbers torch.where makes float32
+    share, other = torch.where(above, zero + (1.0 - beta), beta), torch.where(above, zero + beta, 1.0 - beta)
+    near = below > -0.5
+    log_sum = torch.where(
+        near, torch.log1p(share * torch.expm1(below.masked_fill(~near, 0.0))), torch.log(other + share * below.exp())
+    )
+    p_over_m, q_over_m = torch.where(above, 0.0, d) - log_sum, torch.where(above, -d, 0.0) - log_sum
+    return beta * _sum(log_p.exp(), p_over_m) + (1.0 - beta) * _sum(log_q.exp(), q_over_m)

@@ -38,6 +38,7 @@ from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops import cross_entropy as losses
 from foundry_kernels.ops._linear_loss.checks import (
     check_linear,
+    check_pair,
     check_vocab_sharded,
     is_vocab_sharded,
     strategy,
@@ -53,6 +54,8 @@ class Options(TypedDict, total=False):
     """The keyword arguments except those that select the results."""
 
     bias: Tensor | None
+    low: Tensor | None
+    up: Tensor | None
     class_weight: Tensor | None
     ignore_index: int
     reduction: str
@@ -83,6 +86,8 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    low: Tensor | None = None,
+    up: Tensor | None = None,
     class_weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -106,6 +111,8 @@ def linear_cross_entropy(
         weight: ``[V, D]``, of hidden's dtype and device; V at least 1. It may be tied to the embedding.
         target: ``[...]`` int32 or int64, in 0 .. V - 1 or `ignore_index`.
         bias: ``[V]``, of hidden's dtype and device, or None.
+        low, up: ``[..., r]`` and ``[V, r]``, of hidden's dtype or float32, or None: ``low @ up.T`` is added to
+            ``hidden @ weight.T``, as of a head with an adapter: LoRA's ``low = scale * dropout(hidden) @ A.T``, up = B.
         class_weight: ``[V]``, the `weight` of :func:`foundry_kernels.cross_entropy`, or None. It takes no gradient.
         ignore_index, reduction, label_smoothing, z_loss, softcap: as there. On the CPU ignored tokens are dropped
             before the matmul. On a GPU reading their number would wait, so they are computed and ignored.
@@ -162,7 +169,7 @@ def linear_cross_entropy(
     in float32.
 
     Gradients that are rounded when they are made (of 16 bits: on a GPU hidden's, and with all rows at once the
-    weight's; on a CPU in bfloat16 those of more than 4 million multiplications) are multiplied by the loss's own
+    weight's; on a CPU in bfloat16 those of more than 500,000 multiplications) are multiplied by the loss's own
     gradient and rounded again, where that is not 1.
 
     By default the CPU takes chunks; but of a bfloat16 weight that gets a gradient, if oneDNN has instructions for such
@@ -182,7 +189,7 @@ def linear_cross_entropy(
     """
     if (
         return_lse is return_z_loss is return_token_accuracy is return_predicted_tokens is token_scaling is False
-        and chunk_size is None
+        and chunk_size is low is up is None
         and batch_invariant is invariance.on is False
         and not is_dynamo_compiling()
         and (
@@ -197,6 +204,7 @@ def linear_cross_entropy(
     hidden, weight, bias = under_autocast(hidden, weight, bias)
     label_smoothing, z_loss, softcap, logit_scale = constants(label_smoothing, z_loss, softcap, logit_scale)
     check_linear(hidden, weight, bias, logit_scale, chunk_size)
+    check_pair(hidden, weight, low, up)
     for name, flag in (
         ("return_lse", return_lse), ("return_z_loss", return_z_loss), ("return_token_accuracy", return_token_accuracy),
         ("return_predicted_tokens", return_predicted_tokens), ("token_scaling", token_scaling),
@@ -215,13 +223,15 @@ def linear_cross_entropy(
         from foundry_kernels.ops._linear_loss.vocab_parallel import on_mesh_of, sharded_loss
         from foundry_kernels.ops.linear_cross_entropy.vocab_parallel import CrossEntropyOfOwnClasses
 
-        check_vocab_sharded(chunk_size, hidden=hidden, bias=bias, class_weight=class_weight)
-        found, target = sharded_loss(CrossEntropyOfOwnClasses, hidden, weight, target, bias, class_weight, options)
+        check_vocab_sharded(chunk_size, hidden=hidden, bias=bias, class_weight=class_weight, low=low, up=up)
+        found, target = sharded_loss(
+            CrossEntropyOfOwnClasses, hidden, weight, target, bias, low, up, class_weight, options
+        )
         if return_lse and torch.compiler.is_compiling():
             found["lse"] = found["lse"].detach()  # AOTAutograd wants gradients of all DTensors (pytorch#172556)
     else:
         of_call = options._replace(reduction="none") if reduces else options
-        found = function(hidden, weight, target, bias, class_weight, of_call)
+        found = function(hidden, weight, target, bias, low, up, class_weight, of_call)
     each, lse, zs = found["loss"], found.get("lse"), found.get("z_loss")
     if reduces:
         each, lse, zs = losses.reduced(each, lse, zs, target, class_weight, options)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.contract import Saved
-from foundry_kernels.ops._linear_loss.cases import common_cases, linear_case, magnitudes, tiles_cases
+from foundry_kernels.ops._linear_loss.cases import common_cases, gradients_of_pair, linear_case, magnitudes, tiles_cases
 from foundry_kernels.ops.cross_entropy.cases import IGNORED, scaled
 from foundry_kernels.testing import Case
 
@@ -98,7 +98,7 @@ def scales(
     dlogits = largest * float(cotangents[0].abs().max())
     if options.get("return_lse"):
         dlogits += abs(options.get("logit_scale", 1.0)) * float(cotangents[1].abs().max())
-    return found | {"hidden": 2 * dlogits * w, "weight": dlogits * x}
+    return found | {"hidden": 2 * dlogits * w, "weight": dlogits * x} | gradients_of_pair(args, dlogits)
 
 
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:

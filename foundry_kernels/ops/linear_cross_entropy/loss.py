@@ -117,7 +117,7 @@ def _around(
     results: Callable[..., dict[str, Tensor]], prefix: str, inputs: tuple[Tensor | None, ...],
     options: LinearCrossEntropyOptions, needs: Needs,
 ) -> dict[str, Tensor]:  # fmt: skip
-    hidden, weight, target, bias, class_weight = inputs
+    hidden, weight, target, bias, low, up, class_weight = inputs
     assert hidden is not None
     assert weight is not None
     assert target is not None
@@ -127,12 +127,14 @@ def _around(
         found = _around(results, prefix, inputs, unscaled, needs)
         rounded = dtype_of_products(hidden, weight.shape[0]) if prefix == "" else hidden.dtype
         with torch.no_grad(), no_autocast(hidden):
-            p = target_probabilities(Inputs(hidden, weight, target, bias), found["lse"], options, rounded)
+            of_logits = Inputs(hidden, weight, target, bias, low, up)
+            p = target_probabilities(of_logits, found["lse"], options, rounded)
         zs = found["z_loss"] if options.return_z_loss else None
         return found | scaled(found["loss"], zs, p, target, class_weight, options)
     found = results(inputs, options, needs)
     if options.return_lse and any(needs):
-        lse = apply(_Lse, prefix, found["lse"], found["lse_low"], hidden, weight, target, bias, options)
+        of_logits = Inputs(hidden, weight, target, bias, low, up)
+        lse = apply(_Lse, prefix, found["lse"], found["lse_low"], *of_logits, options)
         return found | {"lse": lse}
     return found
 
@@ -158,14 +160,14 @@ class _Lse(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, prefix: str, lse: Tensor, lse_low: Tensor, hidden: Tensor, weight: Tensor, target: Tensor,
-        bias: Tensor | None, options: LinearCrossEntropyOptions,
+        bias: Tensor | None, low: Tensor | None, up: Tensor | None, options: LinearCrossEntropyOptions,
     ) -> Tensor:  # fmt: skip
-        *_, need_dhidden, need_dweight, _, need_dbias, _ = ctx.needs_input_grad
-        ctx.prefix, ctx.needs = prefix, (need_dhidden, need_dweight, need_dbias)
+        _, _, _, need_dhidden, need_dweight, _, *others, _ = ctx.needs_input_grad
+        ctx.prefix, ctx.needs = prefix, (need_dhidden, need_dweight, *others)
         ctx.options = (
             options.ignore_index, options.logit_scale, options.softcap, options.chunk_size, options.batch_invariant
         )  # fmt: skip
-        ctx.save_for_backward(hidden, weight, target, bias, lse, lse_low)
+        ctx.save_for_backward(hidden, weight, target, bias, low, up, lse, lse_low)
         return lse.clone()
 
     @staticmethod
@@ -174,8 +176,8 @@ class _Lse(torch.autograd.Function):
         drows = torch.stack([torch.zeros_like(dlse), dlse], -1)
         backward = BACKENDS[ctx.prefix + "linear_log_probs"].backward
         found = backward(drows, *ctx.saved_tensors, *ctx.options, *ctx.needs)
-        dhidden, dweight, dbias = (x if n else None for x, n in zip(found, ctx.needs, strict=True))
-        return None, None, None, dhidden, dweight, None, dbias, None
+        dhidden, dweight, *others = (x if n else None for x, n in zip(found, ctx.needs, strict=True))
+        return None, None, None, dhidden, dweight, None, *others, None
 
 
 def target_probabilities(
@@ -183,7 +185,7 @@ def target_probabilities(
 ) -> Tensor:
     """Each target's probability ``[...]`` where there are no logits that it could be read from, which had this dtype
     when lse was made of them."""
-    hidden, weight, target, bias = inputs
+    hidden, weight, target, bias, low, up = inputs
     known = known_targets(target, weight.shape[0], options.ignore_index)
     index = torch.where(known, target, 0).long()
     x, at = hidden.detach().reshape(-1, hidden.shape[-1]), index.reshape(-1)
@@ -195,6 +197,8 @@ def target_probabilities(
     picked = torch.cat(rows).view(target.shape)
     if bias is not None:
         picked = picked + bias.detach()[index].to(lse.dtype)
+    if low is not None and up is not None:
+        picked = picked + (low.detach().to(lse.dtype) * up.detach()[index].to(lse.dtype)).sum(-1)
     picked = (picked.to(logits_dtype) * options.logit_scale).to(lse.dtype)
     return probabilities_of(picked, known, lse, options.softcap)
 

@@ -15,10 +15,12 @@ def linear_cross_entropy(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
+    low: Tensor | None,
+    up: Tensor | None,
     class_weight: Tensor | None,
     options: LinearCrossEntropyOptions,
 ) -> dict[str, Tensor | None]:
-    logits = all_logits(hidden, weight, target, bias, options)
+    logits = all_logits(hidden, weight, target, bias, low, up, options)
     predicted = tokens.predictions(logits, target, options.ignore_index) if options.return_predictions else None
     if not options.token_scaling:
         loss, lse, z = reference.with_lse(logits, target, class_weight, *options.of_logits(options.reduction))

@@ -14,11 +14,13 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from foundry_kernels.core import invariance
 from foundry_kernels.core.checks import check_dtype, check_int, check_shape
 from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops import kl_div as of_logits
-from foundry_kernels.ops._linear_loss.checks import check_linear, is_vocab_sharded, strategy, under_autocast
+from foundry_kernels.ops._linear_loss.checks import check_linear, check_pair, is_vocab_sharded, strategy, under_autocast
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.linear_kl_div import reference
 from foundry_kernels.ops.linear_kl_div.options import LinearKlDivOptions
@@ -33,6 +35,8 @@ def linear_kl_div(
     *,
     teacher_logits: Tensor | None = None,
     bias: Tensor | None = None,
+    low: Tensor | None = None,
+    up: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     target: Tensor | None = None,
     temperature: float = 1.0,
@@ -54,6 +58,7 @@ def linear_kl_div(
         teacher_weight: ``[V, E]``, of teacher_hidden's dtype: the vocabularies are the same.
         teacher_logits: ``[..., V]``, in place of the teacher's hidden states and weight.
         bias, teacher_bias: ``[V]``, of the dtype of their side, or None.
+        low, up: of a student's head with an adapter, as for :func:`foundry_kernels.linear_cross_entropy`.
         target, ignore_index: which tokens count, as for the other losses: those whose target is not `ignore_index`, or
             all without a `target`. No other target is read.
         temperature, direction, beta, reduction: as for :func:`foundry_kernels.kl_div`. `beta` is the teacher's share,
@@ -70,10 +75,10 @@ def linear_kl_div(
         As :func:`foundry_kernels.kl_div`; ValueError also if a tensor does not fit, the vocabularies differ,
             `chunk_size` is below 1, a weight is sharded by its classes, or the teacher is given twice or not at all.
 
-    Gradients go to hidden, weight and bias. All tensors of the teacher are constants: they get no gradient, whether
-    they require one or not. Under autocast the tensors of both sides, except teacher_logits, are first cast to its
-    dtype, as in a linear layer. There is no second derivative. Results have the same bits in each run; matmuls are
-    PyTorch's own, so another number of threads may give other bits.
+    Gradients go to hidden, weight, bias, low and up. All tensors of the teacher are constants: they get no gradient,
+    whether they require one or not. Under autocast the tensors of both sides, except teacher_logits, low and up, are
+    first cast to its dtype, as in a linear layer. There is no second derivative. Results have the same bits in each
+    run; matmuls are PyTorch's own, so another number of threads may give other bits.
 
     With reduction "mean" or "sum" the forward pass also computes the gradients, which the backward pass multiplies by
     the loss's own: four matmuls in all, one for the teacher and three for the student (one less with teacher_logits,
@@ -85,10 +90,24 @@ def linear_kl_div(
     fit into a 32nd of a GPU's memory, and the teacher's logits of one chunk. There are no blocks of classes. DTensors:
     tokens may be sharded over devices, the classes may not.
     """
+    if (
+        chunk_size is None
+        and batch_invariant is invariance.on is False
+        and not is_dynamo_compiling()
+        and (
+            loss := LINEAR_KL_DIV.direct(
+                backend, hidden, weight, teacher_hidden, teacher_weight, teacher_logits, bias, teacher_bias, target,
+                temperature, direction, beta, ignore_index, reduction,
+            )
+        )
+        is not None
+    ):  # fmt: skip
+        return loss
     hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = under_autocast(
         hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias
     )
     check_linear(hidden, weight, bias, 1.0, None)
+    check_pair(hidden, weight, low, up)
     teacher = Teacher(teacher_hidden, teacher_weight, teacher_bias, teacher_logits)
     check_teacher(teacher, hidden, weight)
     of_options = of_logits.make_options(target, temperature, direction, beta, ignore_index, reduction)
@@ -107,7 +126,7 @@ def linear_kl_div(
         batch_invariant,
     )  # fmt: skip
     function = resolve(LINEAR_KL_DIV, backend, hidden)
-    found: Tensor = function(hidden, weight, target, bias, *teacher.detached(), options)["loss"]
+    found: Tensor = function(hidden, weight, target, bias, low, up, *teacher.detached(), options)["loss"]
     return of_logits.reduced(found, target, options.ignore_index, reduction) if reduces else found
 
 

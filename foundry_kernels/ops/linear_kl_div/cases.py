@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.contract import Saved
-from foundry_kernels.ops._linear_loss.cases import common_cases
+from foundry_kernels.ops._linear_loss.cases import common_cases, gradients_of_pair
 from foundry_kernels.ops._linear_loss.cases import linear_case as linear_loss_case
 from foundry_kernels.ops.cross_entropy.cases import IGNORED
 from foundry_kernels.ops.kl_div.cases import DIRECTIONS, terms
@@ -30,12 +30,16 @@ def linear_case(
     ignored: float | None = None,
     std: float = 1.0,
     cotangent: str = "contiguous",
+    rank: int = 0,
+    wide: bool = False,
     **options: Any,
 ) -> Case:
     """logits: the layout of the teacher's logits, if these are given in place of its hidden states. ignored: None for
     no target."""
-    made = linear_loss_case(rows, width, n_classes, note, hidden, frozen, bias, False, ignored or 0.0, std, cotangent)
-    wide = teacher_width or width
+    made = linear_loss_case(
+        rows, width, n_classes, note, hidden, frozen, bias, False, ignored or 0.0, std, cotangent, rank, wide
+    )
+    width = teacher_width or width
 
     def of_teacher(shape: tuple[int, ...], layout: str = "contiguous", std: float = 1.0) -> Arg:
         return Arg(shape, layout, normal(std), grad=False)
@@ -44,8 +48,8 @@ def linear_case(
     if ignored is None:
         del args["target"]
     if logits is None:
-        args["teacher_hidden"] = of_teacher((*rows, wide), hidden, std)
-        args["teacher_weight"] = of_teacher((n_classes, wide), std=wide**-0.5)
+        args["teacher_hidden"] = of_teacher((*rows, width), hidden, std)
+        args["teacher_weight"] = of_teacher((n_classes, width), std=width**-0.5)
         args["teacher_bias"] = of_teacher((n_classes,), std=0.5) if bias else None
     else:
         args["teacher_logits"] = of_teacher((*rows, n_classes), logits)
@@ -103,6 +107,10 @@ def scales(
 
     x, w = counting(hidden), weight.detach()
     logits, size = _logits(x, w, args.get("bias"))
+    low, up = args.get("low"), args.get("up")
+    if low is not None and up is not None:
+        of_pair, more = _logits(counting(low), up, None)
+        logits, size = logits + of_pair, size + more
     teacher = args.get("teacher_logits")
     if teacher is None:
         of_teacher, head = args["teacher_hidden"], args["teacher_weight"]
@@ -122,6 +130,7 @@ def scales(
         "hidden": 2 * dlogits * float(w.abs().max()),
         "weight": dlogits * float(x.abs().max()),
         "bias": dlogits,
+        **gradients_of_pair(args, dlogits),
     }
 
 

@@ -13,11 +13,11 @@ from foundry_kernels.ops.linear_kl_div.options import LinearKlDivOptions
 
 
 def linear_kl_div(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, teacher_hidden: Tensor | None,
-    teacher_weight: Tensor | None, teacher_bias: Tensor | None, teacher_logits: Tensor | None,
-    options: LinearKlDivOptions,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, low: Tensor | None, up: Tensor | None,
+    teacher_hidden: Tensor | None, teacher_weight: Tensor | None, teacher_bias: Tensor | None,
+    teacher_logits: Tensor | None, options: LinearKlDivOptions,
 ) -> dict[str, Tensor]:  # fmt: skip
-    logits = all_logits(hidden, weight, target, bias, options)
+    logits = all_logits(hidden, weight, target, bias, low, up, options)
     if teacher_logits is None:
         assert teacher_hidden is not None
         assert teacher_weight is not None

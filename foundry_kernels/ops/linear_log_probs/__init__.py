@@ -13,12 +13,15 @@ from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from foundry_kernels.core import invariance
 from foundry_kernels.core.checks import constants
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops import log_probs as of_logits
 from foundry_kernels.ops._linear_loss.checks import (
     check_linear,
+    check_pair,
     check_vocab_sharded,
     is_vocab_sharded,
     strategy,
@@ -33,6 +36,8 @@ class Options(TypedDict, total=False):
     """The keyword arguments except those that select the results."""
 
     bias: Tensor | None
+    low: Tensor | None
+    up: Tensor | None
     logit_scale: float
     softcap: float | None
     ignore_index: int
@@ -57,6 +62,8 @@ def linear_log_probs(
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    low: Tensor | None = None,
+    up: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
@@ -73,6 +80,7 @@ def linear_log_probs(
         weight: ``[V, D]``, of hidden's dtype and device; V at least 1. It may be tied to the embedding.
         target: ``[...]`` int32 or int64, in 0 .. V - 1 or `ignore_index`.
         bias: ``[V]``, of hidden's dtype and device, or None.
+        low, up: of a head with an adapter, as for :func:`foundry_kernels.linear_cross_entropy`.
         logit_scale: the logits are multiplied by this, before the soft cap. 1 / temperature.
         softcap, ignore_index, return_entropy, return_lse: as for :func:`foundry_kernels.log_probs`.
         chunk_size, batch_invariant: as for :func:`foundry_kernels.linear_cross_entropy`.
@@ -92,9 +100,21 @@ def linear_log_probs(
     a token. Results have the same bits in each run. DTensors: tokens may be sharded over devices, and so may the
     classes (`weight` and `bias` as ``Shard(0)``), as for :func:`foundry_kernels.linear_cross_entropy`.
     """
+    if (
+        return_entropy is return_lse is False
+        and chunk_size is None
+        and batch_invariant is invariance.on is False
+        and not is_dynamo_compiling()
+        and (
+            direct := LINEAR_LOG_PROBS.direct(backend, hidden, weight, target, bias, ignore_index, logit_scale, softcap)
+        )
+        is not None
+    ):
+        return direct
     hidden, weight, bias = under_autocast(hidden, weight, bias)
     logit_scale, softcap = constants(logit_scale, softcap)
     check_linear(hidden, weight, bias, logit_scale, chunk_size)
+    check_pair(hidden, weight, low, up)
     options = LinearLogProbsOptions(
         ignore_index, logit_scale, softcap, *strategy(chunk_size, batch_invariant), return_entropy, return_lse
     )
@@ -104,12 +124,12 @@ def linear_log_probs(
         from foundry_kernels.ops._linear_loss.vocab_parallel import on_mesh_of, sharded_loss
         from foundry_kernels.ops.linear_log_probs.vocab_parallel import LogProbsOfOwnClasses
 
-        check_vocab_sharded(chunk_size, hidden=hidden, bias=bias)
-        found, _ = sharded_loss(LogProbsOfOwnClasses, hidden, weight, target, bias, None, options)
+        check_vocab_sharded(chunk_size, hidden=hidden, bias=bias, low=low, up=up)
+        found, _ = sharded_loss(LogProbsOfOwnClasses, hidden, weight, target, bias, low, up, None, options)
         if torch.compiler.is_compiling():
             found = on_mesh_of(hidden, found)
     else:
-        found = function(hidden, weight, target, bias, options)
+        found = function(hidden, weight, target, bias, low, up, options)
     return of_logits.select(found["log_probs"], found.get("entropy"), found.get("lse"))
 
 

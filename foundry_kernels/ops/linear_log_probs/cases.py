@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.contract import Saved
-from foundry_kernels.ops._linear_loss.cases import common_cases, linear_case, magnitudes, tiles_cases
+from foundry_kernels.ops._linear_loss.cases import common_cases, gradients_of_pair, linear_case, magnitudes, tiles_cases
 from foundry_kernels.testing import Case
 
 _RESULTS: dict[str, Any] = {"return_entropy": True, "return_lse": True}
@@ -51,7 +51,7 @@ def scales(
     logits, x, w = sizes
     dlogits = abs(options.get("logit_scale", 1.0)) * sum(float(c.abs().max()) for c in cotangents if c.numel())
     found = {f"output {i}": logits for i in range(len(cotangents))}
-    return found | {"hidden": 2 * dlogits * w, "weight": dlogits * x}
+    return found | {"hidden": 2 * dlogits * w, "weight": dlogits * x} | gradients_of_pair(args, dlogits)
 
 
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from foundry_kernels.ops._linear_loss.problem import Loss
 from foundry_kernels.ops.linear_log_probs.options import LinearLogProbsOptions
-from foundry_kernels.ops.log_probs.operators import row_gradients
+from foundry_kernels.ops.log_probs.options import row_gradients
 
 
 def _rows_of(given: Mapping[str, Tensor | None], values: Mapping[str, Tensor]) -> Tensor:
-    """The numbers g, c and b of each token (`log_probs.operators.row_gradients`); c and b may be left out."""
+    """The numbers g, c and b of each token (`log_probs.options.row_gradients`); c and b may be left out."""
     rows = row_gradients(given["log_probs"], given["entropy"], given["lse"], values["entropy"], values["lse"])
     return torch.stack([x for x in rows if x is not None], -1)
 

@@ -10,8 +10,14 @@ from foundry_kernels.ops.log_probs import reference
 
 
 def linear_log_probs(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: LinearLogProbsOptions
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    low: Tensor | None,
+    up: Tensor | None,
+    options: LinearLogProbsOptions,
 ) -> dict[str, Tensor | None]:
-    logits = all_logits(hidden, weight, target, bias, options)
+    logits = all_logits(hidden, weight, target, bias, low, up, options)
     log_probs, entropy, lse = reference.log_probs(logits, target, options.of_logits())
     return {"log_probs": log_probs, "entropy": entropy, "lse": lse}

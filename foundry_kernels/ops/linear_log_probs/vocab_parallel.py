@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foundry_kernels.ops._linear_loss.chunks import rows_of
 from foundry_kernels.ops._linear_loss.vocab_parallel import OwnClasses
-from foundry_kernels.ops.log_probs.operators import row_gradients
+from foundry_kernels.ops.log_probs.options import row_gradients
 
 
 class LogProbsOfOwnClasses(OwnClasses):

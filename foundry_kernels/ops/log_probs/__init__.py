@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core.checks import (
     check_bool,
@@ -88,6 +89,12 @@ def log_probs(
     Autocast does not change the computation. Nothing of the logits' size is made but their gradient, in their dtype.
     There is no second derivative.
     """
+    if (
+        return_entropy is return_lse is False
+        and not is_dynamo_compiling()
+        and (found := LOG_PROBS.direct(backend, logits, target, ignore_index, logit_scale, softcap)) is not None
+    ):
+        return found
     check_float("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must have a last dimension of at least 1; got shape {tuple(logits.shape)}")

@@ -1,11 +1,16 @@
 """Log-probabilities of the compiled extension: `csrc/torch/log_probs*.cpp` over `csrc/cpu/log_probs.*`."""
 
 import torch
+from torch import Tensor
 
-from foundry_kernels.ops.log_probs.operators import make_backend
+from foundry_kernels.ops.log_probs.options import LogProbsOptions
 
-log_probs = make_backend(
-    "", torch.ops.foundry_kernels.log_probs_fwd.default, torch.ops.foundry_kernels.log_probs_bwd.default
-)
+_OPERATOR = torch.ops.foundry_kernels.log_probs.default
 #: Makes logits of some of the classes their gradient, in place.
 log_probs_bwd_classes_ = torch.ops.foundry_kernels.log_probs_bwd_classes_.default
+
+
+def log_probs(logits: Tensor, target: Tensor, options: LogProbsOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    wanted = (options.return_entropy, options.return_lse)
+    picked, entropy, lse = _OPERATOR(logits, target, *options.operator_args(), *wanted)
+    return picked, entropy if options.return_entropy else None, lse if options.return_lse else None

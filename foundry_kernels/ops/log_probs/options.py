@@ -1,6 +1,10 @@
-"""The options of one call of log_probs, made and checked in the public function and read by every backend."""
+"""The options of one call of log_probs, made and checked in the public function and read by every backend; and the
+numbers that its gradient depends on."""
 
 from __future__ import annotations
+
+import torch
+from torch import Tensor
 
 from foundry_kernels.core.options import Options
 
@@ -11,3 +15,15 @@ class LogProbsOptions(Options, not_in_schema=("return_entropy", "return_lse"), s
     softcap: float | None
     return_entropy: bool = False
     return_lse: bool = False
+
+
+def row_gradients(
+    dlog_probs: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None, entropy: Tensor, like: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The numbers g, c and b of each token, by which its logits' gradient is ``[j = t] g + p_j (c - g + b (y_j -
+    lse))`` (c and b: None for 0), from the gradients of the results, which are None for those that are not used."""
+    g = torch.zeros_like(like) if dlog_probs is None else dlog_probs
+    if dentropy is None:
+        return g, dlse, None
+    c = -dentropy * entropy
+    return g, c if dlse is None else c + dlse, -dentropy

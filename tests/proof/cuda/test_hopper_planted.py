@@ -17,7 +17,7 @@ HEADERS = ("attention_forward_kernel.cuh", "attention_forward.cuh", "packed_orde
 DRIVER = """
 extern "C" const char* run(const void* q, const void* k, const void* v, void* out, double* lse, const int32_t* starts,
                            long long sequences, long long heads, long long group, long long tokens,
-                           long long dim) {
+                           long long dim, long long dim_v) {
   using namespace foundry;
   static std::string report;
   cuda::AttentionForward a{};
@@ -26,11 +26,12 @@ extern "C" const char* run(const void* q, const void* k, const void* v, void* ou
   a.type = Dtype::bf16;
   a.n_sequences = sequences, a.n_heads = heads, a.group = group, a.n_queries = a.n_keys = tokens;
   a.total_q = a.total_k = starts ? starts[sequences] : 0;
-  a.head_dim = a.head_dim_v = static_cast<int>(dim);
+  a.head_dim = static_cast<int>(dim), a.head_dim_v = static_cast<int>(dim_v);
   a.scale = 0.125f;
   a.window_left = kUnbounded, a.window_right = 0, a.bottom_right = true;
   const int64_t rows = starts ? a.total_q : tokens;
-  a.q_strides = a.k_strides = a.v_strides = a.out_strides = {0, rows * dim, dim};  // of one sequence, or packed ones
+  a.q_strides = a.k_strides = {0, rows * dim, dim};  // of one sequence, or packed ones
+  a.v_strides = a.out_strides = {0, rows * dim_v, dim_v};
   a.row_strides = {0, rows, 1};
   int counter = 0;
   try {
@@ -52,26 +53,27 @@ def source_text() -> str:
         text = text.replace(include, (FOLDER / header).read_text().replace("#pragma once", ""), 1)
     text = text.replace('#include "../', '#include "../../cuda/')
     for before, after in (
-        ("return has_score_options(a) ? launch_kernel<T, kDim, true>(a, order, blocks, stream)", "return"),
-        (": launch_kernel<T, kDim, false>", "launch_kernel<T, kDim, false>"),
+        ("return has_score_options(a) ? launch_kernel<T, S, true>(a, order, blocks, stream)", "return"),
+        (": launch_kernel<T, S, false>", "launch_kernel<T, S, false>"),
         (": launch_of_type<__half>(a, order, blocks, stream)", ": cudaErrorInvalidValue"),
-        ("case 96: return of_width(Constant<96>{});", ""),
-        ("default: return of_width(Constant<256>{});", "default: return cudaErrorInvalidValue;"),
+        ("if (width <= 96) return of(Tag<Shape<96>>{});", ""),
+        ("if (width > 192) return of(Tag<Shape<256>>{});", ""),
     ):
         assert before in text, before
         text = text.replace(before, after)
     return text
 
 
-def run(text: str, dim: int, packed: bool, seeds: int) -> str:
+def run(text: str, dim: int, packed: bool, seeds: int, dim_v: int | None = None) -> str:
     """The report of the first schedule that shows something, else "wrong" or "" for a right result."""
     library = load_plain(FOLDER / "attention_forward.cu", text + DRIVER)
     library.run.restype = ctypes.c_char_p
     generator = torch.Generator().manual_seed(0)
     heads, group, lengths = 4, 2, [130, 0, 130, 163] if packed else [300]
     tokens = sum(lengths)
-    shapes = ((heads, 8.0), (heads // group, 1.0), (heads // group, 1.0))  # sharp scores: maxima grow on the way
-    q, k, v = ((x * torch.randn(h, tokens, dim, generator=generator)).bfloat16() for h, x in shapes)
+    dim_v = dim_v or dim
+    shapes = ((heads, dim, 8.0), (heads // group, dim, 1.0), (heads // group, dim_v, 1.0))  # maxima grow on the way
+    q, k, v = ((x * torch.randn(h, tokens, d, generator=generator)).bfloat16() for h, d, x in shapes)
     ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
     expected = torch.cat([_expected(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in itertools.pairwise(ends)], 1)
     starts = torch.tensor(ends, dtype=torch.int32) if packed else None
@@ -80,9 +82,10 @@ def run(text: str, dim: int, packed: bool, seeds: int) -> str:
             x[:, ends[-2] :] = torch.nan
         expected[:, ends[-2] :] = torch.nan
     for seed in range(seeds):
-        out, lse = torch.full_like(q, torch.nan), torch.full((heads, tokens), torch.nan, dtype=torch.float64)
+        out = torch.full((heads, tokens, dim_v), torch.nan, dtype=torch.bfloat16)
+        lse = torch.full((heads, tokens), torch.nan, dtype=torch.float64)
         pointers = [None if t is None else ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, out, lse, starts)]
-        sizes = [len(lengths) if packed else 1, heads, group, max(lengths), dim]
+        sizes = [len(lengths) if packed else 1, heads, group, max(lengths), dim, dim_v]
         library.cuda_on_cpu_schedule(seed, 2)
         report = library.run(*pointers, *map(ctypes.c_longlong, sizes)).decode()
         if report:
@@ -101,10 +104,16 @@ def _expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 128), (192, 128), (192, 192)])
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_intact_copy_is_right(dim: int, packed: bool) -> None:
-    assert run(source_text(), dim, packed, seeds=5) == ""
+def test_the_intact_copy_is_right(dim: int, dim_v: int, packed: bool) -> None:
+    assert run(source_text(), dim, packed, 5, dim_v) == ""
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("ways", [1, 2, 3])
+def test_each_way_of_64_is_right(ways: int, packed: bool) -> None:
+    assert run(f"#define FK_HOPPER_WAYS_OF_64 {ways}\n" + source_text(), 64, packed, seeds=5) == ""
 
 
 #: What is written, what stands there instead, the width, whether sequences are packed, and what is reported.
@@ -161,8 +170,8 @@ PLANTED = {
         "race|in flight|fills",
     ),
     "the distance of V's panels": (
-        "at.stage * S::kKBytes, S::kKPanel)",
-        "at.stage * S::kKBytes, 2 * S::kKPanel)",
+        "at.stage * S::kVBytes, S::kKPanel)",
+        "at.stage * S::kVBytes, 2 * S::kKPanel)",
         128,
         False,
         "race|wrong",
@@ -176,15 +185,15 @@ PLANTED = {
     ),
     "a chunk of Q not swizzled": ("((chunk ^ r % 8) << 4)", "(chunk << 4)", 128, False, "wrong"),
     "fewer bytes announced than copied": (
-        "mbarrier_expect(barrier, S::kPanels * panel_bytes)",
-        "mbarrier_expect(barrier, S::kPanels * panel_bytes - 64)",
+        "mbarrier_expect(barrier, panels * panel_bytes)",
+        "mbarrier_expect(barrier, panels * panel_bytes - 64)",
         128,
         False,
         "bytes",
     ),
     "more bytes announced than copied": (
-        "mbarrier_expect(barrier, S::kPanels * panel_bytes)",
-        "mbarrier_expect(barrier, S::kPanels * panel_bytes + 64)",
+        "mbarrier_expect(barrier, panels * panel_bytes)",
+        "mbarrier_expect(barrier, panels * panel_bytes + 64)",
         128,
         False,
         "never",
@@ -212,8 +221,8 @@ PLANTED = {
     "the counter not reset": ("*order.counter = 0;", ";", 128, False, "counter"),
     "an edge taken for whole": ("weigh<true, true>(n,", "weigh<false, true>(n,", 64, False, "wrong"),
     "a tile that is passed over not released": (
-        "        release_v(in_k);\n        release_k();",
-        "        release_k();",
+        "      release_v(last);\n",
+        "",
         64,
         False,
         "never",
@@ -224,6 +233,34 @@ PLANTED = {
         128,
         False,
         "never ends",
+    ),
+    "a tile that is passed over released before its values came": (
+        "      wait_v(last);\n      release_v(last);",
+        "      release_v(last);",
+        64,
+        False,
+        "more arrivals",
+    ),
+    "values copied as wide as keys": (
+        "S::kPanelsV,\n               S",
+        "S::kPanels,\n               S",
+        192,
+        False,
+        "race|fills",
+    ),
+    "the stages of values as far apart as those of keys": (
+        "matrix(base + S::kV + at.stage * S::kVBytes",
+        "matrix(base + S::kV + at.stage * S::kKBytes",
+        192,
+        False,
+        "race|fills|before it is written|wrong",
+    ),
+    "cleared values of the wrong stage": (
+        "clear_rows(base + S::kV + in_k.stage * S::kVBytes",
+        "clear_rows(base + S::kV + (in_k.stage ^ 1) * S::kVBytes",
+        192,
+        True,
+        "race|fills|wrong",
     ),
     "the output never rescaled": ("o[x] *= rows.shrink[x / 2 % 2]", "o[x] *= 1.f", 64, False, "wrong"),
     "the place of a tile of rows taken too early": (
@@ -241,6 +278,14 @@ def test_a_planted_error_is_found(how: str) -> None:
     before, after, dim, packed, expected = PLANTED[how]
     text = source_text()
     assert before in text, "the kernel has changed: plant the error in another place"
-    report = run(text.replace(before, after), dim, packed, seeds=6)
+    report = run(text.replace(before, after), dim, packed, 6, min(dim, 128))
     assert report, "the error was not noticed"
     assert re.search(expected, report), report
+
+
+def test_a_turn_that_is_not_passed_is_found() -> None:
+    """By a warpgroup that skips a tile, and so has no matmuls to begin."""
+    text = "#define FK_HOPPER_WAYS_OF_64 2\n" + source_text()
+    before = "        wait_for_turn();\n        pass_turn();\n"
+    assert before in text
+    assert "never ends" in run(text.replace(before, ""), 64, packed=False, seeds=2)

@@ -17,12 +17,17 @@ import pytest
 import torch
 from hopper_units import HAS_GPU, MISTAKES, NONE, ON_GPU, SAMPLES, SEEDS, library, line_of, pointers, random, run
 
-pytestmark = pytest.mark.usefixtures("guarded_memory")
 
-
-@pytest.fixture(params=(*SEEDS, *([ON_GPU] if HAS_GPU else [])))
+@pytest.fixture(params=(*SEEDS, *([ON_GPU] if HAS_GPU else [])), ids=lambda seed: str(seed or "on_gpu"))
 def seed(request: pytest.FixtureRequest) -> int:
     return int(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _guarded(request: pytest.FixtureRequest) -> None:
+    """The checker, which takes long to compile, is not loaded for tests on a GPU."""
+    if "seed" not in request.fixturenames or request.getfixturevalue("seed") != ON_GPU:
+        request.getfixturevalue("guarded_memory")
 
 
 # --- copies ---

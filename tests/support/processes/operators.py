@@ -305,13 +305,17 @@ def vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
         hidden[0, 0], target = 3.0 * weight[-1], torch.randint(n_classes, (2, 6), generator=generator)
         target[0, :2] = torch.tensor([n_classes - 1, -100])  # one token with a certain class
         leaves = {"hidden": hidden.to(dtype), "weight": weight.to(dtype)}
+        if name in ("all", "log-probs"):
+            leaves["low"] = torch.randn(2, 6, 3, generator=generator).to(dtype)
+            leaves["up"] = torch.randn(n_classes, 3, generator=generator).to(dtype)
         if name == "all":
             leaves["bias"] = torch.randn(n_classes, generator=generator).to(dtype)
             class_weight = torch.rand(n_classes, generator=generator)
         expected = None
         for placement in (Replicate(), Shard(1)):
             parts = {
-                n: distribute_tensor(x, mesh, [placement if n == "hidden" else Shard(0)]) for n, x in leaves.items()
+                n: distribute_tensor(x, mesh, [placement if n in ("hidden", "low") else Shard(0)])
+                for n, x in leaves.items()
             }
             given = dict(options)
             if name == "all":

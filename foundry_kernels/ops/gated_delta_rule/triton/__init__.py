@@ -1,7 +1,7 @@
 """The gated delta rule in Triton: the operators and their gradient. `launch` launches the kernels.
 
 Forward: `prepare` (all chunks at once), `states` (one chunk after another), `outputs` (all chunks). Backward: `prepare`
-and `states` again, `du`, `dstates` (in reverse), `pairs`, `dq`, `dk`, `finish`, `dnorm`.
+and `states` again, `dstates` (in reverse), `pairs`, `dqk`, `finish` (all chunks).
 
 Bytes for each token and head of v between the kernels, for chunks of C tokens: 8 of sums of decays, 4 C of the inverse,
 4 D_k D_v / C of states, 4 D_v of corrected values. With D_k = D_v = 128 and C = 64 these are 8, 256, 1024 and 512; the

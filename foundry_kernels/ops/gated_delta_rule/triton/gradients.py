@@ -2,9 +2,8 @@
 
 `pairs` computes the gradients of what depends on two tokens of a chunk: the scores of q and k, and the matrix A that is
 inverted. That of A needs no derivative of the inverse: it is -dr u^T, where dr is the gradient of the values r that the
-inverse is applied to, and u are the corrected values. Then in `dq` and `dk`, a program owns a chunk and a block of
-columns of one head of q and k. It visits the heads of v that share it in order, so their gradients are summed in
-registers.
+inverse is applied to, and u are the corrected values. Then in `dqk`, a program owns a chunk and a block of columns of
+one head of q and k. It visits the heads of v that share it in order, so their gradients are summed in registers.
 
 The gradients of g and beta sum over all columns: programs write the sums of their blocks, and `finish` adds these.
 """
@@ -41,47 +40,6 @@ def _decayed_by(b_pairs, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_PLAIN)
-def gated_delta_rule_du_kernel(
-    q_ptr, k_ptr, dout_ptr, decay_ptr, q_norm_ptr, k_norm_ptr, cu_seqlens_ptr, du_ptr,
-    n_documents, tokens, n_chunks, n_heads, group, size, scale,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_ob, stride_oh, stride_ot,
-    KIND: tl.constexpr, COMPUTE: tl.constexpr, DOCUMENTS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Writes the gradients of the corrected values [B, H_v, T, DV] that the outputs of the same chunk have."""
-    scale = tl.full([], 0.0, COMPUTE) + scale
-    n_blocks = tl.cdiv(DV, BLOCK_V)
-    v0 = tl.program_id(0) % n_blocks * BLOCK_V
-    head = (tl.program_id(0) // n_blocks % n_heads).to(tl.int64)
-    i = tl.program_id(0) // n_blocks // n_heads
-    place = place_of(i, cu_seqlens_ptr, n_documents, tokens, n_chunks, CHUNK, DOCUMENTS)
-    if place.n_rows <= 0:
-        return
-    n_rows = place.n_rows
-    batch, first, kv_head = place.batch, place.first, head // group
-    WHOLE: tl.constexpr = DV % BLOCK_V == 0
-    p_q = q_ptr + batch * stride_qb + kv_head * stride_qh + first * stride_qt
-    p_k = k_ptr + batch * stride_kb + kv_head * stride_kh + first * stride_kt
-    p_dout = dout_ptr + batch * stride_ob + head * stride_oh + first * stride_ot + v0
-    o_tokens = (batch * n_heads + head) * tokens + first
-    o_norms = (batch * (n_heads // group) + kv_head) * tokens
-    p_q_norm = None if q_norm_ptr is None else q_norm_ptr + o_norms
-    p_k_norm = None if k_norm_ptr is None else k_norm_ptr + o_norms
-    b_kq = tl.zeros([CHUNK, CHUNK], COMPUTE)
-    for d in range(0, D, BLOCK_D):
-        b_q = load_tile(p_q + d, stride_qt, n_rows, D - d, CHUNK, BLOCK_D, D % BLOCK_D == 0)
-        b_k = load_tile(p_k + d, stride_kt, n_rows, D - d, CHUNK, BLOCK_D, D % BLOCK_D == 0)
-        b_kq = product(b_k, tl.trans(b_q), b_kq, KIND, 3)
-    decay = load_decay(decay_ptr, o_tokens, size, n_rows, COMPUTE, CHUNK)
-    b_q_norm = load_tokens(p_q_norm, first, 1, n_rows, COMPUTE, CHUNK, 1.0) * scale
-    b_k_norm = load_tokens(p_k_norm, first, 1, n_rows, COMPUTE, CHUNK, 1.0)
-    b_p = b_kq * b_q_norm[None, :] * b_k_norm[:, None] * tl.trans(between(decay, False, CHUNK))
-    b_dout = load_tile(p_dout, stride_ot, n_rows, DV - v0, CHUNK, BLOCK_V, WHOLE)
-    b_du = product(b_p, b_dout, tl.zeros([CHUNK, BLOCK_V], COMPUTE), KIND, 3)
-    store_tile(du_ptr + o_tokens * DV + v0, DV, b_du, n_rows, DV - v0, CHUNK, BLOCK_V, WHOLE)
-
-
-@triton.jit(do_not_specialize=_PLAIN)
 def gated_delta_rule_pairs_kernel(
     q_ptr, k_ptr, v_ptr, beta_ptr, dout_ptr, decay_ptr, q_norm_ptr, k_norm_ptr, updates_ptr, dr_ptr, cu_seqlens_ptr,
     of_scores_ptr, of_keys_ptr, dv_ptr, sums_ptr,
@@ -93,8 +51,8 @@ def gated_delta_rule_pairs_kernel(
 ):  # fmt: skip
     """Writes for a chunk and a head of v what [B, H_v, n_chunks, CHUNK, CHUNK] the rows of k are multiplied by for the
     gradient of q, and those of q, by the transpose, for that of k (`of_scores`); the same for matmuls of keys, if
-    values are corrected (`of_keys`); and the gradient of v. `sums` [2, B, H_v, T] are the parts of the gradients of the
-    sums of decays and of beta that pairs of tokens have."""
+    values are corrected (`of_keys`); and the gradient of v. The first two `sums` [..., B, H_v, T] are the parts of the
+    gradients of the sums of decays and of beta that pairs of tokens have."""
     scale = tl.full([], 0.0, COMPUTE) + scale
     head = (tl.program_id(0) % n_heads).to(tl.int64)
     i = tl.program_id(0) // n_heads
@@ -176,75 +134,20 @@ def gated_delta_rule_pairs_kernel(
 
 
 @triton.jit(do_not_specialize=_PLAIN)
-def gated_delta_rule_dq_kernel(
-    q_ptr, k_ptr, dout_ptr, decay_ptr, q_norm_ptr, states_ptr, of_scores_ptr, cu_seqlens_ptr, dq_ptr, sums_ptr,
+def gated_delta_rule_dqk_kernel(
+    q_ptr, k_ptr, beta_ptr, dout_ptr, decay_ptr, q_norm_ptr, k_norm_ptr, states_ptr, updates_ptr, dstates_ptr, dr_ptr,
+    of_scores_ptr, of_keys_ptr, cu_seqlens_ptr, dq_ptr, dk_ptr, sums_ptr,
     n_documents, tokens, n_chunks, n_heads, group, size, scale,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_ob, stride_oh, stride_ot,
-    stride_dqb, stride_dqh, stride_dqt,
-    KIND: tl.constexpr, COMPUTE: tl.constexpr, DOCUMENTS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Writes the gradient of q; with `q_norm`, that of the normalized q times `q_norm`. `sums` [blocks, B, H_v, T] are
-    the parts of the gradients of the sums of decays that the reading of the state has."""
-    scale = tl.full([], 0.0, COMPUTE) + scale
-    n_blocks = tl.cdiv(D, BLOCK_D)
-    block = tl.program_id(0) % n_blocks
-    d = block * BLOCK_D
-    n_kv_heads = n_heads // group
-    kv_head = (tl.program_id(0) // n_blocks % n_kv_heads).to(tl.int64)
-    i = tl.program_id(0) // n_blocks // n_kv_heads
-    place = place_of(i, cu_seqlens_ptr, n_documents, tokens, n_chunks, CHUNK, DOCUMENTS)
-    if place.n_rows <= 0:
-        return
-    n_rows = place.n_rows
-    batch, first = place.batch, place.first
-    WHOLE_D: tl.constexpr = D % BLOCK_D == 0
-    WHOLE: tl.constexpr = DV % BLOCK_V == 0
-    rows = tl.arange(0, CHUNK)
-    square = rows[:, None] * CHUNK + rows[None, :]
-    p_q_norm = None if q_norm_ptr is None else q_norm_ptr + (batch * n_kv_heads + kv_head) * tokens
-    b_q_norm = load_tokens(p_q_norm, first, 1, n_rows, COMPUTE, CHUNK, 1.0) * scale
-    p_q = q_ptr + batch * stride_qb + kv_head * stride_qh + first * stride_qt + d
-    p_k = k_ptr + batch * stride_kb + kv_head * stride_kh + first * stride_kt + d
-    b_dq = tl.zeros([CHUNK, BLOCK_D], COMPUTE)
-    for head in range(kv_head * group, kv_head * group + group):
-        o_tokens = (batch * n_heads + head) * tokens + first
-        o_chunk = (batch * n_heads + head) * n_chunks + place.chunk
-        p_state = states_ptr + o_chunk * (D * DV) + tl.cast(d, tl.int64) * DV
-        p_dout = dout_ptr + batch * stride_ob + head * stride_oh + first * stride_ot
-        b_dqh = tl.zeros([CHUNK, BLOCK_D], COMPUTE)
-        for v0 in range(0, DV, BLOCK_V):
-            b_dout = load_tile(p_dout + v0, stride_ot, n_rows, DV - v0, CHUNK, BLOCK_V, WHOLE)
-            b_state = load_tile(p_state + v0, DV, D - d, DV - v0, BLOCK_D, BLOCK_V, WHOLE)
-            b_dqh = product(b_dout, tl.trans(b_state), b_dqh, KIND, PARTS)
-        decay = load_decay(decay_ptr, o_tokens, size, n_rows, COMPUTE, CHUNK)
-        b_dqh *= (from_start(decay) * b_q_norm)[:, None]
-        if sums_ptr is not None:
-            b_q = load_tile(p_q, stride_qt, n_rows, D - d, CHUNK, BLOCK_D, WHOLE_D).to(COMPUTE)
-            p_sums = sums_ptr + block.to(tl.int64) * size + o_tokens
-            tl.store(p_sums + rows, tl.sum(b_q * b_dqh, 1), mask=rows < n_rows)
-        b_k = load_tile(p_k, stride_kt, n_rows, D - d, CHUNK, BLOCK_D, WHOLE_D)
-        b_of_scores = tl.load(of_scores_ptr + o_chunk * (CHUNK * CHUNK) + square)
-        b_dq += product(b_of_scores, b_k, b_dqh, KIND, 2)
-    if dq_ptr is not None:
-        p_dq = dq_ptr + batch * stride_dqb + kv_head * stride_dqh + first * stride_dqt + d
-        b_dq = round_to(b_dq, dq_ptr.dtype.element_ty)
-        store_tile(p_dq, stride_dqt, b_dq, n_rows, D - d, CHUNK, BLOCK_D, WHOLE_D)
-
-
-@triton.jit(do_not_specialize=_PLAIN)
-def gated_delta_rule_dk_kernel(
-    q_ptr, k_ptr, beta_ptr, decay_ptr, k_norm_ptr, states_ptr, updates_ptr, dstates_ptr, dr_ptr, of_scores_ptr,
-    of_keys_ptr, cu_seqlens_ptr, dk_ptr, sums_ptr,
-    n_documents, tokens, n_chunks, n_heads, group, size,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_bb, stride_bh, stride_bt,
-    stride_dkb, stride_dkh, stride_dkt,
+    stride_ob, stride_oh, stride_ot, stride_dqb, stride_dqh, stride_dqt, stride_dkb, stride_dkh, stride_dkt,
     KIND: tl.constexpr, COMPUTE: tl.constexpr, DOCUMENTS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of k; with `k_norm`, that of the normalized k times `k_norm`. `sums` [3 * blocks, B, H_v, T]
-    are for each block the parts of other gradients: of beta, through r; of the sums of decays, through the updates in
-    the state at the chunk's end; and, one number for a chunk, through that state."""
+    """Writes the gradients of q and k; with norms, those of the normalized ones times the norm. After the first two,
+    `sums` [2 + 4 * blocks, B, H_v, T] are for each block the parts of other gradients: of the sums of decays, through
+    what the outputs read of the state; of beta, through r; of the sums, through the updates in the state at the chunk's
+    end; and, one number for a chunk, through that state."""
+    scale = tl.full([], 0.0, COMPUTE) + scale
     n_blocks = tl.cdiv(D, BLOCK_D)
     block = tl.program_id(0) % n_blocks
     d = block * BLOCK_D
@@ -261,17 +164,46 @@ def gated_delta_rule_dk_kernel(
     rows = tl.arange(0, CHUNK)
     m_rows = rows < n_rows
     square = rows[:, None] * CHUNK + rows[None, :]
-    p_k_norm = None if k_norm_ptr is None else k_norm_ptr + (batch * n_kv_heads + kv_head) * tokens
-    b_k_norm = load_tokens(p_k_norm, first, 1, n_rows, COMPUTE, CHUNK, 1.0)
+    o_norms = (batch * n_kv_heads + kv_head) * tokens
+    p_q_norm = None if q_norm_ptr is None else q_norm_ptr + o_norms
+    p_k_norm = None if k_norm_ptr is None else k_norm_ptr + o_norms
     p_q = q_ptr + batch * stride_qb + kv_head * stride_qh + first * stride_qt + d
     p_k = k_ptr + batch * stride_kb + kv_head * stride_kh + first * stride_kt + d
+    b_q_norm = load_tokens(p_q_norm, first, 1, n_rows, COMPUTE, CHUNK, 1.0) * scale
+    b_dq = tl.zeros([CHUNK, BLOCK_D], COMPUTE)
+    for head in range(kv_head * group, kv_head * group + group):
+        o_tokens = (batch * n_heads + head) * tokens + first
+        o_chunk = (batch * n_heads + head) * n_chunks + place.chunk
+        p_state = states_ptr + o_chunk * (D * DV) + tl.cast(d, tl.int64) * DV
+        p_dout = dout_ptr + batch * stride_ob + head * stride_oh + first * stride_ot
+        b_dqh = tl.zeros([CHUNK, BLOCK_D], COMPUTE)
+        for v0 in range(0, DV, BLOCK_V):
+            b_dout = load_tile(p_dout + v0, stride_ot, n_rows, DV - v0, CHUNK, BLOCK_V, WHOLE)
+            b_state = load_tile(p_state + v0, DV, D - d, DV - v0, BLOCK_D, BLOCK_V, WHOLE)
+            b_dqh = product(b_dout, tl.trans(b_state), b_dqh, KIND, PARTS)
+        decay = load_decay(decay_ptr, o_tokens, size, n_rows, COMPUTE, CHUNK)
+        b_dqh *= (from_start(decay) * b_q_norm)[:, None]
+        if sums_ptr is not None:
+            b_q = load_tile(p_q, stride_qt, n_rows, D - d, CHUNK, BLOCK_D, WHOLE_D).to(COMPUTE)
+            p_sums = sums_ptr + (2 + 4 * block.to(tl.int64)) * size + o_tokens
+            tl.store(p_sums + rows, tl.sum(b_q * b_dqh, 1), mask=m_rows)
+        b_k = load_tile(p_k, stride_kt, n_rows, D - d, CHUNK, BLOCK_D, WHOLE_D)
+        b_of_scores = tl.load(of_scores_ptr + o_chunk * (CHUNK * CHUNK) + square)
+        b_dq += product(b_of_scores, b_k, b_dqh, KIND, 2)
+    if dq_ptr is not None:
+        p_dq = dq_ptr + batch * stride_dqb + kv_head * stride_dqh + first * stride_dqt + d
+        b_dq = round_to(b_dq, dq_ptr.dtype.element_ty)
+        store_tile(p_dq, stride_dqt, b_dq, n_rows, D - d, CHUNK, BLOCK_D, WHOLE_D)
+
+    # Apart, for fewer registers; the states are in the cache.
+    b_k_norm = load_tokens(p_k_norm, first, 1, n_rows, COMPUTE, CHUNK, 1.0)
     b_dk = tl.zeros([CHUNK, BLOCK_D], COMPUTE)
     for head in range(kv_head * group, kv_head * group + group):
         o_tokens = (batch * n_heads + head) * tokens + first
         o_chunk = (batch * n_heads + head) * n_chunks + place.chunk
         o_state = o_chunk * (D * DV) + tl.cast(d, tl.int64) * DV
         o_square = o_chunk * (CHUNK * CHUNK)
-        p_sums = None if sums_ptr is None else sums_ptr + block.to(tl.int64) * 3 * size + o_tokens
+        p_sums = None if sums_ptr is None else sums_ptr + (3 + 4 * block.to(tl.int64)) * size + o_tokens
         decay = load_decay(decay_ptr, o_tokens, size, n_rows, COMPUTE, CHUNK)
         if of_keys_ptr is not None:  # through r = beta (v - from_start k state), and through A
             b_dkh = tl.zeros([CHUNK, BLOCK_D], COMPUTE)

@@ -15,19 +15,14 @@ from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.gated_delta_rule.operators import chunks_of
 from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
 from foundry_kernels.ops.gated_delta_rule.triton.config import chunk_length
-from foundry_kernels.ops.gated_delta_rule.triton.finish import (
-    gated_delta_rule_dnorm_kernel,
-    gated_delta_rule_finish_kernel,
-)
+from foundry_kernels.ops.gated_delta_rule.triton.finish import gated_delta_rule_finish_kernel
 from foundry_kernels.ops.gated_delta_rule.triton.gradients import (
-    gated_delta_rule_dk_kernel,
-    gated_delta_rule_dq_kernel,
-    gated_delta_rule_du_kernel,
+    gated_delta_rule_dqk_kernel,
     gated_delta_rule_pairs_kernel,
 )
 from foundry_kernels.ops.gated_delta_rule.triton.outputs import gated_delta_rule_outputs_kernel
 from foundry_kernels.ops.gated_delta_rule.triton.prepare import gated_delta_rule_prepare_kernel
-from foundry_kernels.ops.gated_delta_rule.triton.problem import Problem, plan, plan_dnorm, plan_finish
+from foundry_kernels.ops.gated_delta_rule.triton.problem import Problem, plan, plan_finish
 from foundry_kernels.ops.gated_delta_rule.triton.states import (
     gated_delta_rule_dstates_kernel,
     gated_delta_rule_states_kernel,
@@ -50,7 +45,7 @@ def _empty(x: Tensor) -> Tensor:
 
 
 class Prepared(NamedTuple):
-    """What `prepare` writes; see its kernel."""
+    """What `prepare` writes of each token; see its kernel."""
 
     decay: Tensor | None
     q_norm: Tensor | None
@@ -58,43 +53,38 @@ class Prepared(NamedTuple):
 
 
 def _prepare(
-    p: Problem, q: Tensor, k: Tensor, g: Tensor | None, beta: Tensor | None, cu_seqlens: Tensor | None,
-    inverse: Tensor | None,
+    p: Problem, q: Tensor, k: Tensor, g: Tensor | None, beta: Tensor | None, dout: Tensor | None,
+    cu_seqlens: Tensor | None, inverse: Tensor | None, du: Tensor | None, parts: int,
 ) -> Prepared:  # fmt: skip
-    """Fills `inverse`, if it is given."""
+    """Fills `inverse` and `du`, if they are given."""
     shape = (p.n_batch, p.n_heads, p.tokens)
     decay = None if g is None else g.new_empty((2, *shape), dtype=p.compute)
     norms: list[Tensor | None] = [None, None]
     if p.l2norm:
         norms = [q.new_empty((p.n_batch, p.n_kv_heads, p.tokens), dtype=p.compute) for _ in "qk"]
     made = Prepared(decay, *norms)
-    if any(x is not None for x in (*made, inverse)):
-        strides = tuple(map(strides_of, (q, k, g, beta)))
+    if p.tokens and any(x is not None for x in (*made, inverse, du)):
+        strides = tuple(map(strides_of, (q, k, g, beta, dout)))
         launch(
-            gated_delta_rule_prepare_kernel, plan("prepare", p, strides),
-            q, k, g, beta, cu_seqlens, decay, *norms, inverse,
+            gated_delta_rule_prepare_kernel, plan("prepare", p, strides, PARTS=parts),
+            q, k, g, beta, dout, cu_seqlens, decay, *norms, inverse, du,
         )  # fmt: skip
     return made
 
 
 def _states(
     p: Problem, k: Tensor, v: Tensor, beta: Tensor | None, made: Prepared, inverse: Tensor | None,
-    initial: Tensor | None, cu_seqlens: Tensor | None, need_final: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The states at the chunks' starts, the corrected values, and the final state."""
-
-    def empty(*shape: int) -> Tensor:
-        return v.new_empty(shape, dtype=p.compute)
-
-    states = empty(p.n_batch, p.n_heads, p.n_chunks, p.head_dim, p.head_dim_v)
-    updates = empty(p.n_batch, p.n_heads, p.tokens, p.head_dim_v)
-    final = empty(p.n_states, p.n_heads, p.head_dim, p.head_dim_v) if need_final else None
+    initial: Tensor | None, cu_seqlens: Tensor | None, final: Tensor | None, parts: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The states at the chunks' starts and the corrected values; fills `final`, if it is given."""
+    states = v.new_empty((p.n_batch, p.n_heads, p.n_chunks, p.head_dim, p.head_dim_v), dtype=p.compute)
+    updates = v.new_empty((p.n_batch, p.n_heads, p.tokens, p.head_dim_v), dtype=p.compute)
     strides = tuple(map(strides_of, (k, v, beta, initial)))
     launch(
-        gated_delta_rule_states_kernel, plan("states", p, strides),
+        gated_delta_rule_states_kernel, plan("states", p, strides, PARTS=parts),
         k, v, beta, made.decay, made.k_norm, inverse, initial, cu_seqlens, states, updates, final,
     )  # fmt: skip
-    return states, updates, final
+    return states, updates
 
 
 def _empty_inverse(k: Tensor, v: Tensor, options: DeltaRuleOptions) -> Tensor:
@@ -125,14 +115,15 @@ def launch_fwd(
     inverse = _empty_inverse(k, v, options) if save_states or options.delta else None
     p = Problem.of(k, v, options)
     q, k, v, initial_state, cu_seqlens = _rows(q), _rows(k), _rows(v), _state(initial_state), options.cu_seqlens
+    shape = (p.n_states, p.n_heads, p.head_dim, p.head_dim_v)
+    final = v.new_empty(shape, dtype=p.compute) if need_final_state else None
     if p.n_states * p.n_heads == 0:
-        shape = (p.n_states, p.n_heads, p.head_dim, p.head_dim_v)
-        final = v.new_empty(shape, dtype=p.compute) if need_final_state else None
         return out, final, inverse if save_states else None
     used = inverse if options.delta else None
     cu_seqlens = contiguous(cu_seqlens)
-    made = _prepare(p, q, k, g, beta, cu_seqlens, used) if p.tokens else Prepared(None, None, None)
-    states, updates, final = _states(p, k, v, beta, made, used, initial_state, cu_seqlens, need_final_state)
+    parts = p.parts(out, final)
+    made = _prepare(p, q, k, g, beta, None, cu_seqlens, used, None, parts)
+    states, updates = _states(p, k, v, beta, made, used, initial_state, cu_seqlens, final, parts)
     if p.tokens:
         strides = (q.stride(), k.stride(), out.stride())
         launch(
@@ -170,71 +161,42 @@ def launch_bwd(
     q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout)
     initial, dfinal, cu_seqlens = _state(initial_state), _state(dfinal_state), contiguous(options.cu_seqlens)
     used = inverse if options.delta else None
-    made = _prepare(p, q, k, g, beta, cu_seqlens, None) if p.tokens else Prepared(None, None, None)
-    states, updates, _ = _states(p, k, v, beta, made, used, initial, cu_seqlens, False)
-    dstates, dr = torch.empty_like(states), torch.empty_like(updates)
-    if p.tokens:
-        strides = tuple(map(strides_of, (q, k, dout)))
-        launch(gated_delta_rule_du_kernel, plan("du", p, strides), q, k, dout, *made, cu_seqlens, dr)
+    parts = p.parts(*results)
+    dr = v.new_empty((p.n_batch, p.n_heads, p.tokens, p.head_dim_v), dtype=p.compute)
+    made = _prepare(p, q, k, g, beta, dout, cu_seqlens, None, dr, parts)
+    states, updates = _states(p, k, v, beta, made, used, initial, cu_seqlens, None, parts)
+    dstates = torch.empty_like(states)
     strides = tuple(map(strides_of, (q, k, beta, dout, dfinal)))
     launch(
-        gated_delta_rule_dstates_kernel, plan("dstates", p, strides),
+        gated_delta_rule_dstates_kernel, plan("dstates", p, strides, PARTS=parts),
         q, k, beta, dout, *made, used, dfinal, cu_seqlens, dstates, dr, dinitial,
     )  # fmt: skip
-    if p.tokens:
-        tensors = (q, k, v, beta, dout), made, (states, updates, dstates, dr), cu_seqlens
-        _launch_gradients(p, *tensors, dq, dk, dv, dg, dbeta)
-    return results
-
-
-def _launch_gradients(
-    p: Problem, inputs: tuple[Any, ...], made: Prepared, between: tuple[Any, ...], cu_seqlens: Tensor | None,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dg: Tensor | None, dbeta: Tensor | None,
-) -> None:  # fmt: skip
-    q, k, v, beta, dout = inputs
-    states, updates, dstates, dr = between
-    # The gradients of g and beta may be float32 where the others are not.
-    parts = 3 if any(x is not None and x.dtype != p.dtype for x in (dg, dbeta)) else 2
-    shape = (p.n_batch, p.n_heads, p.tokens)
-    of_pairs, of_q, of_k = None, None, None
+    if all(x is None for x in (dq, dk, dv, dg, dbeta)) or p.tokens == 0:
+        return results
+    sums, dq_norm, dk_norm = None, dq, dk
     if dg is not None or dbeta is not None:
-        of_pairs, of_q, of_k = (
-            v.new_empty((n, *shape), dtype=p.compute) for n in (2, p.blocks("dq"), 3 * p.blocks("dk"))
-        )
-    squares = (p.n_batch, p.n_heads, p.n_chunks, p.chunk, p.chunk)
-    of_scores = v.new_empty(squares, dtype=p.compute)
+        sums = v.new_empty((2 + 4 * p.blocks("dqk"), p.n_batch, p.n_heads, p.tokens), dtype=p.compute)
+    of_scores = v.new_empty((p.n_batch, p.n_heads, p.n_chunks, p.chunk, p.chunk), dtype=p.compute)
     of_keys = torch.empty_like(of_scores) if p.delta else None
     strides = tuple(map(strides_of, (q, k, v, beta, dout, dv)))
     launch(
         gated_delta_rule_pairs_kernel, plan("pairs", p, strides, PARTS=parts),
-        q, k, v, beta, dout, *made, updates, dr, cu_seqlens, of_scores, of_keys, dv, of_pairs,
+        q, k, v, beta, dout, *made, updates, dr, cu_seqlens, of_scores, of_keys, dv, sums,
     )  # fmt: skip
-
-    def of_norm(x: Tensor, dx: Tensor | None) -> Tensor | None:
-        """Where the gradient of the normalized x is written."""
-        return dx if dx is None or not p.l2norm else torch.empty(x.shape, dtype=p.compute, device=x.device)
-
-    dq_norm, dk_norm = of_norm(q, dq), of_norm(k, dk)
-    if dq is not None or dg is not None:
-        strides = tuple(map(strides_of, (q, k, dout, dq_norm)))
+    if p.l2norm:  # of the normalized ones
+        dq_norm, dk_norm = (dx if dx is None else dx.new_empty(dx.shape, dtype=p.compute) for dx in (dq, dk))
+    if sums is not None or dq is not None or dk is not None:
+        strides = tuple(map(strides_of, (q, k, beta, dout, dq_norm, dk_norm)))
         launch(
-            gated_delta_rule_dq_kernel, plan("dq", p, strides, PARTS=parts),
-            q, k, dout, made.decay, made.q_norm, states, of_scores, cu_seqlens, dq_norm, of_q,
+            gated_delta_rule_dqk_kernel, plan("dqk", p, strides, PARTS=parts),
+            q, k, beta, dout, *made, states, updates, dstates, dr, of_scores, of_keys, cu_seqlens,
+            dq_norm, dk_norm, sums,
         )  # fmt: skip
-    if dk is not None or of_k is not None:
-        strides = tuple(map(strides_of, (q, k, beta, dk_norm)))
+    if not p.l2norm:
+        dq_norm, dk_norm = None, None
+    if sums is not None or dq_norm is not None or dk_norm is not None:
         launch(
-            gated_delta_rule_dk_kernel, plan("dk", p, strides, PARTS=parts),
-            q, k, beta, made.decay, made.k_norm, states, updates, dstates, dr, of_scores, of_keys, cu_seqlens,
-            dk_norm, of_k,
+            gated_delta_rule_finish_kernel, plan_finish(p, tuple(map(strides_of, (q, k, beta, dq, dk)))),
+            sums, q, k, beta, made.q_norm, made.k_norm, dq_norm, dk_norm, cu_seqlens, dg, dbeta, dq, dk,
         )  # fmt: skip
-    if of_k is not None:
-        launch(
-            gated_delta_rule_finish_kernel, plan_finish(p, strides_of(beta)),
-            beta, of_pairs, of_q, of_k, cu_seqlens, dg, dbeta,
-        )  # fmt: skip
-    if p.l2norm:
-        for x, norm, dy, dx in ((q, made.q_norm, dq_norm, dq), (k, made.k_norm, dk_norm, dk)):
-            if dx is not None:
-                plan_norm = plan_dnorm(p, x.stride(), dx.stride())
-                launch(gated_delta_rule_dnorm_kernel, plan_norm, x, norm, dy, dx)
+    return results

@@ -1,4 +1,5 @@
 """What the other kernels read for each chunk: sums of the decays, norms of q and k, and the inverse of the triangle.
+For the backward pass, also what the outputs give to the gradients of the corrected values.
 
 Within a chunk, the corrected values u of all tokens solve (I + A) u = r, where r is known from the state at the chunk's
 start and A is strictly lower triangular. Its inverse is made of blocks of 16 by substitution, which are then merged by
@@ -16,6 +17,7 @@ from foundry_kernels.ops.gated_delta_rule.triton.chunks import (
     load_tile,
     load_tokens,
     place_of,
+    store_tile,
 )
 from foundry_kernels.ops.gated_delta_rule.triton.products import product
 
@@ -81,15 +83,18 @@ def inverse_of_unit_lower(b_a, KIND: tl.constexpr, CHUNK: tl.constexpr, MERGES: 
 
 @triton.jit(do_not_specialize=["tokens", "n_chunks", "n_documents"])
 def gated_delta_rule_prepare_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, cu_seqlens_ptr, decay_ptr, q_norm_ptr, k_norm_ptr, inverse_ptr,
-    n_documents, tokens, n_chunks, n_heads, group, decay_size,
+    q_ptr, k_ptr, g_ptr, beta_ptr, dout_ptr, cu_seqlens_ptr, decay_ptr, q_norm_ptr, k_norm_ptr, inverse_ptr, du_ptr,
+    n_documents, tokens, n_chunks, n_heads, group, decay_size, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_gb, stride_gh, stride_gt,
-    stride_bb, stride_bh, stride_bt,
+    stride_bb, stride_bh, stride_bt, stride_ob, stride_oh, stride_ot,
     KIND: tl.constexpr, COMPUTE: tl.constexpr, DOCUMENTS: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, MERGES: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    MERGES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Writes, of a chunk and a head of v, what has a pointer: the sums of log decays [2, B, H_v, T] (see `Decay`), the
-    reciprocal norms of q and k [B, H_k, T], and the inverse of the triangle [B, H_v, n_chunks, CHUNK, CHUNK]."""
+    reciprocal norms of q and k [B, H_k, T], the inverse of the triangle [B, H_v, n_chunks, CHUNK, CHUNK], and the
+    gradients of the corrected values [B, H_v, T, DV] that the outputs of the same chunk have."""
+    scale = tl.full([], 0.0, COMPUTE) + scale
     i = tl.program_id(0) // n_heads
     head = tl.program_id(0) % n_heads
     place = place_of(i, cu_seqlens_ptr, n_documents, tokens, n_chunks, CHUNK, DOCUMENTS)
@@ -101,6 +106,8 @@ def gated_delta_rule_prepare_kernel(
     rows = tl.arange(0, CHUNK)
     m_rows = rows < n_rows
     o_tokens = (batch * n_heads + v_head) * tokens + first
+    b_high = tl.zeros([CHUNK], COMPUTE)
+    b_low = tl.zeros([CHUNK], COMPUTE)
     if decay_ptr is not None:
         p_g = g_ptr + batch * stride_gb + v_head * stride_gh
         b_g = load_tokens(p_g, first, stride_gt, n_rows, tl.float64, CHUNK)
@@ -114,6 +121,7 @@ def gated_delta_rule_prepare_kernel(
     p_k = k_ptr + batch * stride_kb + kv_head * stride_kh + first * stride_kt
     owns_norms = head % group == 0
     b_kk = tl.zeros([CHUNK, CHUNK], COMPUTE)
+    b_kq = tl.zeros([CHUNK, CHUNK], COMPUTE)
     b_q2 = tl.zeros([CHUNK], COMPUTE)
     b_k2 = tl.zeros([CHUNK], COMPUTE)
     for d in range(0, D, BLOCK_D):
@@ -123,23 +131,34 @@ def gated_delta_rule_prepare_kernel(
         if k_norm_ptr is not None:
             b_wide = b_k.to(COMPUTE)
             b_k2 += tl.sum(b_wide * b_wide, 1)
-            b_q = load_tile(p_q + d, stride_qt, n_rows * owns_norms, D - d, CHUNK, BLOCK_D, D % BLOCK_D == 0)
+        if k_norm_ptr is not None or du_ptr is not None:
+            q_rows = n_rows if du_ptr is not None else n_rows * owns_norms
+            b_q = load_tile(p_q + d, stride_qt, q_rows, D - d, CHUNK, BLOCK_D, D % BLOCK_D == 0)
             b_wide = b_q.to(COMPUTE)
             b_q2 += tl.sum(b_wide * b_wide, 1)
+            if du_ptr is not None:
+                b_kq = product(b_k, tl.trans(b_q), b_kq, KIND, PARTS)
     b_norm = tl.full([CHUNK], 1.0, COMPUTE)
+    b_q_norm = b_norm
     if k_norm_ptr is not None:
         o_norms = (batch * (n_heads // group) + kv_head) * tokens + first + rows
         b_norm = reciprocal_norm(b_k2)
+        b_q_norm = reciprocal_norm(b_q2)
         tl.store(k_norm_ptr + o_norms, b_norm, mask=m_rows & owns_norms)
-        tl.store(q_norm_ptr + o_norms, reciprocal_norm(b_q2), mask=m_rows & owns_norms)
+        tl.store(q_norm_ptr + o_norms, b_q_norm, mask=m_rows & owns_norms)
+    # Past the end, rows of q and k are 0. The two last numbers are not used.
+    decay = Decay(b_high, b_low, 0, 0)
+    if du_ptr is not None:
+        b_p = b_kq * (b_q_norm * scale)[None, :] * b_norm[:, None] * tl.trans(between(decay, False, CHUNK))
+        p_dout = dout_ptr + batch * stride_ob + v_head * stride_oh + first * stride_ot
+        for v0 in range(0, DV, BLOCK_V):
+            b_dout = load_tile(p_dout + v0, stride_ot, n_rows, DV - v0, CHUNK, BLOCK_V, DV % BLOCK_V == 0)
+            b_du = product(b_p, b_dout, tl.zeros([CHUNK, BLOCK_V], COMPUTE), KIND, PARTS)
+            store_tile(du_ptr + o_tokens * DV + v0, DV, b_du, n_rows, DV - v0, CHUNK, BLOCK_V, DV % BLOCK_V == 0)
     if inverse_ptr is not None:
         p_beta = None if beta_ptr is None else beta_ptr + batch * stride_bb + v_head * stride_bh
         b_beta = load_tokens(p_beta, first, stride_bt, n_rows, COMPUTE, CHUNK, 1.0)
-        b_a = b_kk * (b_beta * b_norm)[:, None] * b_norm[None, :]
-        if decay_ptr is not None:
-            # Past the end, rows of k are 0. The two last numbers are not used.
-            b_a *= between(Decay(b_high, b_low, 0, 0), True, CHUNK)
-        b_a = tl.where(rows[:, None] > rows[None, :], b_a, 0.0)
+        b_a = b_kk * (b_beta * b_norm)[:, None] * b_norm[None, :] * between(decay, True, CHUNK)
         b_x = inverse_of_unit_lower(b_a, KIND, CHUNK, MERGES)
         o_inverse = ((batch * n_heads + v_head) * n_chunks + place.chunk) * (CHUNK * CHUNK)
         o_square = rows[:, None] * CHUNK + rows[None, :]

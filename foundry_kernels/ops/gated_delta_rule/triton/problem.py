@@ -77,6 +77,11 @@ class Problem(NamedTuple):
         config["BLOCK_V"] = min(config["BLOCK_V"], whole_v)
         return config
 
+    def parts(self, *results: Tensor | None) -> int:
+        """Of how many parts float32 operands of matmuls are in bfloat16 (see `products`): two are exact enough for
+        results of 16 bits, not for the states and the gradients of g and beta in float32."""
+        return 2 if all(x is None or x.dtype == self.dtype for x in results) else 3
+
     def blocks(self, kernel: str) -> int:
         """The number of blocks of q's columns."""
         return triton.cdiv(self.head_dim, self.block(kernel)["BLOCK_D"])
@@ -112,39 +117,24 @@ def plan(kernel: str, p: Problem, strides: tuple[Strides, ...], **flags: Any) ->
         del constants["DOCUMENTS"]
         constants["VARLEN"] = p.n_documents is not None
         constants["WIDTH"] = max(16, triton.next_power_of_2(p.head_dim))
-    programs *= p.n_kv_heads if kernel in ("dq", "dk") else p.n_heads
+    programs *= p.n_kv_heads if kernel == "dqk" else p.n_heads
+    constants["DV"] = p.head_dim_v
     if kernel == "prepare":
         constants["MERGES"] = (p.chunk // 16).bit_length() - 1
-        del block["BLOCK_V"]
-    else:
-        constants["DV"] = p.head_dim_v
-        if kernel in ("dq", "dk"):
-            programs *= p.blocks(kernel)
-        elif kernel != "pairs":
-            programs *= triton.cdiv(p.head_dim_v, block["BLOCK_V"])
-    if kernel not in ("prepare", "states", "dk"):
+    elif kernel == "dqk":
+        programs *= p.blocks(kernel)
+    elif kernel != "pairs":
+        programs *= triton.cdiv(p.head_dim_v, block["BLOCK_V"])
+    if kernel != "states":
         sizes = (*sizes, p.scale)
     return Plan((programs,), (*sizes, *_strides(*strides)), constants | block)
 
 
 @planned
-def plan_finish(p: Problem, beta: Strides) -> Plan:
+def plan_finish(p: Problem, strides: tuple[Strides, ...]) -> Plan:
     sizes, documents = p.by_chunk()
-    numbers = (*sizes, p.blocks("dq"), p.blocks("dk"), *_strides(beta))
-    constants = {"COMPUTE": compute_dtype(p.dtype), "DELTA": p.delta, "DOCUMENTS": documents, "CHUNK": p.chunk}
-    return Plan((p.n_batch * p.n_chunks * p.n_heads,), numbers, constants | {"num_warps": 4})
-
-
-@planned
-def plan_dnorm(p: Problem, x: Strides, dx: Strides) -> Plan:
     whole = max(16, triton.next_power_of_2(p.head_dim))
-    rows = max(16, 4096 // whole)
-    constants = {
-        "COMPUTE": compute_dtype(p.dtype),
-        "D": p.head_dim,
-        "BLOCK_D": whole,
-        "BLOCK_ROWS": rows,
-        "num_warps": 4,
-    }
-    programs = p.n_batch * p.n_kv_heads * triton.cdiv(p.tokens, rows)
-    return Plan((programs,), (p.tokens, p.n_kv_heads, *_strides(x, dx)), constants)
+    constants = {"COMPUTE": compute_dtype(p.dtype), "DELTA": p.delta, "DOCUMENTS": documents, "D": p.head_dim}
+    programs = p.n_batch * p.n_chunks * p.n_kv_heads
+    numbers = (*sizes, p.blocks("dqk"), *_strides(*strides))
+    return Plan((programs,), numbers, constants | {"BLOCK_D": whole, "CHUNK": p.chunk, "num_warps": 4})

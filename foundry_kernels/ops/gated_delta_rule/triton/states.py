@@ -31,18 +31,18 @@ from foundry_kernels.ops.gated_delta_rule.triton.products import product
 def _by_state(
     p_k, stride_k, p_state, b_k, b_state, n_rows, n_cols,
     KIND: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Returns k @ state [CHUNK, BLOCK_V], where the state has just been stored at `p_state`."""
     b_known = tl.zeros([CHUNK, BLOCK_V], COMPUTE)
     if BLOCK_D == WIDTH:
-        return product(b_k, b_state, b_known, KIND, 3)
+        return product(b_k, b_state, b_known, KIND, PARTS)
     else:
         tl.debug_barrier()  # other threads have stored it
         for d in range(0, D, BLOCK_D):
             b_keys = load_tile(p_k + d, stride_k, n_rows, D - d, CHUNK, BLOCK_D, D % BLOCK_D == 0)
             b_part = load_tile(p_state + d * DV, DV, D - d, n_cols, BLOCK_D, BLOCK_V, DV % BLOCK_V == 0)
-            b_known = product(b_keys, b_part, b_known, KIND, 3)
+            b_known = product(b_keys, b_part, b_known, KIND, PARTS)
         return b_known
 
 
@@ -54,7 +54,7 @@ def gated_delta_rule_states_kernel(
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_bb, stride_bh, stride_bt,
     stride_ib, stride_ih, stride_id,
     KIND: tl.constexpr, COMPUTE: tl.constexpr, VARLEN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Writes the states at the chunks' starts [B, H_v, n_chunks, D, DV], the corrected values [B, H_v, T, DV] and the
     final state [N, H_v, D, DV], if it has a pointer. Without `inverse_ptr` values are not corrected."""
@@ -94,15 +94,15 @@ def gated_delta_rule_states_kernel(
         else:
             b_known = _by_state(
                 p_k + first * stride_kt, stride_kt, states_ptr + at * (D * DV) + v0, b_k, b_state, n_rows, n_cols,
-                KIND, COMPUTE, D, DV, WIDTH, BLOCK_D, BLOCK_V, CHUNK,
+                KIND, COMPUTE, D, DV, WIDTH, BLOCK_D, BLOCK_V, CHUNK, PARTS,
             )  # fmt: skip
             b_r = (b_v - b_known * (from_start(decay) * b_norm)[:, None]) * b_beta[:, None]
             b_inverse = tl.load(inverse_ptr + at * (CHUNK * CHUNK) + square)
-            b_u = product(b_inverse, b_r, tl.zeros([CHUNK, BLOCK_V], COMPUTE), KIND, 3)
+            b_u = product(b_inverse, b_r, tl.zeros([CHUNK, BLOCK_V], COMPUTE), KIND, PARTS)
         p_u = updates_ptr + (o_tokens + first) * DV + v0
         store_tile(p_u, DV, b_u, n_rows, n_cols, CHUNK, BLOCK_V, WHOLE)
         b_u *= (to_end(decay) * b_norm)[:, None]
-        b_state = product(tl.trans(b_k), b_u, b_state * of_chunk(decay), KIND, 3)
+        b_state = product(tl.trans(b_k), b_u, b_state * of_chunk(decay), KIND, PARTS)
     if final_ptr is not None:
         p_final = final_ptr + (tl.program_id(0) // n_blocks).to(tl.int64) * (D * DV) + v0
         store_tile(p_final, DV, b_state, D, n_cols, WIDTH, BLOCK_V, WHOLE)
@@ -116,10 +116,10 @@ def gated_delta_rule_dstates_kernel(
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_bb, stride_bh, stride_bt,
     stride_ob, stride_oh, stride_ot, stride_fb, stride_fh, stride_fd,
     KIND: tl.constexpr, COMPUTE: tl.constexpr, VARLEN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of the states at the chunks' ends [B, H_v, n_chunks, D, DV], of the initial state, and of
-    the values r that the triangle is solved for [B, H_v, T, DV]; `dr_ptr` holds what the kernel `du` wrote before."""
+    the values r that the triangle is solved for [B, H_v, T, DV]; `dr_ptr` holds what `prepare` wrote before."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale = b_zero + scale
     n_blocks = tl.cdiv(DV, BLOCK_V)
@@ -157,7 +157,7 @@ def gated_delta_rule_dstates_kernel(
         p_dr = dr_ptr + (o_tokens + first) * DV + v0
         b_du = _by_state(
             p_k + first * stride_kt, stride_kt, dstates_ptr + at * (D * DV) + v0, b_k, b_dstate, n_rows, n_cols,
-            KIND, COMPUTE, D, DV, WIDTH, BLOCK_D, BLOCK_V, CHUNK,
+            KIND, COMPUTE, D, DV, WIDTH, BLOCK_D, BLOCK_V, CHUNK, PARTS,
         )  # fmt: skip
         b_du *= (to_end(decay) * b_k_norm)[:, None]
         b_du += load_tile(p_dr, DV, n_rows, n_cols, CHUNK, BLOCK_V, WHOLE)
@@ -165,15 +165,15 @@ def gated_delta_rule_dstates_kernel(
         b_dstate *= of_chunk(decay)
         if inverse_ptr is not None:
             b_inverse = tl.load(inverse_ptr + at * (CHUNK * CHUNK) + square)
-            b_du = product(tl.trans(b_inverse), b_du, tl.zeros([CHUNK, BLOCK_V], COMPUTE), KIND, 3)
+            b_du = product(tl.trans(b_inverse), b_du, tl.zeros([CHUNK, BLOCK_V], COMPUTE), KIND, PARTS)
             b_beta = load_tokens(p_beta, first, stride_bt, n_rows, COMPUTE, CHUNK, 1.0)
             b_known = b_du * (b_left * b_beta * b_k_norm)[:, None]
-            b_dstate = product(tl.trans(b_k), -b_known, b_dstate, KIND, 3)
+            b_dstate = product(tl.trans(b_k), -b_known, b_dstate, KIND, PARTS)
         b_q = load_tile(p_q + first * stride_qt, stride_qt, n_rows, D, CHUNK, WIDTH, D == WIDTH)
         b_dout = load_tile(p_dout + first * stride_ot, stride_ot, n_rows, n_cols, CHUNK, BLOCK_V, WHOLE)
         b_q_norm = load_tokens(p_q_norm, first, 1, n_rows, COMPUTE, CHUNK, 1.0) * scale
         b_dout_q = b_dout.to(COMPUTE) * (b_left * b_q_norm)[:, None]
-        b_dstate = product(tl.trans(b_q), b_dout_q, b_dstate, KIND, 3)
+        b_dstate = product(tl.trans(b_q), b_dout_q, b_dstate, KIND, PARTS)
         store_tile(p_dr, DV, b_du, n_rows, n_cols, CHUNK, BLOCK_V, WHOLE)
     if dinitial_ptr is not None:
         p_dinitial = dinitial_ptr + (tl.program_id(0) // n_blocks).to(tl.int64) * (D * DV) + v0

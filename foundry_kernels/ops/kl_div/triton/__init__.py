@@ -11,13 +11,13 @@ import triton
 from torch import Tensor
 
 from foundry_kernels._triton.launch import Plan, launch
-from foundry_kernels._triton.operators import define
+from foundry_kernels._triton.operators import apply, define
 from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.rows import compute_dtype, contiguous, row_strides
 from foundry_kernels._triton.tuning import choose
+from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.cross_entropy.triton import configs
-from foundry_kernels.ops.kl_div.operators import BWD, FWD, make_backend
 from foundry_kernels.ops.kl_div.options import KlDivOptions
 from foundry_kernels.ops.kl_div.triton.kernels import kl_div_kernel
 
@@ -98,8 +98,29 @@ def fwd_bwd_(
     return loss
 
 
-kl_div = make_backend(
-    "triton_",
-    define(f"triton_{FWD}", _fwd, lambda logits, teacher, target, *_: _losses(logits, target)),
-    define(f"triton_{BWD}", _bwd, lambda dloss, logits, *_: _gradient(logits)),
+_INPUTS = f"Tensor logits, Tensor teacher_logits, Tensor target, {KlDivOptions.SCHEMA}"
+_kl_div_fwd = define(
+    f"triton_kl_div_fwd({_INPUTS}) -> Tensor loss", _fwd, lambda logits, teacher, target, *_: _losses(logits, target)
 )
+_kl_div_bwd = define(
+    f"triton_kl_div_bwd(Tensor dloss, {_INPUTS}) -> Tensor dlogits", _bwd, lambda dloss, logits, *_: _gradient(logits)
+)
+
+
+class _KlDiv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, teacher_logits: Tensor, target: Tensor, options: KlDivOptions) -> Tensor:
+        ctx.options = options.operator_args()
+        ctx.save_for_backward(logits, teacher_logits, target)
+        return _kl_div_fwd(logits, teacher_logits, target, *ctx.options)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> Any:
+        refuse_second_derivative("kl_div")
+        return _kl_div_bwd(dloss, *ctx.saved_tensors, *ctx.options), None, None, None
+
+
+def kl_div(logits: Tensor, teacher_logits: Tensor, target: Tensor, options: KlDivOptions) -> Tensor:
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return apply(_KlDiv, logits, teacher_logits, target, options)
+    return _kl_div_fwd(logits, teacher_logits, target, *options.operator_args())

@@ -15,14 +15,14 @@ import triton
 from torch import Tensor
 
 from foundry_kernels._triton.launch import Plan, launch
-from foundry_kernels._triton.operators import define
+from foundry_kernels._triton.operators import apply, define
 from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.rows import compute_dtype, contiguous, row_strides
 from foundry_kernels._triton.tuning import choose
+from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.cross_entropy.triton import configs
-from foundry_kernels.ops.log_probs.operators import BWD, FWD, make_backend
-from foundry_kernels.ops.log_probs.options import LogProbsOptions
+from foundry_kernels.ops.log_probs.options import LogProbsOptions, row_gradients
 from foundry_kernels.ops.log_probs.triton.kernels import log_probs_bwd_kernel, log_probs_fwd_kernel
 
 _FORWARD, _BACKWARD = 4096, 2048  # elements of a program's tile
@@ -153,8 +153,44 @@ def _bwd(
     return gradients(dlog_probs, dlse, dentropy, logits, target, lse, lse_low, options, _empty_bwd(logits))
 
 
-log_probs = make_backend(
-    "triton_",
-    define(f"triton_{FWD}", _fwd, _fake_fwd),
-    define(f"triton_{BWD}", _bwd, lambda g, c, b, logits, *_: _empty_bwd(logits)),
+_log_probs_fwd = define(
+    f"triton_log_probs_fwd(Tensor logits, Tensor target, {LogProbsOptions.SCHEMA}, bool save_entropy, bool save_lse, "
+    "bool save_low) -> (Tensor log_probs, Tensor entropy, Tensor lse, Tensor lse_low)",
+    _fwd,
+    _fake_fwd,
 )
+_log_probs_bwd = define(
+    "triton_log_probs_bwd(Tensor dlog_probs, Tensor? dlse, Tensor? dentropy, Tensor logits, Tensor target, Tensor lse, "
+    f"Tensor lse_low, {LogProbsOptions.SCHEMA}) -> Tensor dlogits",
+    _bwd,
+    lambda g, c, b, logits, *_: _empty_bwd(logits),
+)
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, options: LogProbsOptions) -> tuple[Tensor, ...]:
+        ctx.options = options.operator_args()
+        picked, entropy, lse, low = _log_probs_fwd(logits, target, *ctx.options, options.return_entropy, True, True)
+        ctx.set_materialize_grads(False)
+        ctx.returns = options.return_entropy, options.return_lse
+        ctx.save_for_backward(logits, target, entropy, lse, low)
+        return picked, entropy, lse
+
+    @staticmethod
+    def backward(ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None) -> Any:
+        refuse_second_derivative("log_probs")
+        logits, target, entropy, lse, low = ctx.saved_tensors
+        # torch.compile materializes the gradients of results that nobody gets.
+        dentropy, dlse = (d if returned else None for d, returned in zip((dentropy, dlse), ctx.returns, strict=True))
+        g, c, b = row_gradients(dlog_probs, dentropy, dlse, entropy, lse)
+        return _log_probs_bwd(g, c, b, logits, target, lse, low, *ctx.options), None, None
+
+
+def log_probs(logits: Tensor, target: Tensor, options: LogProbsOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    if torch.is_grad_enabled() and logits.requires_grad:
+        picked, entropy, lse = apply(_LogProbs, logits, target, options)
+    else:
+        wanted = (options.return_entropy, options.return_lse, False)
+        picked, entropy, lse, _ = _log_probs_fwd(logits, target, *options.operator_args(), *wanted)
+    return picked, entropy if options.return_entropy else None, lse if options.return_lse else None
