@@ -43,7 +43,7 @@ BackwardSpace backward_space(const AttentionBackward& a, bool deterministic) {
   const int width = width_of(a);
   const bool in_order = is_in_order(a, deterministic);
   const int64_t tiles = a.n_heads * count_query_tiles(a);
-  return {tiles * query_tile_of(width) * (width + 2),
+  return {tiles * (pieces_of(width) * kPieceFloats + 2 * query_tile_of(width)),
           (in_order ? tiles * pieces_of(width) + 1 : 0) + a.n_heads / a.group * a.n_sequences};
 }
 
@@ -60,7 +60,7 @@ cudaError_t attention_backward(const AttentionBackward& a, bool deterministic, i
   work.units = static_cast<int>(units);
   work.writers = column_blocks_of(width) * (work.in_order ? 2 : 8);
   work.dq = floats;
-  work.lse = floats + rows * width;
+  work.lse = floats + a.n_heads * query_tiles * pieces_of(width) * kPieceFloats;
   work.delta = work.lse + rows;
   work.done = integers;
   work.ticket = integers + a.n_heads / a.group * a.n_sequences;
@@ -71,6 +71,7 @@ cudaError_t attention_backward(const AttentionBackward& a, bool deterministic, i
   if (error == cudaSuccess)
     error = width == 64    ? launch_backward_of_width<64>(a, work, stream)
             : width == 128 ? launch_backward_of_width<128>(a, work, stream)
+            : width == 192 ? launch_backward_of_width<192>(a, work, stream)
                            : launch_backward_of_width<256>(a, work, stream);
   return error == cudaSuccess ? launch_after_backward(a, work, stream) : error;
 }

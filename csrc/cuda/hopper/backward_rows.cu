@@ -27,7 +27,7 @@ constexpr int kThreads = 256;
 
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads) backward_numbers(AttentionBackward a, BackwardWork work) {
-  constexpr int kQueries = query_tile_of(kWidth), kLanes = kWidth / 8, kAtOnce = 4 * kThreads / kLanes;
+  constexpr int kQueries = query_tile_of(kWidth), kLanes = value_width_of(kWidth) / 8, kAtOnce = 4 * kThreads / kLanes;
   const QueryTile tile = QueryTile::of<kQueries>(a, work, blockIdx.x);
   const Head h(a, tile.place.sequence, tile.head);
   const int first = tile.place.tile * kQueries;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads) backward_numbers(AttentionBackward a
 // Begins while the main kernel still runs, on multiprocessors without blocks of it, with the parts that are done.
 template <class T, int kWidth>
 __global__ void __launch_bounds__(128) backward_dq(AttentionBackward a, BackwardWork work) {
-  constexpr int kQueries = query_tile_of(kWidth), kPieces = pieces_of(kWidth);
+  constexpr int kQueries = query_tile_of(kWidth), kPieces = kQueries * kWidth / kPieceFloats;
   const int piece = static_cast<int>(blockIdx.x % kPieces), lane = threadIdx.x % 32;
   const QueryTile tile = QueryTile::of<kQueries>(a, work, blockIdx.x / kPieces);
   const Head h(a, tile.place.sequence, tile.head);
@@ -87,10 +87,11 @@ __global__ void __launch_bounds__(128) backward_dq(AttentionBackward a, Backward
 
   float sums[8][4] = {};
   if (h.end_key(last) > h.first_key(first)) {  // otherwise no block has added
-    const float* const from = work.dq + (tile.index * kPieces + piece) * kPieceFloats + threadIdx.x * 4;
-    FK_UNROLL for (int r = 0; r < 8; ++r) {
-      const Pack<float, 4> four = load<float, 4>(from + r * 512);
-      FK_UNROLL for (int e = 0; e < 4; ++e) sums[r][e] = four.values[e];
+    const float* const from = work.dq + (tile.index * pieces_of(kWidth) + piece) * kPieceFloats + threadIdx.x * 4;
+    FK_UNROLL for (int part = 0; part < (kWidth == 192 && piece == 2 ? 2 : 1); ++part)
+        FK_UNROLL for (int r = 0; r < 8; ++r) {
+      const Pack<float, 4> four = load<float, 4>(from + part * kPieceFloats + r * 512);
+      FK_UNROLL for (int e = 0; e < 4; ++e) sums[r][e] += four.values[e];
     }
   }
   const int column = kQueries == 64 ? piece * 64 : 0;
@@ -111,6 +112,7 @@ cudaError_t with_shape(const AttentionBackward& a, F&& launch) {
     const int width = width_of(a);
     return width == 64    ? launch(type, Constant<64>{})
            : width == 128 ? launch(type, Constant<128>{})
+           : width == 192 ? launch(type, Constant<192>{})
                           : launch(type, Constant<256>{});
   };
   return a.type == Dtype::bf16 ? of_type(Tag<__nv_bfloat16>{}) : of_type(Tag<__half>{});
@@ -130,7 +132,7 @@ cudaError_t launch_before_backward(const AttentionBackward& a, const BackwardWor
 cudaError_t launch_after_backward(const AttentionBackward& a, const BackwardWork& work, cudaStream_t stream) {
   return with_shape(a, [&](auto type, auto width) {
     constexpr int kWidth = decltype(width)::value;
-    const int64_t blocks = a.n_heads * work.query_tiles * pieces_of(kWidth);
+    const int64_t blocks = a.n_heads * work.query_tiles * (query_tile_of(kWidth) * kWidth / kPieceFloats);
     if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
     return launch_hopper(backward_dq<FK_TYPE(type), kWidth>, dim3(static_cast<unsigned>(blocks)), dim3(128), 0, stream,
                          true, a, work);
