@@ -161,7 +161,7 @@ def test_a_step_backward_is_short_and_hides_its_exponentials(width: int, dtype: 
 @needs_nvcc
 @pytest.mark.parametrize("source", nvcc.HOPPER, ids=lambda p: p.stem)
 def test_no_loop_uses_memory_of_a_thread(source: Path) -> None:
-    """The loop over tiles of rows reads and writes a number of its stack where one is allowed, those of a step never."""
+    """The loop over tiles of rows may read and write an allowed number of its stack; that of a step never does."""
     code = nvcc.machine_code(source, "90a")
     loops = {name: product_loops(text) for name, text in code.items()}
     assert any(loops.values()) or source.stem == "backward_rows"  # which multiplies no matrices
