@@ -14,10 +14,10 @@ namespace hopper {
 
 using tiles::kLog2e;
 
-// The kernel width for a head dimension. Boxes are padded with zeros.
+// The kernel width for head dimensions; 192 is for values of up to 128. Boxes are padded with zeros.
 inline int width_of(const AttentionInputs& a) {
   const int width = max(a.head_dim, a.head_dim_v);
-  return width <= 64 ? 64 : width <= 128 ? 128 : 256;
+  return width <= 64 ? 64 : width <= 128 ? 128 : a.head_dim <= 192 && a.head_dim_v <= 128 ? 192 : 256;
 }
 
 // Whether tensor maps can describe a tensor of the call: 16-byte chunks at multiples of 16 bytes.
