@@ -131,6 +131,7 @@ __device__ __forceinline__ void write_keys(const AttentionBackward& a, const Bac
   const int first = place.tile * kKeyTile + piece / (kPieces / 2) * 64;
   if (first >= h.k_len) return;
   Piece sum;
+#pragma unroll 1  // more shares at a time would spill
   for (int i = 0; i < work.splits; ++i)
     sum.add(part_at<kWidth>(a, work, of_dv, kv_head * work.splits + i, static_cast<int>(tile)) + piece * kPieceFloats);
   const HeadStrides& strides = of_dv ? a.dv_strides : a.dk_strides;
@@ -157,14 +158,15 @@ __global__ void __launch_bounds__(128) backward_results(AttentionBackward a, Bac
 
   Piece sum;
   if (h.end_key(last) > h.first_key(first)) {  // otherwise no block has added
-    const auto add = [&](int64_t index) {
-      const float* const from = work.dq + (index * pieces_of(kWidth) + piece) * kPieceFloats;
-      sum.add(from);
-      if (kWidth == 192 && piece == 2) sum.add(from + kPieceFloats);
+    const auto add = [&](int part) {
+      constexpr int kAll = pieces_of(kWidth);
+      sum.add(work.dq + (tile.index * kAll + part) * kPieceFloats);
+      if (work.pairs && work.in_order && tile.place.tile >= work.first_upper)
+        sum.add(work.dq + (upper_tile_at(a, work, h.head, h.n, tile.place.tile) * kAll + part) * kPieceFloats);
     };
-    add(tile.index);
-    if (work.pairs && work.in_order && tile.place.tile >= work.first_upper)
-      add(upper_tile_at(a, work, h.head, h.n, tile.place.tile));
+    add(piece);
+    if constexpr (kWidth == 192)
+      if (piece == 2) add(3);
   }
   sum.write<T>(
       a.dq, [&](int row) { return h.query_at(a.dq_strides, row); }, first + (kQueries == 64 ? 0 : piece * 64), last + 1,

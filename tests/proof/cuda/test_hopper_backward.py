@@ -255,7 +255,7 @@ def test_mistakes_are_found(name: str) -> None:
 #: In what only the kernel of 192 columns has.
 MISTAKES_OF_192 = {
     "the last columns from the first warpgroup's keys": ("2 * S::kKeyPanel + own_keys();", "2 * S::kKeyPanel;"),
-    "the last columns of one warpgroup alone": ("if (kWidth == 192 && piece == 2)", "if (false)"),
+    "the last columns of one warpgroup alone": ("if (piece == 2)", "if (false)"),
     "the last columns added to the first": ("(first ? 0 : 2)", "0"),
     "a turn passed on before the last columns": ("if (S::kTold && last)", "if (S::kTold && first)"),
     "dO as far apart as Q": ("base + S::kDout + stage * S::kDoutBytes", "base + S::kDout + stage * S::kQueryBytes"),
