@@ -15,7 +15,7 @@ from torch import Tensor
 
 HOPPER = ROOT / "csrc" / "cuda" / "hopper"
 SOURCES = [HOPPER / f"{name}.cu" for name in ("attention_backward", "backward_rows")]
-SOURCES += [HOPPER / f"attention_backward_{width}.cu" for width in (64, 128, 256)]
+SOURCES += [HOPPER / f"attention_backward_{width}.cu" for width in (64, 128, 192, 256)]
 HEADER = r'#include "((?:attention_)?backward\w*\.cuh)"\n'
 FAR = 1 << 30
 
@@ -24,7 +24,7 @@ def text() -> str:
     return as_one([*SOURCES, HERE / "hopper_backward.cu"])
 
 
-def broken(old: str, new: str) -> str:
+def broken(old: str, new: str, width: int = 128) -> str:
     """The source with `new` in place of `old`, which is in it or in its own headers, and with only one head width."""
 
     def inlined(match: re.Match[str]) -> str:
@@ -35,9 +35,10 @@ def broken(old: str, new: str) -> str:
         return re.sub(HEADER, inlined, header.read_text().replace("#pragma once", ""))
 
     seen: set[Path] = set()
-    source = re.sub(HEADER, inlined, as_one([SOURCES[0], SOURCES[1], SOURCES[3], HERE / "hopper_backward.cu"]))
+    kept = HOPPER / f"attention_backward_{width}.cu"
+    source = re.sub(HEADER, inlined, as_one([SOURCES[0], SOURCES[1], kept, HERE / "hopper_backward.cu"]))
     assert source.count(old) == 1, old
-    return re.sub(r"launch_backward_of_width<(64|256)>", "launch_backward_of_width<128>", source.replace(old, new))
+    return re.sub(r"launch_backward_of_width<\d+>", f"launch_backward_of_width<{width}>", source.replace(old, new))
 
 
 def load(source: str) -> ctypes.CDLL:
@@ -95,6 +96,13 @@ class Case:
     multiprocessors: int = 4
     batch_invariant: bool = False
     splits: tuple[int, int] = (0, 0)  # of a group's heads and of their rows; (0, 0): as the shape decides
+
+    @property
+    def width(self) -> int:
+        """Of the kernel."""
+        dim_v = self.dim_v or self.dim
+        width = max(self.dim, dim_v)
+        return 64 if width <= 64 else 128 if width <= 128 else 192 if self.dim <= 192 and dim_v <= 128 else 256
 
     @property
     def lengths(self) -> list[tuple[int, int]]:

@@ -31,8 +31,16 @@ ARCHITECTURES = ("80", "90a")
 #: The compiled sources and their architectures.
 JOBS = [*((source, arch) for source in KERNELS for arch in ARCHITECTURES), *((source, "90a") for source in HOPPER)]
 
-#: Allowed bytes of stack: two numbers, which are read once for each head and once at the end of masked tiles.
-STACK = {"attention_backward_tiles<bfloat16, 128, 4, false>": 8, "attention_backward_tiles<__half, 128, 4, false>": 8}
+#: Allowed bytes of stack: two numbers, which are read once for each head and once at the end of masked tiles; and of
+#: Hopper's forward kernels with options one, which is read and written once for a tile of rows.
+STACK = {
+    **{f"attention_backward_tiles<{dtype}, 128, 4, false>": 8 for dtype in ("bfloat16", "__half")},
+    **{
+        f"hopper::forward::attention_forward<{dtype}, hopper::forward::Shape<{width}, {width}, 0>, true>": 8
+        for dtype in ("bfloat16", "__half")
+        for width in (192, 256)
+    },
+}
 
 
 @dataclass(frozen=True)

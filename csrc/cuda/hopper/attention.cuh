@@ -14,10 +14,10 @@ namespace hopper {
 
 using tiles::kLog2e;
 
-// The kernel width for a head dimension. Boxes are padded with zeros.
+// The kernel width for head dimensions; 192 is for values of up to 128. Boxes are padded with zeros.
 inline int width_of(const AttentionInputs& a) {
   const int width = max(a.head_dim, a.head_dim_v);
-  return width <= 64 ? 64 : width <= 128 ? 128 : 256;
+  return width <= 64 ? 64 : width <= 128 ? 128 : a.head_dim <= 192 && a.head_dim_v <= 128 ? 192 : 256;
 }
 
 // Whether tensor maps can describe a tensor of the call: 16-byte chunks at multiples of 16 bytes.
@@ -89,15 +89,15 @@ __device__ __forceinline__ int64_t first_tile_of(const int32_t* starts, int64_t 
   return Head::bounded(starts[n], total) / size + n;
 }
 
+// kWays: sequences that a step compares, whose loads are independent.
+template <int kWays = 8>
 __device__ __forceinline__ TileOf find_tile(const int32_t* starts, int64_t total, int64_t n_sequences, int64_t tokens,
                                             int size, int64_t index) {
   if (!starts) {
     const int each = static_cast<int>((tokens + size - 1) / size), at = static_cast<int>(index);  // of a grid's blocks
     return {at / each, at % each};
   }
-  // The last sequence that begins at or before `index`: a step compares kWays of them, whose loads are independent.
-  constexpr int kWays = 8;
-  int low = 0;
+  int low = 0;  // the last sequence that begins at or before `index`
 #pragma unroll 1
   for (int count = static_cast<int>(n_sequences); count > 1;) {
     const int step = (count + kWays - 1) / kWays;

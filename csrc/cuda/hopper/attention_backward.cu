@@ -69,7 +69,8 @@ BackwardPlan plan_backward(const AttentionBackward& a, bool deterministic) {
 
 BackwardSpace backward_space(const AttentionBackward& a, const BackwardPlan& plan) {
   const int width = width_of(a), rows = query_tile_of(width);
-  return {count_sums(a, plan) * rows * width + a.n_heads * count_query_tiles(a) * rows * 2 + count_parts(a, plan),
+  return {count_sums(a, plan) * pieces_of(width) * kPieceFloats + a.n_heads * count_query_tiles(a) * rows * 2 +
+              count_parts(a, plan),
           count_counters(a, plan) + (a.starts_k ? 2 * count_units(a, plan.pairs) : 0)};
 }
 
@@ -92,7 +93,7 @@ cudaError_t attention_backward(const AttentionBackward& a, const BackwardPlan& p
   work.row_splits = plan.row_splits;
   work.heads = static_cast<int>(a.group) / plan.head_splits;
   work.dq = floats;
-  work.lse = floats + count_sums(a, plan) * query_tile_of(width) * width;
+  work.lse = floats + count_sums(a, plan) * pieces_of(width) * kPieceFloats;
   work.delta = work.lse + rows;
   work.parts = work.delta + rows;
   work.counters = count_counters(a, plan);
@@ -106,6 +107,7 @@ cudaError_t attention_backward(const AttentionBackward& a, const BackwardPlan& p
   if (error == cudaSuccess)
     error = width == 64    ? launch_backward_of_width<64>(a, work, stream)
             : width == 128 ? launch_backward_of_width<128>(a, work, stream)
+            : width == 192 ? launch_backward_of_width<192>(a, work, stream)
                            : launch_backward_of_width<256>(a, work, stream);
   return error == cudaSuccess ? launch_after_backward(a, work, stream) : error;
 }

@@ -82,7 +82,7 @@ __device__ __forceinline__ Work work_of(const AttentionForward& a, const Order& 
   const int n_heads = static_cast<int>(a.n_heads);
   if (!a.starts_q) return {head / n_heads, head % n_heads, row_tile * kRows};
   const TileOf found = has_order(a) ? tile_at(a, sequences, position)
-                                    : find_tile(a.starts_q, a.total_q, a.n_sequences, 0, kRows, row_tile);
+                                    : find_tile<2>(a.starts_q, a.total_q, a.n_sequences, 0, kRows, row_tile);
   return {found.sequence, head, found.tile < kFar ? found.tile * kRows : kFar};
 }
 

@@ -279,7 +279,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   __syncthreads();
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);  // known to be the same in all lanes
   if (warpgroup == 0) {
-    static_assert(S::kShared + 8 * (kMostOrdered + 1) <= (227 << 10), "shared memory");
     if (has_order(a)) order_sequences<S::kRows>(a, base + S::kShared);
     fewer_registers<S::kProducer>();
     if (threadIdx.x == 0) produce<S>(a, &q, &k, &v, order, base);

@@ -69,8 +69,9 @@ __device__ __forceinline__ void clear_behind(uint32_t base, int consumer, int th
                                              int n) {
   FK_UNROLL for (int landing = 0; landing < (S::kHalves ? 2 : 1); ++landing) mbarrier_wait_both(
       base + S::kQFull + 8 * (stage + landing), parity, base + S::kDoutFull + 8 * (stage + landing), parity);
-  const uint32_t tile = base + (consumer == 0 ? S::kQ : S::kDout) + stage * S::kQueryBytes;
-  clear_rows(tile, n, S::kQueries, S::kPanels, S::kQueryPanel, thread);
+  const int panels = consumer == 0 ? S::kPanels : S::kPanelsV;
+  const uint32_t tile = base + (consumer == 0 ? S::kQ : S::kDout) + stage * (panels * S::kQueryPanel);
+  clear_rows(tile, n, S::kQueries, panels, S::kQueryPanel, thread);
   FK_NAMED_BARRIER(1, 256);
 }
 
@@ -83,7 +84,9 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
   const int thread = threadIdx.x % 128, lane = thread % 32;
   // The first of the thread's two keys within the tile. With options registers are scarce, so cheap values are
   // recomputed.
-  const auto thread_again = [] { return static_cast<int>(S::kOptions ? tiles::hidden(threadIdx.x) : threadIdx.x); };
+  const auto thread_again = [] {
+    return static_cast<int>(S::kOptions || S::kThirds ? tiles::hidden(threadIdx.x) : threadIdx.x);
+  };
   const auto key_again = [&] {
     const int t = thread_again() - 128;
     return t / 32 * 16 + t % 32 / 4;
@@ -94,6 +97,9 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
   // For dq's matmul: the panel of K, and the panel of dS^T.
   const uint32_t dq_k = base + S::kK + (kQueries == 64 ? (2 * column_block + consumer) * S::kKeyPanel : 0);
   const uint32_t dq_scores = base + S::kScores + (kQueries == 64 ? 0 : consumer * S::kKeyPanel);
+  // The same of the last columns, along the warpgroup's own keys; recomputed, because registers are scarce.
+  const auto own_keys = [&] { return (thread_again() / 128 - 1) * 64 * kPanelBytes; };
+  const auto third_k = [&] { return base + S::kK + 2 * S::kKeyPanel + own_keys(); };
   const auto arrive = [&](uint32_t barrier) {
     if (lane == 0) mbarrier_arrive(base + barrier);
   };
@@ -101,7 +107,8 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
   uint32_t parity = 0;
 
   // Adds dq's piece of step `step`, which belongs to the query tile at index `place` among those of all heads.
-  const auto deliver = [&](const float (&dq)[32], int step, int place) {
+  // With thirds it comes in two parts, the second of which is the warpgroup's part of the last columns.
+  const auto deliver = [&](const float (&dq)[32], int step, int place, bool first = true, bool last = true) {
     if constexpr (S::kStaged) {
       const int buffer = 2 * consumer + step % 2;
       mbarrier_wait(base + S::kSumsFree + 8 * buffer, (step / 2 & 1) ^ 1);
@@ -115,11 +122,11 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
     }
     int64_t piece = static_cast<int64_t>(place) * S::kPieces + 2 * column_block + consumer;
     if constexpr (S::kTold) {
-      mbarrier_wait(base + S::kSumsFree + 8 * consumer, step & 1);  // wait for our turn
+      if (first) mbarrier_wait(base + S::kSumsFree + 8 * consumer, step & 1);  // wait for our turn
       piece = load_shared(words + 4 * (kPiece0 + consumer));
     }
     const bool stores = S::kTold && piece < 0;
-    float* const to = work.dq + (stores ? ~piece : piece) * kPieceFloats + thread * 4;
+    float* const to = work.dq + ((stores ? ~piece : piece) + (first ? 0 : 2)) * kPieceFloats + thread * 4;
     if (stores) {
       FK_UNROLL for (int r = 0; r < 8; ++r)
           store_four(to + r * 512, dq[4 * r], dq[4 * r + 1], dq[4 * r + 2], dq[4 * r + 3]);
@@ -127,7 +134,7 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
       FK_UNROLL for (int r = 0; r < 8; ++r)
           add_four(to + r * 512, dq[4 * r], dq[4 * r + 1], dq[4 * r + 2], dq[4 * r + 3]);
     }
-    if constexpr (S::kTold) {
+    if (S::kTold && last) {
       __syncwarp();
       arrive(S::kSumsFull + 8 * consumer);
     }
@@ -136,25 +143,31 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
 #pragma unroll 1
   for (uint32_t part = part_words(words, 0); part != part_words(words, block_word(words, kParts));
        part += 4 * kPartWords) {
-    float dk[S::kColumns / 2] = {}, dv[S::kColumns / 2] = {};
+    float dk[S::kColumns / 2] = {}, dv[S::kColumnsV / 2] = {};
     int tile = part_word(part, kStart), head = 0, place = 0;
     if (tile != part_word(part, kStop)) {
       bool begun = false;
       const uint32_t keys_parity = part == part_words(words, 0) ? 0 : 1;
       mbarrier_wait_both(base + S::kKFull, keys_parity, base + S::kVFull, keys_parity);
       if (a.starts_k && part_word(part, kKeysLeft) < kKeyTile) {
-        clear_rows(base + (consumer == 0 ? S::kK : S::kV), part_word(part, kKeysLeft), kKeyTile, S::kPanels,
-                   S::kKeyPanel, thread);
+        clear_rows(base + (consumer == 0 ? S::kK : S::kV), part_word(part, kKeysLeft), kKeyTile,
+                   consumer == 0 ? S::kPanels : S::kPanelsV, S::kKeyPanel, thread);
         FK_NAMED_BARRIER(1, 256);
       }
 #pragma unroll 1
       do {
-        const uint32_t q = base + S::kQ + stage * S::kQueryBytes, dout = base + S::kDout + stage * S::kQueryBytes;
+        const uint32_t q = base + S::kQ + stage * S::kQueryBytes, dout = base + S::kDout + stage * S::kDoutBytes;
         const uint32_t landing = 8 * (S::kHalves ? column_block : stage), other = 8 * (1 - column_block);
         if (a.starts_q && block_word(words, kQueryLength) < (tile + 1) * kQueries)
           clear_behind<S>(base, consumer, thread, stage, parity, block_word(words, kQueryLength) - tile * kQueries);
 
         float s[kQueries / 2], dp[kQueries / 2];
+        const auto multiply_dout = [&] {
+          mbarrier_wait(base + S::kDoutFull + landing, parity);
+          wgmma_fence();
+          multiply_rows<S, S::kPanelsV>(dp, own_v, dout, false);
+          wgmma_commit();
+        };
         if constexpr (S::kHalves) {
           const uint32_t k0 = 2 * S::kKeyPanel - column_block * 2 * S::kKeyPanel, k1 = 2 * S::kKeyPanel - k0;
           const uint32_t q0 = 2 * S::kQueryPanel - columns;
@@ -177,13 +190,10 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
           wgmma_fence();
           multiply_rows<S, S::kPanels>(s, own_k, q, false);
           wgmma_commit();
-          mbarrier_wait(base + S::kDoutFull + landing, parity);
-          wgmma_fence();
-          multiply_rows<S, S::kPanels>(dp, own_v, dout, false);
-          wgmma_commit();
+          if constexpr (!S::kThirds) multiply_dout();
         }
 
-        wgmma_wait<1>();
+        wgmma_wait<S::kThirds ? 0 : 1>();
         settle(s);
         if constexpr (S::kHalves) {
           __syncwarp();  // all lanes are past their waits
@@ -193,6 +203,7 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
         uint32_t weights[kQueries / 4], factors[kQueries / 4];
         weigh<S>(a, work, words, part, tile, head, key_again(), thread_again() % 4,
                  base + S::kLse + stage * S::kRowBytes, s, weights, factors);
+        if constexpr (S::kThirds) multiply_dout();
         wgmma_fence();
         add_rows<S>(dv, weights, dout + columns);
         wgmma_commit();
@@ -240,9 +251,17 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
         if (++stage == S::kStages) stage = 0, parity ^= 1;
         wgmma_wait<0>();
         settle(dq);
+        if constexpr (S::kThirds) {
+          if (begun) deliver(dq, count - 1, place, true, false);
+          wgmma_fence();
+          multiply_keys<S, 64>(dq, begun ? dq_scores + own_keys() + before * S::kScoreBytes : third_k(), third_k());
+          wgmma_commit();
+          wgmma_wait<0>();
+          settle(dq);
+        }
         if (begun) {
           arrive(S::kScoresFree + 8 * before);
-          deliver(dq, count - 1, place);
+          deliver(dq, count - 1, place, !S::kThirds);
         }
         if constexpr (!S::kInOrder)
           place = (block_word(words, kFirstHead) + head) * work.query_tiles + block_word(words, kFirstQueryTile) + tile;
@@ -260,18 +279,26 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
       settle(dq);
       settle(dk);
       settle(dv);
+      if constexpr (S::kThirds) {
+        deliver(dq, count - 1, place, true, false);
+        wgmma_fence();
+        multiply_keys<S, 64>(dq, dq_scores + own_keys() + last * S::kScoreBytes, third_k());
+        wgmma_commit();
+        wgmma_wait<0>();
+        settle(dq);
+      }
       arrive(S::kScoresFree + 8 * last);
       arrive(S::kKeysFree);
-      deliver(dq, count - 1, place);
+      deliver(dq, count - 1, place, !S::kThirds);
     }
 
     const int key_tile = part_word(part, kTile);
     if (work.splits > 1) {
-      const auto write = [&](bool of_dv, const float (&sums)[S::kColumns / 2]) {
+      const auto write = [&](bool of_dv, const auto& sums) {
         float* const to =
             part_at<S::kWidth>(a, work, of_dv, block_word(words, kShare), block_word(words, kFirstKeyTile) + key_tile) +
             (consumer * S::kPanels + column_block * 2) * kPieceFloats + thread * 4;
-        FK_UNROLL for (int i = 0; i < S::kColumns / 8; ++i)
+        FK_UNROLL for (int i = 0; i < static_cast<int>(sizeof(sums) / 16); ++i)
             store_four(to + i * 512, sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
       };
       write(false, dk);
@@ -282,13 +309,13 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
     h.kv_head = block_word(words, kKvHead);  // avoids a division
     FK_UNROLL for (int half = 0; half < 2; ++half) {
       const int row = key_tile * kKeyTile + key_again() + 8 * half;
-      const int first_column = column_block * S::kColumns;
-      const auto write = [&](void* data, const HeadStrides& strides, const float (&sums)[S::kColumns / 2], float factor,
-                             int width) {
+      const auto write = [&](void* data, const HeadStrides& strides, const auto& sums, float factor, int width) {
+        constexpr int kSums = sizeof(sums) / 4;
+        const int first_column = column_block * kSums * 2;
         T* const to = static_cast<T*>(data) + h.key_at(strides, row) + first_column;
-        tiles::write_row<T, S::kColumns>(row < h.k_len ? to : nullptr,
-                                         reinterpret_cast<const float (&)[S::kColumns / 8][4]>(sums), half, factor,
-                                         width - first_column, lane);
+        tiles::write_row<T, kSums * 2>(row < h.k_len ? to : nullptr,
+                                       reinterpret_cast<const float (&)[kSums / 4][4]>(sums), half, factor,
+                                       width - first_column, lane);
       };
       write(a.dk, a.dk_strides, dk, a.scale, a.head_dim);
       write(a.dv, a.dv_strides, dv, 1.f, a.head_dim_v);

@@ -16,14 +16,13 @@ struct BackwardMaps {
 template <class S>
 __device__ __forceinline__ void produce(const AttentionBackward& a, const BackwardWork& work, const BackwardMaps& maps,
                                         uint32_t base) {
-  constexpr int kAtOnce = S::kHalves ? 2 : S::kPanels;  // panels of Q and dO per copy
   const uint32_t words = base + S::kWords;
   const int batch = a.starts_q ? 0 : block_word(words, kSequence), kv_head = block_word(words, kKvHead);
   const int first_head = block_word(words, kFirstHead), column_block = S::kHalves ? block_word(words, kColumnBlock) : 0;
-  const auto load_keys = [&](uint32_t to, const TensorMap* map, uint32_t full, uint32_t part) {
-    mbarrier_expect(base + full, S::kKeyBytes);
+  const auto load_keys = [&](uint32_t to, const TensorMap* map, uint32_t full, int panels, uint32_t part) {
+    mbarrier_expect(base + full, panels * S::kKeyPanel);
     const int token = block_word(words, kKeyStart) + part_word(part, kTile) * kKeyTile;
-    FK_UNROLL for (int panel = 0; panel < S::kPanels; ++panel)
+    FK_UNROLL for (int panel = 0; panel < panels; ++panel)
         tma_load(base + to + panel * S::kKeyPanel, map, base + full, panel * kPanel, token, kv_head, batch);
   };
   int stage = 0;
@@ -33,28 +32,29 @@ __device__ __forceinline__ void produce(const AttentionBackward& a, const Backwa
     const int token = block_word(words, kQueryStart) + walk.tile * S::kQueries;
     const int64_t row = query_tile_at(work, head, block_word(words, kFirstQueryTile), walk.tile) * S::kQueries;
     const auto load_queries = [&](uint32_t to, const TensorMap* map, uint32_t full, uint32_t free, const float* numbers,
-                                  uint32_t numbers_to, int landing) {
+                                  uint32_t numbers_to, int landing, int panels) {
+      const int at_once = S::kHalves ? 2 : panels;
       // Of the halves, the one used only for S and dP comes first, because its buffer is free first.
       const int first = S::kHalves ? 2 * landing : 0;
       const bool last = !S::kHalves || landing == column_block;
       full = base + full + 8 * landing;
       mbarrier_wait(base + free + 8 * landing, parity);
-      mbarrier_expect(full, kAtOnce * S::kQueryPanel + (last ? S::kRowBytes : 0));
-      FK_UNROLL for (int panel = 0; panel < kAtOnce; ++panel)
-          tma_load(base + to + stage * S::kQueryBytes + (first + panel) * S::kQueryPanel, map, full,
+      mbarrier_expect(full, at_once * S::kQueryPanel + (last ? S::kRowBytes : 0));
+      FK_UNROLL for (int panel = 0; panel < at_once; ++panel)
+          tma_load(base + to + stage * (panels * S::kQueryPanel) + (first + panel) * S::kQueryPanel, map, full,
                    (first + panel) * kPanel, token, head, batch);
       if (last) bulk_load(base + numbers_to + stage * S::kRowBytes, numbers + row, S::kRowBytes, full);
     };
     const bool begins = walk.begins_part();
     if (begins) {
       if (walk.part != part_words(words, 0)) mbarrier_wait(base + S::kKeysFree, 0);
-      load_keys(S::kK, maps.k, S::kKFull, walk.part);
+      load_keys(S::kK, maps.k, S::kKFull, S::kPanels, walk.part);
     }
     FK_UNROLL for (int half = 0; half < (S::kHalves ? 2 : 1); ++half) {
       const int landing = !S::kHalves ? stage : half == 0 ? 1 - column_block : column_block;
-      load_queries(S::kQ, maps.q, S::kQFull, S::kQFree, work.lse, S::kLse, landing);
-      if (begins && half == 0) load_keys(S::kV, maps.v, S::kVFull, walk.part);
-      load_queries(S::kDout, maps.dout, S::kDoutFull, S::kDoutFree, work.delta, S::kDelta, landing);
+      load_queries(S::kQ, maps.q, S::kQFull, S::kQFree, work.lse, S::kLse, landing, S::kPanels);
+      if (begins && half == 0) load_keys(S::kV, maps.v, S::kVFull, S::kPanelsV, walk.part);
+      load_queries(S::kDout, maps.dout, S::kDoutFull, S::kDoutFree, work.delta, S::kDelta, landing, S::kPanelsV);
     }
     if (++stage == S::kStages) stage = 0, parity ^= 1;
   }

@@ -48,7 +48,7 @@ __device__ __forceinline__ void write_places(const AttentionBackward& a, const B
 
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads) backward_numbers(AttentionBackward a, BackwardWork work) {
-  constexpr int kQueries = query_tile_of(kWidth), kLanes = kWidth / 8, kAtOnce = 4 * kThreads / kLanes;
+  constexpr int kQueries = query_tile_of(kWidth), kLanes = value_width_of(kWidth) / 8, kAtOnce = 4 * kThreads / kLanes;
   for (int64_t i = blockIdx.x * kThreads + threadIdx.x; i < work.counters; i += gridDim.x * kThreads) work.done[i] = 0;
   if (a.starts_k && blockIdx.x < a.n_sequences && threadIdx.x < 32) write_places(a, work, blockIdx.x, threadIdx.x);
   const QueryTile tile = QueryTile::of<kQueries>(a, work, blockIdx.x);
@@ -131,6 +131,7 @@ __device__ __forceinline__ void write_keys(const AttentionBackward& a, const Bac
   const int first = place.tile * kKeyTile + piece / (kPieces / 2) * 64;
   if (first >= h.k_len) return;
   Piece sum;
+#pragma unroll 1  // more shares at a time would spill
   for (int i = 0; i < work.splits; ++i)
     sum.add(part_at<kWidth>(a, work, of_dv, kv_head * work.splits + i, static_cast<int>(tile)) + piece * kPieceFloats);
   const HeadStrides& strides = of_dv ? a.dv_strides : a.dk_strides;
@@ -142,7 +143,7 @@ __device__ __forceinline__ void write_keys(const AttentionBackward& a, const Bac
 // Begins while the main kernel still runs, on multiprocessors without blocks of it, with the parts that are done.
 template <class T, int kWidth>
 __global__ void __launch_bounds__(128) backward_results(AttentionBackward a, BackwardWork work) {
-  constexpr int kQueries = query_tile_of(kWidth), kPieces = pieces_of(kWidth);
+  constexpr int kQueries = query_tile_of(kWidth), kPieces = kQueries * kWidth / kPieceFloats;
   const int64_t of_queries = a.n_heads * work.query_tiles * kPieces;
   if (blockIdx.x >= of_queries) return write_keys<T, kWidth>(a, work, blockIdx.x - of_queries);
   const int piece = static_cast<int>(blockIdx.x % kPieces);
@@ -157,9 +158,15 @@ __global__ void __launch_bounds__(128) backward_results(AttentionBackward a, Bac
 
   Piece sum;
   if (h.end_key(last) > h.first_key(first)) {  // otherwise no block has added
-    sum.add(work.dq + (tile.index * kPieces + piece) * kPieceFloats);
-    if (work.pairs && work.in_order && tile.place.tile >= work.first_upper)
-      sum.add(work.dq + (upper_tile_at(a, work, h.head, h.n, tile.place.tile) * kPieces + piece) * kPieceFloats);
+    const auto add = [&](int part) {
+      constexpr int kAll = pieces_of(kWidth);
+      sum.add(work.dq + (tile.index * kAll + part) * kPieceFloats);
+      if (work.pairs && work.in_order && tile.place.tile >= work.first_upper)
+        sum.add(work.dq + (upper_tile_at(a, work, h.head, h.n, tile.place.tile) * kAll + part) * kPieceFloats);
+    };
+    add(piece);
+    if constexpr (kWidth == 192)
+      if (piece == 2) add(3);
   }
   sum.write<T>(
       a.dq, [&](int row) { return h.query_at(a.dq_strides, row); }, first + (kQueries == 64 ? 0 : piece * 64), last + 1,
@@ -175,6 +182,7 @@ cudaError_t with_shape(const AttentionBackward& a, F&& launch) {
     const int width = width_of(a);
     return width == 64    ? launch(type, Constant<64>{})
            : width == 128 ? launch(type, Constant<128>{})
+           : width == 192 ? launch(type, Constant<192>{})
                           : launch(type, Constant<256>{});
   };
   return a.type == Dtype::bf16 ? of_type(Tag<__nv_bfloat16>{}) : of_type(Tag<__half>{});
@@ -195,7 +203,7 @@ cudaError_t launch_after_backward(const AttentionBackward& a, const BackwardWork
   return with_shape(a, [&](auto type, auto width) {
     constexpr int kWidth = decltype(width)::value;
     const int64_t of_keys = work.splits > 1 ? a.n_heads / a.group * 2 * work.key_tiles * (2 * kWidth / 64) : 0;
-    const int64_t blocks = a.n_heads * work.query_tiles * pieces_of(kWidth) + of_keys;
+    const int64_t blocks = a.n_heads * work.query_tiles * (query_tile_of(kWidth) * kWidth / kPieceFloats) + of_keys;
     if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
     return launch_hopper(backward_results<FK_TYPE(type), kWidth>, dim3(static_cast<unsigned>(blocks)), dim3(128), 0,
                          stream, true, a, work);

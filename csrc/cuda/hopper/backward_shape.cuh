@@ -13,22 +13,25 @@ struct BackwardShape {
   static constexpr int kWidth = kWidth_;
   static constexpr bool kOptions = kOptions_;  // soft cap and ALiBi
   static constexpr int kQueries = query_tile_of(kWidth), kColumnBlocks = column_blocks_of(kWidth);
-  static constexpr int kColumns = kWidth / kColumnBlocks, kPanels = kWidth / kPanel;
+  static constexpr int kColumns = kWidth / kColumnBlocks, kPanels = kWidth / kPanel;  // of dk, dq; K, Q
+  static constexpr int kColumnsV = value_width_of(kWidth) / kColumnBlocks, kPanelsV = value_width_of(kWidth) / kPanel;
+  static constexpr bool kThirds = kWidth == 192;       // a warpgroup computes 64 columns of dq, and half of the last 64
   static constexpr bool kHalves = kColumnBlocks == 2;  // Q and dO are copied, and freed, 128 columns at a time
   static constexpr int kPieces = pieces_of(kWidth);
   // How dq is added. In any order: by the computing warpgroups from registers. By turns: through shared memory with
   // bulk copies or, if shared memory is full, by the computing warpgroups, which are told when their turn comes.
-  static constexpr bool kInOrder = kInOrder_, kStaged = kInOrder && !kHalves, kTold = kInOrder && kHalves;
-  static constexpr int kStages = kHalves ? 1 : kStaged ? 2 : 3;  // of Q and dO
-  static constexpr int kLandings = kHalves ? 2 : kStages;        // barriers of Q and of dO
-  static constexpr bool kWeightsRounded = kWidth == 64;          // dS uses the P that dV does, to save registers
+  static constexpr bool kInOrder = kInOrder_, kTold = kInOrder && kWidth > 128, kStaged = kInOrder && !kTold;
+  static constexpr int kStages = kHalves ? 1 : kStaged || kThirds ? 2 : 3;  // of Q and dO
+  static constexpr int kLandings = kHalves ? 2 : kStages;                   // barriers of Q and of dO
+  static constexpr bool kWeightsRounded = kWidth == 64 || kThirds;  // dS uses the P that dV does, to save registers
 
   static constexpr uint32_t kKeyPanel = kKeyTile * kPanelBytes, kQueryPanel = kQueries * kPanelBytes;
   static constexpr uint32_t kKeyBytes = kPanels * kKeyPanel, kQueryBytes = kPanels * kQueryPanel;
+  static constexpr uint32_t kValueBytes = kPanelsV * kKeyPanel, kDoutBytes = kPanelsV * kQueryPanel;
   static constexpr uint32_t kScoreBytes = kKeyTile * kQueries * 2, kPieceBytes = kPieceFloats * 4;
   static constexpr uint32_t kRowBytes = kQueries * 4;
-  static constexpr uint32_t kK = 0, kV = kK + kKeyBytes, kQ = kV + kKeyBytes, kDout = kQ + kStages * kQueryBytes,
-                            kScores = kDout + kStages * kQueryBytes, kSums = kScores + 2 * kScoreBytes,
+  static constexpr uint32_t kK = 0, kV = kK + kKeyBytes, kQ = kV + kValueBytes, kDout = kQ + kStages * kQueryBytes,
+                            kScores = kDout + kStages * kDoutBytes, kSums = kScores + 2 * kScoreBytes,
                             kLse = kSums + (kStaged ? 4 * kPieceBytes : 0), kDelta = kLse + kStages * kRowBytes,
                             kBarriers = kDelta + kStages * kRowBytes;
   // Barriers. Full: data has arrived. Free: it may be overwritten.
@@ -51,19 +54,19 @@ __device__ __forceinline__ void multiply_rows(float (&d)[S::kQueries / 2], uint3
 }
 
 // sums (64 keys, kColumns) += scores^T in registers x rows of Q or dO.
-template <class S>
-__device__ __forceinline__ void add_rows(float (&sums)[S::kColumns / 2], const uint32_t (&scores)[S::kQueries / 4],
+template <class S, int kColumns>
+__device__ __forceinline__ void add_rows(float (&sums)[kColumns], const uint32_t (&scores)[S::kQueries / 4],
                                          uint32_t rows) {
   const uint64_t right = matrix(rows, S::kQueryPanel);
-  FK_UNROLL for (int k = 0; k < S::kQueries / 16; ++k)
-      Wgmma<S::kColumns>::template registers<typename S::T, true>(sums, scores + 4 * k, further(right, k * 2048), true);
+  FK_UNROLL for (int k = 0; k < S::kQueries / 16; ++k) Wgmma<2 * kColumns>::template registers<typename S::T, true>(
+      sums, scores + 4 * k, further(right, k * 2048), true);
 }
 
-// dq (64 queries, 64 columns) = a panel of dS^T, transposed, x a panel of K, along the block's keys.
-template <class S>
+// dq (64 queries, 64 columns) = a panel of dS^T, transposed, x a panel of K, along kKeys keys.
+template <class S, int kKeys = kKeyTile>
 __device__ __forceinline__ void multiply_keys(float (&dq)[32], uint32_t scores, uint32_t keys) {
   const uint64_t left = matrix(scores, kSwizzleBytes), right = matrix(keys, kSwizzleBytes);
-  FK_UNROLL for (int k = 0; k < kKeyTile / 16; ++k) Wgmma<64>::template shared<typename S::T, true, true>(
+  FK_UNROLL for (int k = 0; k < kKeys / 16; ++k) Wgmma<64>::template shared<typename S::T, true, true>(
       dq, further(left, k * 2048), further(right, k * 2048), k > 0);
 }
 

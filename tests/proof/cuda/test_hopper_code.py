@@ -31,8 +31,14 @@ FORWARD = {
 CAPPED = 690
 
 #: Backward by width: all instructions of the loop without options, of sums in any order and in order (the sketch's: 783
-#: and 812, 497 and 524, and 575 in order), its products and its exponentials.
-BACKWARD = {64: ((925, 955), 32, 64), 128: ((570, 605), 32, 32), 256: ((0, 670), 48, 32)}
+#: and 812, 497 and 524, and 575 in order), its products, its exponentials, and how many of them are hidden at least. At
+#: 192 wide, registers suffice only if dP^T follows the weights; the other warpgroup's matmuls run beside them.
+BACKWARD = {
+    64: ((925, 955), 32, 64, 64),
+    128: ((570, 605), 32, 32, 32),
+    192: ((0, 840), 40, 32, 0),
+    256: ((0, 670), 48, 32, 32),
+}
 BACKWARD_REGISTERS = 168
 
 
@@ -47,8 +53,8 @@ def backward_kernel(dtype: str, width: int, options: bool, in_order: bool) -> st
 
 
 def orders(width: int) -> tuple[bool, ...]:
-    """Whether dq is added up in order: at 256 wide it always is."""
-    return (True,) if width == 256 else (False, True)
+    """Whether dq is added up in order: at 192 and 256 wide it always is."""
+    return (True,) if width > 128 else (False, True)
 
 
 def plain_loop(code: str) -> Loop:
@@ -143,20 +149,25 @@ def test_a_step_backward_is_short_and_hides_its_exponentials(width: int, dtype: 
     code = nvcc.machine_code(FOLDER / f"attention_backward_{width}.cu", "90a")[
         backward_kernel(dtype, width, False, in_order)
     ]
-    most, products, exponentials = BACKWARD[width]
+    most, products, exponentials, hidden = BACKWARD[width]
     loops = [loop for loop in product_loops(code) if loop.products == products]
     loop = min(loops, key=lambda loop: loop.instructions)
     print(loop)
-    assert loop.hidden == loop.exponentials == exponentials
+    assert loop.exponentials == exponentials
+    assert loop.hidden >= hidden
     assert loop.instructions <= most[in_order]
 
 
 @needs_nvcc
 @pytest.mark.parametrize("source", nvcc.HOPPER, ids=lambda p: p.stem)
 def test_no_loop_uses_memory_of_a_thread(source: Path) -> None:
-    loops = [loop for code in nvcc.machine_code(source, "90a").values() for loop in product_loops(code)]
-    assert loops or source.stem == "backward_rows"  # which multiplies no matrices
-    assert [loop for loop in loops if loop.local] == []
+    """The loop over tiles of rows may read and write an allowed number of its stack; that of a step never does."""
+    code = nvcc.machine_code(source, "90a")
+    loops = {name: product_loops(text) for name, text in code.items()}
+    assert any(loops.values()) or source.stem == "backward_rows"  # which multiplies no matrices
+    for name, several in loops.items():
+        assert [x for x in several if x.local > nvcc.STACK.get(name, 0) // 4] == []
+        assert [x for x in several[:3] if x.local] == []
 
 
 SERIALISED = """

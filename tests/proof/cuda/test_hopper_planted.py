@@ -242,8 +242,8 @@ PLANTED = {
         "more arrivals",
     ),
     "values copied as wide as keys": (
-        "S::kPanelsV,\n               S",
-        "S::kPanels,\n               S",
+        "S::kPanelsV, S::kKPanel",
+        "S::kPanels, S::kKPanel",
         192,
         False,
         "race|fills",
