@@ -96,3 +96,16 @@ def scales(
     found = torch.autograd.grad(y, leaves, cotangents[0].square())
     sizes = {"output 0": y, **dict(zip(names, found, strict=True))}
     return {n: float(each.detach().max().sqrt()) for n, each in sizes.items() if each.numel()}
+
+
+def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
+    """One of each kind: 16 bits with float32 adapters, of low and of high rank and with dropout; float32."""
+    low, float32 = torch.bfloat16, torch.float32
+    shape = (8192,), 4096, 4096
+    return (
+        (make_case(*shape, 16, "compiled"), low),
+        (make_case(*shape, 256, "compiled"), low),
+        (make_case(*shape, 16, "compiled-dropout", **_DROPOUT), low),
+        (make_case(*shape, 16, "compiled"), torch.float16),
+        (make_case(*shape, 64, "compiled"), float32),
+    )
