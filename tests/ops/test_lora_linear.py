@@ -34,8 +34,8 @@ def layers(width: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], 
 def test_layers_that_share_x(backend: str, dropout: dict[str, Any]) -> None:
     """Outputs and the gradients of adapters are those of each layer by itself, and x has the sum of their gradients;
     x and x A^T are saved once."""
-    weights, a, b = layers(40, torch.bfloat16)
-    x = torch.randn(2, 9, 40).bfloat16().requires_grad_()
+    weights, a, b = layers(40, torch.float32)
+    x = torch.randn(2, 9, 40, requires_grad=True)
     scales = [0.5, 1.0, 2.0]
     with saved_tensors() as saved:
         together = fk.lora_linears(x, weights, a, b, scales=scales, **dropout, backend=backend)
@@ -46,9 +46,7 @@ def test_layers_that_share_x(backend: str, dropout: dict[str, Any]) -> None:
     cotangents = [torch.randn_like(y) for y in own]
     found = torch.autograd.grad(together, [x, *a, *b], cotangents)
     expected = torch.autograd.grad(own, [x, *a, *b], cotangents)
-    for got, want in zip((*together, *found[1:]), (*own, *expected[1:]), strict=True):
-        torch.testing.assert_close(got, want)
-    torch.testing.assert_close(found[0], expected[0], rtol=0.02, atol=0.02)  # which is rounded more often
+    torch.testing.assert_close((*together, *found), (*own, *expected))
     if backend != "reference":
         given = {t.data_ptr() for t in (*weights, *a, *b)}
         kept = {t.data_ptr(): t.numel() for t in saved if t.data_ptr() not in given}

@@ -39,9 +39,9 @@ _DROPOUT: dict[str, Any] = {"dropout_p": 0.25, "dropout_seed": 0x123456789ABCDEF
 
 CASES: dict[str, tuple[Case, ...]] = {
     "lora_linear": (
-        make_case((1,), 1, 1, 1),
-        make_case((3,), 40, 48, 4, scale=2.0),
         make_case((2, 9), 33, 17, 5, "bias", biased=True, scale=-0.5),
+        make_case((1,), 1, 1, 1),
+        make_case((6,), 40, 48, 4, scale=2.0),
         make_case((19,), 64, 32, 16, "base", based=True),
         make_case((), 24, 7, 3, "vector"),
         make_case((0,), 16, 8, 4, "no-rows"),
