@@ -22,7 +22,7 @@ _up_ = torch.ops.foundry_kernels.lora_up_.default
 
 def _by_pytorch(x: Tensor, a: Tensor, seed: Tensor | None) -> bool:
     """Whether PyTorch's float32 matmuls may replace the kernels'."""
-    if a.dtype != torch.float32 or seed is not None or invariance.on:
+    if a.dtype != torch.float32 or seed is not None or invariance.on or torch.is_autocast_enabled("cpu"):
         return False
     return not is_subclass(x) and not is_dynamo_compiling()
 
@@ -45,10 +45,7 @@ def _add_to(base: Tensor, t: Tensor, b: Tensor, scale: float, dropout_p: float, 
 
 
 _PRODUCTS = autograd.Products(
-    _down_of,
-    torch.ops.foundry_kernels.lora_up.default,
-    _add_to,
-    torch.ops.foundry_kernels.lora_outer.default,
+    _down_of, torch.ops.foundry_kernels.lora_up.default, torch.ops.foundry_kernels.lora_outer.default, _add_to
 )
 
 lora_linear = partial(autograd.lora_linear, _PRODUCTS)
