@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
@@ -29,6 +28,8 @@ import foundry_kernels as fk
 
 def make_model(options: argparse.Namespace, device: str) -> Any:
     """The frozen model, quantised if asked, with adapters on all of its linear layers."""
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
     torch.manual_seed(0)
     folder = options.model
     if folder is None:

@@ -65,7 +65,8 @@ class Saved:
 
     outputs: the indices of outputs that are saved. never: arguments that are not. per_row: by argument, how many
     numbers are saved for each of its rows. gradients: arguments whose gradient the forward pass may have made and saves
-    in their place. more: other numbers that are saved, from the arguments and options.
+    in their place. more: other numbers that are saved, from the arguments and options. made: the numbers that a
+    backward pass makes on its way to a gradient.
     """
 
     outputs: tuple[int, ...] = ()
@@ -73,6 +74,7 @@ class Saved:
     per_row: Mapping[str, int] = field(default_factory=dict)
     gradients: tuple[str, ...] = ()
     more: Callable[[Tensors, Options], int] | None = None
+    made: Callable[[Tensors, Options], int] | None = None
 
 
 class Cases(Protocol):

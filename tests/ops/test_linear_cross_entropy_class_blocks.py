@@ -8,6 +8,7 @@ from table import saved_tensors
 
 import foundry_kernels as fk
 from foundry_kernels.core import extension
+from foundry_kernels.core.registry import no_direct_call
 from foundry_kernels.ops._linear_loss import chunks, class_blocks, sizes
 from foundry_kernels.ops._linear_loss.problem import TILES, Call, Inputs, Needs
 from foundry_kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
@@ -34,6 +35,7 @@ def test_several_blocks_of_classes(
     monkeypatch.setattr(sizes, "_LEAST_CLASSES", 16)
     monkeypatch.setattr(sizes, "_LOGITS", 16)
     if low:
+        monkeypatch.setattr(LINEAR_CROSS_ENTROPY, "direct", no_direct_call)
         monkeypatch.setattr(sizes, "SMALL", 0)
         monkeypatch.setattr(chunks, "fast_products", lambda dtype: True)
     assert_parity(LINEAR_CROSS_ENTROPY, case, backend="native", dtype=dtype)
@@ -102,6 +104,7 @@ def test_who_takes_which_strategy(
 ) -> None:  # fmt: skip
     """Tiles of tokens too many for a single chunk, where products of bfloat16 are so fast that a fourth takes less time
     than the weight's gradient does to be summed: here they are said to be."""
+    monkeypatch.setattr(LINEAR_CROSS_ENTROPY, "direct", no_direct_call)
     monkeypatch.setattr(sizes, "_FAST_PRODUCTS", True)
     monkeypatch.setattr(sizes, "_TILES_ARE_FASTER", matrices)
     monkeypatch.setattr(sizes, "_ONE_CHUNK", 2 * 20 * 30 - 1)
@@ -113,6 +116,7 @@ def test_who_takes_which_strategy(
 
 def test_a_single_chunk_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients are complete as they are made: no float32 copy of the weight's is kept, unless it is small."""
+    monkeypatch.setattr(LINEAR_CROSS_ENTROPY, "direct", no_direct_call)
     monkeypatch.setattr(sizes, "SMALL", 0)
     monkeypatch.setattr(sizes, "_FAST_PRODUCTS", True)
     monkeypatch.setattr(sizes, "_ONE_CHUNK", 2 * 20 * 30)
@@ -132,6 +136,7 @@ def test_a_single_chunk_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_single_chunk_in_bfloat16(case: fk.testing.Case, low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "_FAST_PRODUCTS", True)
     if low:
+        monkeypatch.setattr(LINEAR_CROSS_ENTROPY, "direct", no_direct_call)
         monkeypatch.setattr(sizes, "SMALL", 0)
         monkeypatch.setattr(chunks, "fast_products", lambda dtype: True)
     assert_parity(LINEAR_CROSS_ENTROPY, case, backend="native", dtype=torch.bfloat16)

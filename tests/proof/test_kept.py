@@ -46,7 +46,8 @@ def test_what_is_saved(row: Row) -> None:
             allowed = sum(given[n].numel() for n in said.gradients if n in given)  # in place of all else
             assert not kept & {*said.gradients} or case.options.get("return_lse"), f"{case.id}: {sorted(kept)}"
         else:
-            allowed = 0 if said.more is None else said.more(args, case.options)
+            allowed = 0
+        allowed += 0 if said.more is None else said.more(args, case.options)
         allowed += sum(n * math.prod(case.args[name].shape[:-1]) for name, n in said.per_row.items())  # type: ignore[union-attr]
         assert sum(t.numel() for t in others) <= allowed + 2, f"{case.id}: {[tuple(t.shape) for t in others]}"
 
@@ -87,7 +88,7 @@ def test_one_gradient_alone(row: Row) -> None:
                 (found,) = torch.autograd.grad([o for o, _ in pairs], [own[name]], [c for _, c in pairs])  # type: ignore[list-item]
             if len(pairs) == len(cotangents):
                 torch.testing.assert_close(found, expected)
-            thin = said.more(args, case.options) if row.op.name == "lora_linear" and said.more else 0  # s dy B
-            assert made.numbers <= found.numel() + thin + 2, (
+            on_the_way = 0 if said.made is None else said.made(args, case.options)
+            assert made.numbers <= found.numel() + on_the_way + 2, (
                 f"{case.id}: {made.numbers} numbers for the gradient of {name}"
             )

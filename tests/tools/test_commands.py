@@ -42,6 +42,7 @@ HELP = [
     ("foundry_kernels.diagnostics", "initialization", "--schemes"),
     ("examples.grpo", "", "--steps"),
     ("examples.hybrid", "", "--steps"),
+    ("examples.lora", "", "--bits"),
     ("benchmarks", "", "compare"),
     ("benchmarks", "report", "RUN.json"),
     ("benchmarks", "compare", "--fail-above"),

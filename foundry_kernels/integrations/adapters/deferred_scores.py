@@ -230,7 +230,7 @@ def _sub(s: Scores, other: Any) -> Scores | None:
 
 
 def _masked_fill(s: Scores, mask: Any, value: Any) -> Scores | None:
-    """Scores that are set to a low number: as a bias, beside which a score counts nothing."""
+    """Scores that are set to a low number: as a bias, beside which a score has no weight."""
     low = constant(value)
     if s.soft or low is None or not low <= HIDDEN or not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         return None
@@ -253,7 +253,7 @@ def _where(s: Scores, mask: Any, first: Any, second: Any, at: int) -> Scores | N
 
 
 def _maximum(s: Scores, other: Any) -> Scores | None:
-    """A lower bound that no score is below, but for a mask."""
+    """A lower bound below which no score lies, except for a mask."""
     least = constant(other)
     if s.soft or least is None or not least <= torch.finfo(s.dtype).min:
         return None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.ops._linear_loss.sizes import SMALL, SUMMED24
 from foundry_kernels.ops.cross_entropy.cases import IGNORED, class_weights, targets
 from foundry_kernels.testing import Arg, Case, normal
 
@@ -83,6 +84,18 @@ def pair_cases(case: Callable[..., Case], note: str, **options: Any) -> tuple[Ca
         ),
         case((40,), 8, 50, f"{note}-float32", rank=4, wide=True, frozen=("weight",), **options),
     )
+
+
+def of_few(args: Mapping[str, Tensor | None], options: Mapping[str, Any]) -> int:
+    """Numbers that a direct call of few tokens on a CPU keeps: the logits and, if it is small, copies in float32."""
+    hidden, weight = args["hidden"], args["weight"]
+    assert hidden is not None
+    assert weight is not None
+    tokens, multiplications = hidden[..., 0].numel(), hidden.numel() * weight.shape[0]
+    if tokens > SUMMED24 or (tokens > hidden.shape[-1] and multiplications > SMALL):
+        return 0
+    copies = hidden.numel() + weight.numel() + weight.shape[0] if hidden.dtype.itemsize == 2 else 0
+    return tokens * weight.shape[0] + (copies if multiplications <= SMALL else 0)
 
 
 def tiles_cases(results: Mapping[str, Any]) -> tuple[Case, ...]:

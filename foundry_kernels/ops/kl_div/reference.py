@@ -30,7 +30,7 @@ def kl_div(logits: Tensor, teacher_logits: Tensor, target: Tensor, options: KlDi
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """KL(a || b). Both sum to 1, so what is added is 0 but for rounding, of which it takes the most away."""
+    """KL(a || b). Both sum to 1, so what is added is 0 except for rounding, most of which it takes away."""
     a, b = log_a.exp(), log_b.exp()
     return _sum(a, log_a - log_b) + (b - a).sum(-1)
 

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.contract import Saved
-from foundry_kernels.ops._linear_loss.cases import common_cases, gradients_of_pair, linear_case, magnitudes, tiles_cases
+from foundry_kernels.ops._linear_loss.cases import (
+    common_cases,
+    gradients_of_pair,
+    linear_case,
+    magnitudes,
+    of_few,
+    tiles_cases,
+)
 from foundry_kernels.ops.cross_entropy.cases import IGNORED, scaled
 from foundry_kernels.testing import Case
 
@@ -71,7 +78,11 @@ CASES: dict[str, tuple[Case, ...]] = {
 
 SAVED = {
     "linear_cross_entropy": Saved(
-        outputs=(1,), per_row={"hidden": 2}, gradients=("hidden", "weight", "bias"), more=scaled
+        outputs=(1,),
+        per_row={"hidden": 2},
+        gradients=("hidden", "weight", "bias"),
+        made=of_few,
+        more=lambda args, options: scaled(args, options) + of_few(args, options),
     )
 }
 

@@ -91,7 +91,7 @@ def linear_kl_div(
     tokens may be sharded over devices, the classes may not.
     """
     if (
-        chunk_size is None
+        chunk_size is low is up is None
         and batch_invariant is invariance.on is False
         and not is_dynamo_compiling()
         and (

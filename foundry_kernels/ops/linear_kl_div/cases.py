@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.contract import Saved
-from foundry_kernels.ops._linear_loss.cases import common_cases, gradients_of_pair
+from foundry_kernels.ops._linear_loss.cases import common_cases, gradients_of_pair, of_few
 from foundry_kernels.ops._linear_loss.cases import linear_case as linear_loss_case
 from foundry_kernels.ops.cross_entropy.cases import IGNORED
 from foundry_kernels.ops.kl_div.cases import DIRECTIONS, terms
@@ -85,7 +85,12 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
 }
 
-SAVED = {"linear_kl_div": Saved(per_row={"hidden": 1}, gradients=("hidden", "weight", "bias"))}
+SAVED = {
+    "linear_kl_div": Saved(
+        per_row={"hidden": 1}, gradients=("hidden", "weight", "bias"), made=of_few,
+        more=lambda args, options: 2 * of_few(args, options),  # the teacher's logits too
+    )
+}  # fmt: skip
 
 
 def scales(

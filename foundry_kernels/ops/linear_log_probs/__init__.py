@@ -102,7 +102,7 @@ def linear_log_probs(
     """
     if (
         return_entropy is return_lse is False
-        and chunk_size is None
+        and chunk_size is low is up is None
         and batch_invariant is invariance.on is False
         and not is_dynamo_compiling()
         and (

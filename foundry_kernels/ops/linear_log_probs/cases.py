@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.contract import Saved
-from foundry_kernels.ops._linear_loss.cases import common_cases, gradients_of_pair, linear_case, magnitudes, tiles_cases
+from foundry_kernels.ops._linear_loss.cases import (
+    common_cases,
+    gradients_of_pair,
+    linear_case,
+    magnitudes,
+    of_few,
+    tiles_cases,
+)
 from foundry_kernels.testing import Case
 
 _RESULTS: dict[str, Any] = {"return_entropy": True, "return_lse": True}
@@ -35,7 +42,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
 }
 
-SAVED = {"linear_log_probs": Saved(outputs=(1, 2), per_row={"hidden": 2})}
+SAVED = {"linear_log_probs": Saved(outputs=(1, 2), per_row={"hidden": 2}, more=of_few, made=of_few)}
 
 
 def scales(

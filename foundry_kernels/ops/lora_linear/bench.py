@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ _BENCH_SHAPES = {
     ),
 }
 
-BENCH_QUICK = ("cached", "q-1b", "up-8b", "decode")
+BENCH_QUICK = ("cached", "q-1b", "up-8b", "decode", "dropout")
 
 #: The floor: it lacks the adapter.
 UNCHECKED = ("frozen layer alone",)
@@ -31,7 +32,19 @@ UNCHECKED = ("frozen layer alone",)
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     """The adapters are float32, as PEFT keeps them."""
-    return tuple(make_case((n,), k, m, r, name, scale=2.0) for n, k, m, r, name in _BENCH_SHAPES[device])
+    n, k, m, r, name = _BENCH_SHAPES[device][0]
+    plain = [make_case((n,), k, m, r, name, scale=2.0) for n, k, m, r, name in _BENCH_SHAPES[device]]
+    return (*plain, make_case((n,), k, m, r, f"{name}-dropout", scale=2.0, dropout_p=0.1, dropout_seed=0))
+
+
+def workspace_bytes(case: Case) -> int:
+    """The reference keeps x and y in float64, and the weight."""
+    x, a, b = (case.args[name] for name in ("x", "lora_a", "lora_b"))
+    assert x is not None
+    assert a is not None
+    assert b is not None
+    rows, k, m = math.prod(x.shape[:-1]), a.shape[1], b.shape[0]
+    return 8 * (rows * (k + m) + k * m)
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:

@@ -74,7 +74,7 @@ def _saved(args: Mapping[str, Tensor | None], options: Mapping[str, Any]) -> int
     return math.prod(x.shape[:-1]) * a.shape[0]
 
 
-SAVED = {"lora_linear": Saved(never=("bias", "base"), more=_saved)}
+SAVED = {"lora_linear": Saved(never=("bias", "base"), more=_saved, made=_saved)}
 
 
 def scales(

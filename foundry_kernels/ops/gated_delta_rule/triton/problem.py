@@ -78,9 +78,9 @@ class Problem(NamedTuple):
         return config
 
     def parts(self, *results: Tensor | None) -> int:
-        """Of how many parts float32 operands of matmuls are in bfloat16 (see `products`): two are exact enough for
-        results of 16 bits, not for the states and the gradients of g and beta in float32, whose errors would be up to
-        four times the permitted ones."""
+        """Returns the number of bfloat16 parts of float32 operands of matmuls (see `products`). Two are exact enough
+        for results of 16 bits, not for the states and the gradients of g and beta in float32, whose errors would be
+        up to four times the permitted ones."""
         return 2 if all(x is None or x.dtype == self.dtype for x in results) else 3
 
     def blocks(self, kernel: str) -> int:
