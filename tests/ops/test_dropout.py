@@ -1,5 +1,5 @@
-"""Dropout in the pass of a norm or an activation: the generator's own answers, one mask on every backend, seeds,
-checkpoints, modules. Attention's is in flash_attention/test_dropout.py."""
+"""Dropout in the pass of a norm, an activation or an adapter: the generator's own answers, one mask on every backend,
+seeds, checkpoints, modules. Attention's is in flash_attention/test_dropout.py."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ import foundry_kernels as fk
 from foundry_kernels import _triton
 from foundry_kernels.core import dropout, extension
 from foundry_kernels.ops.bias_gelu.sharding import sharding as bias_sharding
+from foundry_kernels.ops.lora_linear.sharding import sharding as lora_sharding
 from foundry_kernels.ops.rms_norm.sharding import sharding as norm_sharding
 from foundry_kernels.ops.swiglu.sharding import sharding as gated_sharding
 
 NORMS = ("add_rms_norm", "add_layer_norm")
+#: They drop x and add it to another tensor; the others drop their result.
+ADDING = (*NORMS, "lora_linear")
 ROWS = [
     r
     for r in rows("reference", "triton", "native")
@@ -46,15 +49,21 @@ KNOWN_ANSWERS = {
 
 
 def inputs(row: Row, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Positive ones, so that no result is 0 but what is dropped: gate and up, x and a bias, or x and a residual."""
+    """Positive ones, so that no result is 0 but what is dropped: gate and up, x and a bias, or x and a residual or the
+    output of a layer."""
     g = torch.Generator().manual_seed(0)
     shapes = shape, shape[-1:] if row.op.name.startswith("bias") else shape
     first, other = (torch.rand(s, generator=g).add_(0.5).to(row.device, dtype) for s in shapes)
-    return first, other * 0 if row.op.name in NORMS else other
+    return first, other * 0 if row.op.name in ADDING else other
 
 
 def dropped(row: Row, *args: Tensor, **options: Any) -> Tensor:
-    """The result to which the mask is applied."""
+    """The result to which the mask is applied. An adapter whose matrices are identities adds x after dropout to the
+    layer's output."""
+    if row.op.name == "lora_linear":
+        x, base = args
+        identity = torch.eye(x.shape[-1], device=row.device)
+        return row.op.public(x, None, identity, identity, base=base, backend=row.backend, **options)
     found = row.op.public(*args, backend=row.backend, **options)
     return found[1] if isinstance(found, tuple) else found
 
@@ -85,7 +94,8 @@ def test_each_backend_gives_the_known_words(row: Row) -> None:
 @over_rows
 def test_one_mask_on_every_backend(row: Row) -> None:
     """The parity cases compare smaller ones, in every dtype and layout."""
-    for shape, p, seed in (((3, 2), 0.5, 7), ((2, 3, 1031), 0.1, 2**40 + 1), ((64,), 0.999, LARGEST_SEED)):
+    wide = 259 if row.op.name == "lora_linear" else 1031  # the identities are square, and slow in the interpreter
+    for shape, p, seed in (((3, 2), 0.5, 7), ((2, 3, wide), 0.1, 2**40 + 1), ((64,), 0.999, LARGEST_SEED)):
         assert torch.equal(kept(row, shape, p, seed), dropout.keep_mask(shape, p, torch.tensor(seed))), shape
     for p in (0.0, 2.0**-40):
         assert kept(row, (4, 64), p, 5).all()
@@ -135,7 +145,7 @@ def test_it_is_the_operation_times_a_mask(row: Row) -> None:
     factors = dropout.keep_mask(a.shape, 0.25, torch.tensor(3)) * torch.tensor(1.0 / 0.75, dtype=torch.float32)
     dy = torch.randn(a.shape)
     found = dropped(row, a, b, dropout_p=0.25, dropout_seed=3)
-    expected = a * factors + b if row.op.name in NORMS else dropped(row, a, b) * factors
+    expected = a * factors + b if row.op.name in ADDING else dropped(row, a, b) * factors
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     grads = (torch.autograd.grad(y, (a, b), dy) for y in (found, expected))
     for grad, other in zip(*grads, strict=True):
@@ -147,10 +157,17 @@ def test_what_is_dropped_stays_nan(row: Row) -> None:
     """It does so in F.dropout too, whose mask is a factor of 0."""
     if row.op.name in ("geglu", "bias_gelu") and row.backend == "reference":
         pytest.skip("PyTorch's own GELU of infinity is NaN on a CPU")
-    a, b = inputs(row, (1, 64))
-    y = dropped(row, torch.full_like(a, torch.inf), b, dropout_p=0.5, dropout_seed=0)
-    mask = dropout.keep_mask((1, 64), 0.5, torch.tensor(0))
-    assert torch.equal(y.isnan().cpu(), torch.zeros_like(mask) if row.op.name == "glu" else ~mask)
+    a, b = inputs(row, (64, 64))
+    a.fill_diagonal_(torch.inf)
+    drop = {"dropout_p": 0.5, "dropout_seed": 0}
+    if row.op.name == "lora_linear":  # whose rank is 1, because identities multiply infinities by 0
+        ones = torch.ones_like(a[:1])
+        y = row.op.public(a, None, ones, ones.mT, base=b, backend=row.backend, **drop)
+    else:
+        y = dropped(row, a, b, **drop)
+    mask = dropout.keep_mask((64, 64), 0.5, torch.tensor(0)).diagonal()
+    found = y.diagonal().cpu()
+    assert torch.equal(found.isnan(), torch.zeros_like(mask) if row.op.name == "glu" else ~mask)
 
 
 @over_rows
@@ -291,6 +308,10 @@ def test_the_bare_operators_check_too() -> None:
         lambda *drop: ops.bias_act_fwd(x, None, "relu", *drop),
         lambda *drop: ops.bias_act_bwd(x, x, None, "relu", True, False, *drop),
         lambda *drop: ops.rms_norm_fwd(x, x, None, 1e-6, 0.0, False, False, *drop),
+        lambda *drop: ops.lora_down(x, x, 1.0, *drop),
+        lambda *drop: ops.lora_up(x, x[:, :1], rstd.repeat(4)[:, None], 1.0, *drop),
+        lambda *drop: ops.lora_up_(x.clone(), x[:, :1], rstd.repeat(4)[:, None], 1.0, *drop),
+        lambda *drop: ops.lora_outer(x, x, 1.0, False, *drop),
         lambda *drop: ops.rms_norm_dropout_bwd(x, None, x, None, rstd, 0.0, False, True, False, *drop),
     ]
     for drop, error, message in (
@@ -299,7 +320,7 @@ def test_the_bare_operators_check_too() -> None:
         ((0.5, seed.repeat(2)), ValueError, "dropout_seed must hold one number"),
         ((0.5, seed.float()), TypeError, "dropout_seed must be int64"),
     ):
-        for call in calls[: 5 if drop[1] is None else 6]:
+        for call in calls[:-1] if drop[1] is None else calls:
             with pytest.raises(error, match=message):
                 call(*drop)
     with pytest.raises(ValueError, match="there is none"):
@@ -312,12 +333,19 @@ def test_the_bare_operators_check_too() -> None:
 
 def test_nothing_is_sharded_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     seed, x = torch.tensor(1), torch.ones(2, 8)
-    for rule, letters in ((gated_sharding, "...n"), (bias_sharding, "...n"), (norm_sharding, "...")):
+    rules = (gated_sharding, "...n"), (bias_sharding, "...n"), (norm_sharding, "..."), (lora_sharding, "0km")
+    for rule, letters in rules:
         assert rule({"up": x, "dropout_seed": None})[1] == letters
         assert rule({"up": x, "dropout_seed": seed})[1] == ""
     assert gated_sharding({"dropout_seed": seed})[1] == ""
     monkeypatch.setattr(dropout, "is_dtensor", lambda tensor: True)
-    for op in (fk.reglu, fk.bias_relu, lambda x, **options: fk.add_rms_norm(x, x, **options)):
+    ops: tuple[Callable[..., Any], ...] = (
+        fk.reglu,
+        fk.bias_relu,
+        lambda x, **options: fk.add_rms_norm(x, x, **options),
+        lambda x, **options: fk.lora_linear(x, x, x, x[:, :2], **options),
+    )
+    for op in ops:
         op(x, dropout_p=0.5, dropout_seed=1)
         with pytest.raises(ValueError, match=r"dropout_seed must be given where (gate|x) is a DTensor"):
             op(x, dropout_p=0.5)

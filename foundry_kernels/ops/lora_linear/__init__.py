@@ -79,6 +79,7 @@ def lora_linear(
     Under autocast x, weight and bias are first cast to its dtype, or x to that of `base`; adapters are not. The
     adapter's arithmetic is in float32 (float64 for float64 inputs). Its gradients are summed in float32 and have its
     dtype. Only x and ``x A^T`` are saved for the backward pass. Kernels have no second derivative.
+    As in `F.linear`, a DTensor x of three or more dimensions must be sharded evenly along its rows.
     """
     names = ("weight", "lora_a", "lora_b", "bias", "base", "scale")
     layer = (weight, lora_a, lora_b, bias, base, scale)
