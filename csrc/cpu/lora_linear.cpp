@@ -3,7 +3,7 @@
 #include "lora_linear.h"
 
 #include <algorithm>
-#include <vector>
+#include <memory>
 
 #include "dispatch.h"
 #include "dropout.h"
@@ -17,8 +17,11 @@ namespace {
 
 // Rows of x that are widened together, and the depth of the sums that registers hold. Rows of scratch are not a power
 // of two apart, which would be few cache sets.
-constexpr int64_t kWidened = 24, kDepth = 256, kScratchRow = kDepth + 16;
-constexpr int64_t kOuterRows = 128;  // rows whose outer products registers sum
+constexpr int64_t kWidened = 24, kDepth = 128, kScratchRow = kDepth + 16;
+constexpr int64_t kOuterRows = 32;  // rows whose outer products registers sum
+
+// Numbers of an adapter that are packed together: they stay in the L2 cache.
+constexpr int64_t kPacked = 1 << 14;
 
 int64_t whole(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
@@ -80,9 +83,12 @@ void pack(const LoraMatrix& of, int64_t row, int64_t column, int64_t rows, int64
     }
     return;
   }
+  const int64_t whole_rows = rows / kLanes * kLanes, whole_columns = columns / kLanes * kLanes;
+  if constexpr (std::is_same_v<T, float>) transpose(in, of.column, whole_columns, whole_rows, out, ld);
   for (int64_t r = 0; r < rows; r += kLanes) {
     const int count = static_cast<int>(std::min<int64_t>(kLanes, rows - r));
-    for (int64_t c = 0; c < columns; c += kLanes) {
+    const bool done = std::is_same_v<T, float> && r < whole_rows;
+    for (int64_t c = done ? whole_columns : 0; c < columns; c += kLanes) {
       Vec block[kLanes];
       for (int i = 0; i < kLanes; ++i) {
         const T* line = in + r + (c + i) * of.column;
@@ -102,14 +108,16 @@ void pack_any(const LoraMatrix& of, int64_t row, int64_t column, int64_t rows, i
 
 template <class X> void down(const LoraDown& of, int64_t task_begin, int64_t task_end) {
   const int64_t ld = whole(of.rank);
-  std::vector<float> right(kDepth * ld), sums(std::min(kLoraDownRows, of.n_rows) * ld);
+  const int64_t most = std::clamp<int64_t>(kPacked / ld / 16 * 16, 32, kDepth);
+  const std::unique_ptr<float[]> right(new float[most * ld]), sums(new float[kLoraDownRows * ld]);
   alignas(64) float left[kWidened * kScratchRow];
   const bool in_place = std::is_same_v<X, float> && !of.dropout.seed;
   for (int64_t task = task_begin; task < task_end; ++task) {
     const int64_t first = task * kLoraDownRows, rows = std::min(kLoraDownRows, of.n_rows - first);
-    for (int64_t k = 0; k < of.width; k += kDepth) {
-      const int64_t depth = std::min(kDepth, of.width - k);
-      pack_any(of.a, k, 0, depth, of.rank, right.data(), ld);
+    if (of.width == 0) std::fill_n(sums.get(), rows * ld, 0.0f);
+    for (int64_t k = 0; k < of.width; k += most) {
+      const int64_t depth = std::min(most, of.width - k);
+      pack_any(of.a, k, 0, depth, of.rank, right.get(), ld);
       for (int64_t row = 0; row < rows; row += kWidened) {
         const int64_t count = std::min(kWidened, rows - row);
         const X* x = static_cast<const X*>(of.x) + (first + row) * of.x_row;
@@ -119,13 +127,13 @@ template <class X> void down(const LoraDown& of, int64_t task_begin, int64_t tas
           for (int64_t r = 0; r < count; ++r)
             widen(x + r * of.x_row, first + row + r, k, depth, of.dropout, left + r * kScratchRow);
         }
-        multiply_thin(count, ld / kLanes, a, in_place ? of.x_row : kScratchRow, right.data(), ld, depth,
-                      sums.data() + row * ld, ld, k > 0 ? Start::add : Start::zero);
+        multiply_thin(count, ld / kLanes, a, in_place ? of.x_row : kScratchRow, right.get(), ld, depth,
+                      sums.get() + row * ld, ld, k > 0 ? Start::add : Start::zero);
       }
     }
     for (int64_t r = 0; r < rows; ++r)
       for_each_vec(of.rank, [&](int64_t i, auto at, int) FK_INLINE {
-        at.store(of.t + (first + r) * of.rank + i, Whole::load(sums.data() + r * ld + i) * splat(of.scale));
+        at.store(of.t + (first + r) * of.rank + i, Whole::load(sums.get() + r * ld + i) * splat(of.scale));
       });
   }
 }
@@ -133,14 +141,14 @@ template <class X> void down(const LoraDown& of, int64_t task_begin, int64_t tas
 // y = base + scale t b of a block that registers hold. `factors`, rows kLoraUpColumns apart, may be null; `columns` are
 // those of the block that exist.
 template <int kRows, int kVecs, class X>
-inline void add_block(const float* t, int64_t t_row, int64_t rank, const float* b, Vec scale, const float* factors,
-                      const X* base, int64_t base_row, X* y, int64_t y_row, int64_t columns) {
+inline void add_block(const float* t, int64_t t_row, int64_t rank, const float* b, int64_t ldb, Vec scale,
+                      const float* factors, const X* base, int64_t base_row, X* y, int64_t y_row, int64_t columns) {
   Vec acc[kRows][kVecs];
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 16
     for (int v = 0; v < kVecs; ++v) acc[i][v] = Vec{};
-  for (int64_t k = 0; k < rank; ++k, b += kLoraUpColumns) {
+  for (int64_t k = 0; k < rank; ++k, b += ldb) {
     Vec right[kVecs];
 #pragma GCC unroll 16
     for (int v = 0; v < kVecs; ++v) right[v] = Whole::load(b + v * kLanes);
@@ -171,9 +179,9 @@ inline void add_block(const float* t, int64_t t_row, int64_t rank, const float* 
 
 template <int kRows, class X>
 inline void add_rows(int64_t rows, const LoraUp& of, int64_t row, int64_t column, int64_t columns, const float* b,
-                     const float* factors) {
+                     int64_t ldb, const float* factors) {
   if constexpr (kRows > 0) {
-    if (rows < kRows) return add_rows<kRows - 1, X>(rows, of, row, column, columns, b, factors);
+    if (rows < kRows) return add_rows<kRows - 1, X>(rows, of, row, column, columns, b, ldb, factors);
     const float* t = of.t + row * of.t_row;
     const X* base = static_cast<const X*>(of.base) + row * of.base_row + column;
     X* y = static_cast<X*>(of.y) + row * of.y_row + column;
@@ -181,7 +189,7 @@ inline void add_rows(int64_t rows, const LoraUp& of, int64_t row, int64_t column
     int64_t j = 0;
     const auto block = [&](auto vecs) FK_INLINE {
       constexpr int kVecs = decltype(vecs)::value;
-      add_block<kRows, kVecs>(t, of.t_row, of.rank, b + j, scale, factors ? factors + j : nullptr, base + j,
+      add_block<kRows, kVecs>(t, of.t_row, of.rank, b + j, ldb, scale, factors ? factors + j : nullptr, base + j,
                               of.base_row, y + j, of.y_row, columns - j);
       j += kVecs * kLanes;
     };
@@ -191,42 +199,48 @@ inline void add_rows(int64_t rows, const LoraUp& of, int64_t row, int64_t column
 }
 
 template <class X> void up(const LoraUp& of, int64_t task_begin, int64_t task_end) {
-  std::vector<float> right(of.rank * kLoraUpColumns);
+  const int64_t tile = std::clamp<int64_t>(kPacked / of.rank / 64 * 64, 64, kLoraUpColumns);
+  const std::unique_ptr<float[]> right(new float[of.rank * tile]);
   alignas(64) float factors[kBlockRows * kLoraUpColumns];
   static_assert(kLoraUpColumns % kDropoutStep == 0, "factors are written in whole steps");
   const int64_t down = (of.n_rows + kLoraUpRows - 1) / kLoraUpRows;
   for (int64_t task = task_begin; task < task_end; ++task) {
     const int64_t first = task % down * kLoraUpRows, end = std::min(first + kLoraUpRows, of.n_rows);
-    const int64_t column = task / down * kLoraUpColumns, columns = std::min(kLoraUpColumns, of.width - column);
-    pack_any(of.b, 0, column, of.rank, columns, right.data(), kLoraUpColumns);
-    for (int64_t row = first; row < end; row += kBlockRows) {
-      const int64_t rows = std::min<int64_t>(kBlockRows, end - row);
-      if (of.dropout.seed)
-        for (int64_t r = 0; r < rows; ++r)
-          dropout_factors<false>(of.dropout, row + r, column, columns, factors + r * kLoraUpColumns);
-      add_rows<kBlockRows, X>(rows, of, row, column, columns, right.data(), of.dropout.seed ? factors : nullptr);
+    const int64_t column_end = std::min((task / down + 1) * kLoraUpColumns, of.width);
+    for (int64_t column = task / down * kLoraUpColumns; column < column_end; column += tile) {
+      const int64_t columns = std::min(tile, column_end - column);
+      pack_any(of.b, 0, column, of.rank, columns, right.get(), tile);
+      for (int64_t row = first; row < end; row += kBlockRows) {
+        const int64_t rows = std::min<int64_t>(kBlockRows, end - row);
+        if (of.dropout.seed)
+          for (int64_t r = 0; r < rows; ++r)
+            dropout_factors<false>(of.dropout, row + r, column, columns, factors + r * kLoraUpColumns);
+        add_rows<kBlockRows, X>(rows, of, row, column, columns, right.get(), tile, of.dropout.seed ? factors : nullptr);
+      }
     }
   }
 }
 
 template <class X> void outer(const LoraOuter& of, int64_t task_begin, int64_t task_end) {
-  alignas(64) float right[kOuterRows * kLoraOuterColumns];
-  std::vector<float> sums(of.rank * kLoraOuterColumns);
-  for (int64_t task = task_begin; task < task_end; ++task) {
-    const int64_t first = task * kLoraOuterColumns, columns = std::min(kLoraOuterColumns, of.width - first);
-    const int64_t vecs = (columns + kLanes - 1) / kLanes;
-    if (columns % kLanes != 0) std::fill(right, right + kOuterRows * kLoraOuterColumns, 0.0f);
+  // Neighbouring tasks together, so that more of a row is read at a time.
+  constexpr int64_t kTogether = 2, kColumns = kTogether * kLoraOuterColumns;
+  alignas(64) float right[kOuterRows * kColumns];
+  const std::unique_ptr<float[]> sums(new float[of.rank * kColumns]);
+  for (int64_t task = task_begin; task < task_end; task += kTogether) {
+    const int64_t first = task * kLoraOuterColumns;
+    const int64_t columns = std::min(std::min(task + kTogether, task_end) * kLoraOuterColumns, of.width) - first;
+    if (columns % kLanes != 0) std::fill(right, right + kOuterRows * kColumns, 0.0f);
     for (int64_t n = 0; n < of.n_rows; n += kOuterRows) {
       const int64_t rows = std::min(kOuterRows, of.n_rows - n);
       const X* x = static_cast<const X*>(of.x) + n * of.x_row;
       for (int64_t r = 0; r < rows; ++r)
-        widen(x + r * of.x_row, n + r, first, columns, of.dropout, right + r * kLoraOuterColumns);
-      multiply<float>(of.rank, vecs, {of.t + n * of.t_row, 1, of.t_row}, right, kLoraOuterColumns, rows, sums.data(),
-                      kLoraOuterColumns, n > 0 ? Start::add : Start::zero);
+        widen(x + r * of.x_row, n + r, first, columns, of.dropout, right + r * kColumns);
+      multiply<float>(of.rank, whole(columns) / kLanes, {of.t + n * of.t_row, 1, of.t_row}, right, kColumns, rows,
+                      sums.get(), kColumns, n > 0 ? Start::add : Start::zero);
     }
     for (int64_t r = 0; r < of.rank; ++r)
       for (int64_t k = 0; k < columns; ++k)
-        of.out[r * of.out_row + (first + k) * of.out_col] = of.scale * sums[r * kLoraOuterColumns + k];
+        of.out[r * of.out_row + (first + k) * of.out_col] = of.scale * sums[r * kColumns + k];
   }
 }
 

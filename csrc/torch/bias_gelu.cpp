@@ -32,7 +32,6 @@ class BiasActFunction : public torch::autograd::Function<BiasActFunction> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& bias, c10::string_view activation,
                         const DropoutOptions& dropout) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({x, unwrap(bias), unwrap(dropout.dropout_seed)});
     ctx->saved_data["activation"] = std::string(activation);
     if (dropout.dropout_seed) ctx->saved_data["dropout_p"] = dropout.dropout_p;

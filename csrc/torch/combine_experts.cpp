@@ -31,7 +31,6 @@ Tensor call_fwd(const Tensor& x, const OptionalTensor& weights, const Tensor& sl
 class CombineExpertsFunction : public torch::autograd::Function<CombineExpertsFunction> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& weights, const Tensor& slots) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({x, unwrap(weights), slots});
     return call_fwd(x, weights, slots);
   }

@@ -84,11 +84,15 @@ inline Tensor empty_in_order(const Tensor& x, at::IntArrayRef order) {
 
 inline Tensor empty_in_storage_order(const Tensor& x) { return empty_in_order(x, storage_order(x)); }
 
-// A placeholder for an output that was not requested. Kernels only: their tensors are real, never fake. A call has up
-// to three of them, and at::empty spends a third of a microsecond on finding out what is known here.
-inline Tensor absent(const Tensor& x, at::ScalarType dtype) {
-  return x.is_cpu() ? Tensor(at::detail::empty_cpu({0}, dtype)) : at::empty({0}, x.options().dtype(dtype));
+// A new tensor on x's device. Kernels only: their tensors are real, never fake. A call has several of them, and
+// at::empty spends a third of a microsecond on finding out what is known here.
+inline Tensor empty_beside(const Tensor& x, c10::SymIntArrayRef sizes, at::ScalarType dtype) {
+  return x.is_cpu() ? Tensor(at::detail::empty_cpu(C10_AS_INTARRAYREF_SLOW(sizes), dtype))
+                    : at::empty_symint(sizes, x.options().dtype(dtype));
 }
+
+// A placeholder for an output that was not requested.
+inline Tensor absent(const Tensor& x, at::ScalarType dtype) { return empty_beside(x, {0}, dtype); }
 
 // The strides that describe the rows of tensors of one shape. Undefined tensors get zeros. Returns false if that takes
 // more than kRowRank dimensions or if a last stride is not 1.

@@ -30,29 +30,28 @@ CrossEntropyOutputs call_fwd(const Tensor& logits, const Tensor& target, const O
   return op(logits, target, weight, options, save_lse, save_z_loss, save_stats);
 }
 
+const LossOptions kUsual{-100, "mean", 0.0, 0.0, std::nullopt};
+
 class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFunction> {
  public:
-  static variable_list forward(AutogradContext* ctx, const Tensor& logits, const Tensor& target,
-                               const OptionalTensor& weight, const LossOptions& options, bool return_z_loss) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [loss, lse, lse_low, z, total_weight] = call_fwd(logits, target, weight, options, true, return_z_loss, true);
+  // `outputs` gets the other results, which have no gradient.
+  static Tensor forward(AutogradContext* ctx, const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
+                        const LossOptions& options, bool return_z_loss, CrossEntropyOutputs* outputs) {
+    *outputs = call_fwd(logits, target, weight, options, true, return_z_loss, true);
+    const auto& [loss, lse, lse_low, z, total_weight] = *outputs;
     const bool mean = reduction_of(options.reduction) == Reduction::mean;
-    variable_list saved{logits, target, unwrap(weight), lse, lse_low, mean ? total_weight : Tensor()};
-    ctx->saved_data["options"] = save_options(options, saved);
-    ctx->save_for_backward(std::move(saved));
-    ctx->mark_non_differentiable({lse, z});
-    ctx->set_materialize_grads(false);
-    return {loss, lse, z};
+    ctx->save_for_backward({logits, target, unwrap(weight), lse, lse_low, mean ? total_weight : Tensor()});
+    save_unless_usual(ctx, options, kUsual);
+    return loss;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_second_derivative("cross_entropy");
-    if (!grads.front().defined()) return variable_list(5);
     static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::cross_entropy_bwd");
     const auto [logits, target, weight, lse, lse_low, total_weight] = saved_tensors<6>(ctx);
-    const auto options = load_options<LossOptions>(nullptr, ctx->saved_data.at("options"));
+    const auto options = load_or_usual(ctx, kUsual);
     const Tensor dlogits = op(grads.front(), logits, target, wrap(weight), lse, lse_low, wrap(total_weight), options);
-    return {dlogits, /*target*/ {}, /*weight*/ {}, /*options*/ {}, /*return_z_loss*/ {}};
+    return {dlogits, /*target*/ {}, /*weight*/ {}, /*options*/ {}, /*return_z_loss*/ {}, /*outputs*/ {}};
   }
 };
 
@@ -62,8 +61,10 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Ten
                                                  const OptionalTensor& weight, const LossOptions& options,
                                                  bool return_lse, bool return_z_loss) {
   if (any_requires_grad(logits)) {
-    auto out = cross_entropy_schema::CrossEntropyFunction::apply(logits, target, weight, options, return_z_loss);
-    return {out[0], out[1], out[2]};
+    CrossEntropyOutputs outputs;
+    const Tensor loss =
+        cross_entropy_schema::CrossEntropyFunction::apply(logits, target, weight, options, return_z_loss, &outputs);
+    return {loss, std::get<1>(outputs), std::get<3>(outputs)};
   }
   auto [loss, lse, lse_low, z, total_weight] =
       cross_entropy_schema::call_fwd(logits, target, weight, options, return_lse, return_z_loss, false);

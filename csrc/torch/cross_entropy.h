@@ -66,20 +66,17 @@ inline CrossEntropyOutputs empty_cross_entropy_fwd(const Tensor& logits, const T
                                                    const OptionalTensor& weight, Reduction reduction, bool save_lse,
                                                    bool save_z_loss, bool save_stats) {
   check_cross_entropy(logits, target, weight);
-  const auto options = logits.options().dtype(at::kFloat);
-  const auto rows = target.sym_sizes();
-  const auto nothing = [&] { return absent(logits, at::kFloat); };
-  const auto reduced = [&] {
-    return reduction == Reduction::none ? at::empty_symint(rows, options) : at::empty({}, options);
+  const auto rows = target.sym_sizes(), losses = reduction == Reduction::none ? rows : c10::SymIntArrayRef();
+  const auto wanted = [&](bool is, c10::SymIntArrayRef sizes) {
+    return is ? empty_beside(logits, sizes, at::kFloat) : absent(logits, at::kFloat);
   };
-  return {reduced(), save_lse ? at::empty_symint(rows, options) : nothing(),
-          save_stats ? at::empty_symint(rows, options) : nothing(), save_z_loss ? reduced() : nothing(),
-          save_stats && reduction == Reduction::mean ? at::empty({}, options) : nothing()};
+  return {wanted(true, losses), wanted(save_lse, rows), wanted(save_stats, rows), wanted(save_z_loss, losses),
+          wanted(save_stats && reduction == Reduction::mean, {})};
 }
 
 inline Tensor empty_cross_entropy_bwd(const Tensor& logits, const Tensor& target, const OptionalTensor& weight) {
   check_cross_entropy(logits, target, weight);
-  return at::empty_symint(logits.sym_sizes(), logits.options());
+  return empty_beside(logits, logits.sym_sizes(), logits.scalar_type());
 }
 
 // The options as the kernels take them.
@@ -129,8 +126,8 @@ struct CrossEntropyRows {
       : losses(std::get<0>(outputs)),
         zs(std::get<3>(outputs)) {
     if (reduction == Reduction::none) return;
-    losses = at::empty(target.sizes(), losses.options());
-    if (save_z_loss) zs = at::empty(target.sizes(), zs.options());
+    losses = empty_beside(losses, target.sym_sizes(), at::kFloat);
+    if (save_z_loss) zs = empty_beside(losses, target.sym_sizes(), at::kFloat);
   }
 };
 

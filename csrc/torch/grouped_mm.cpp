@@ -31,7 +31,6 @@ class GroupedMmFunction : public torch::autograd::Function<GroupedMmFunction> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& offs,
                         bool batch_invariant) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({x, weight, offs});
     ctx->saved_data["batch_invariant"] = batch_invariant;
     return call_fwd(x, weight, offs, batch_invariant);

@@ -25,15 +25,16 @@ Tensor call_fwd(const Tensor& logits, const Tensor& teacher_logits, const Tensor
   return !n_counted ? each : *n_counted == 1 ? each.sum() : each.sum().div_(*n_counted);
 }
 
+const KlDivArguments kUsual{-100, 1.0, 0.0};
+
 class KlDivFunction : public torch::autograd::Function<KlDivFunction> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& logits, const Tensor& teacher_logits, const Tensor& target,
                         const KlDivArguments& options, std::optional<int64_t> n_counted) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    variable_list saved{logits, teacher_logits, target};
-    ctx->saved_data["options"] = save_options(options, saved);
-    ctx->saved_data["n_counted"] = n_counted;
-    ctx->save_for_backward(std::move(saved));
+    ctx->save_for_backward({logits, teacher_logits, target});
+    save_unless_usual(ctx, options, kUsual);
+    if (n_counted) ctx->saved_data["n_counted"] = *n_counted;
     return call_fwd(logits, teacher_logits, target, options, n_counted);
   }
 
@@ -41,11 +42,12 @@ class KlDivFunction : public torch::autograd::Function<KlDivFunction> {
     refuse_second_derivative("kl_div");
     static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::kl_div_bwd");
     const auto [logits, teacher_logits, target] = saved_tensors<3>(ctx);
-    const auto options = load_options<KlDivArguments>(nullptr, ctx->saved_data.at("options"));
-    const auto n_counted = ctx->saved_data.at("n_counted").to<std::optional<int64_t>>();
+    const auto options = load_or_usual(ctx, kUsual);
     Tensor dloss = grads[0];
-    if (n_counted.value_or(1) != 1) dloss = dloss.div(*n_counted);
-    if (n_counted) dloss = dloss.expand(target.sizes());
+    if (const auto found = ctx->saved_data.find("n_counted"); found != ctx->saved_data.end()) {
+      const int64_t n_counted = found->second.toInt();
+      dloss = (n_counted == 1 ? dloss : dloss.div(n_counted)).expand(target.sizes());
+    }
     return {op(dloss, logits, teacher_logits, target, options), {}, {}, {}, {}};
   }
 };

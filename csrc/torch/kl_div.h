@@ -37,12 +37,12 @@ inline void check_kl_div(const Tensor& logits, const Tensor& teacher_logits, con
 
 inline Tensor empty_kl_div_losses(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target) {
   check_kl_div(logits, teacher_logits, target);
-  return at::empty_symint(target.sym_sizes(), logits.options().dtype(at::kFloat));
+  return empty_beside(logits, target.sym_sizes(), at::kFloat);
 }
 
 inline Tensor empty_kl_div_gradient(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target) {
   check_kl_div(logits, teacher_logits, target);
-  return at::empty_symint(logits.sym_sizes(), logits.options());
+  return empty_beside(logits, logits.sym_sizes(), logits.scalar_type());
 }
 
 }  // namespace foundry

@@ -49,7 +49,6 @@ class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
                                const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                const DropoutOptions& dropout) {
     ctx->set_materialize_grads(false);  // as in rms_norm.cpp
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [y, h, mean, rstd] = call_fwd(x, residual, weight, bias, eps, true, dropout);
     ctx->save_for_backward(
         {residual.has_value() ? h : x, unwrap(weight), unwrap(bias), mean, rstd, unwrap(dropout.dropout_seed)});

@@ -26,15 +26,15 @@ LogProbsOutputs call_fwd(const Tensor& logits, const Tensor& target, const LogPr
   return op(logits, target, options, save_entropy, save_lse, save_low);
 }
 
+const LogProbsArguments kUsual{-100, 1.0, std::nullopt};
+
 class LogProbsFunction : public torch::autograd::Function<LogProbsFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, const Tensor& target,
                                const LogProbsArguments& options, bool return_entropy, bool return_lse) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [picked, entropy, lse, low] = call_fwd(logits, target, options, return_entropy, true, true);
-    variable_list saved{logits, target, entropy, lse, low};
-    ctx->saved_data["options"] = save_options(options, saved);
-    ctx->save_for_backward(std::move(saved));
+    ctx->save_for_backward({logits, target, entropy, lse, low});
+    save_unless_usual(ctx, options, kUsual);
     ctx->set_materialize_grads(false);
     variable_list unused;
     if (!return_entropy) unused.push_back(entropy);
@@ -48,7 +48,7 @@ class LogProbsFunction : public torch::autograd::Function<LogProbsFunction> {
     refuse_second_derivative("log_probs");
     static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::log_probs_bwd");
     const auto [logits, target, entropy, lse, low] = saved_tensors<5>(ctx);
-    const auto options = load_options<LogProbsArguments>(nullptr, ctx->saved_data.at("options"));
+    const auto options = load_or_usual(ctx, kUsual);
     const Tensor g = grads[0].defined() ? grads[0] : at::zeros_like(lse);
     OptionalTensor c = wrap(grads[2]), b;
     if (grads[1].defined()) {

@@ -13,7 +13,7 @@ namespace foundry {
 
 #define FK_LOG_PROBS_OPTIONS(OPTION)     \
   OPTION(int64_t, ignore_index, integer) \
-  OPTION(double, logit_scale, number)     \
+  OPTION(double, logit_scale, number)    \
   OPTION(std::optional<double>, softcap, optional_positive)
 
 struct LogProbsArguments {
@@ -31,8 +31,7 @@ inline LogProbsOutputs empty_log_probs_fwd(const Tensor& logits, const Tensor& t
                                            bool save_low) {
   check_cross_entropy(logits, target, {});
   const auto of_rows = [&](bool wanted) {
-    return wanted ? at::empty_symint(target.sym_sizes(), logits.options().dtype(at::kFloat))
-                  : absent(logits, at::kFloat);
+    return wanted ? empty_beside(logits, target.sym_sizes(), at::kFloat) : absent(logits, at::kFloat);
   };
   return {of_rows(true), of_rows(save_entropy), of_rows(save_lse), of_rows(save_low)};
 }

@@ -178,7 +178,8 @@ struct Flat<Result(Arguments...)>
 template <auto kernel>
 constexpr auto* flat_kernel = &Flat<std::remove_pointer_t<decltype(kernel)>>::template call<kernel>;
 
-// A call through the dispatcher of the operator with this C++ signature.
+// A call through the dispatcher of the operator with this C++ signature, below autograd: whoever calls it has recorded
+// the call or has nothing to record, and autograd's fallback for operators without a rule takes 2 us.
 template <class Function> class Operator;
 template <class Result, class... Arguments> class Operator<Result(Arguments...)> {
   using Signature = typename Flat<Result(Arguments...)>::Signature;
@@ -188,6 +189,7 @@ template <class Result, class... Arguments> class Operator<Result(Arguments...)>
       : op_(c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>()) {}
 
   Result operator()(const std::decay_t<Arguments>&... arguments) const {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return std::apply([&](const auto&... each) { return op_.call(each...); },
                       std::tuple_cat(Flattened<Arguments>::references(arguments)...));
   }
@@ -212,6 +214,14 @@ template <class Options> c10::IValue save_options(const Options& options, torch:
   return c10::ivalue::Tuple::create(std::move(rest));
 }
 
+// As `save_options` in ctx, for options without tensors. Saving takes as long as a small call, so usual ones are not
+// saved.
+template <class Options>
+void save_unless_usual(torch::autograd::AutogradContext* ctx, const Options& options, const Options& usual) {
+  torch::autograd::variable_list none;
+  if (options.members() != usual.members()) ctx->saved_data["options"] = save_options(options, none);
+}
+
 // Restores the options. Their tensors come first in `tensors`.
 template <class Options> Options load_options(const Tensor* tensors, const c10::IValue& rest) {
   Options options{};
@@ -223,6 +233,11 @@ template <class Options> Options load_options(const Tensor* tensors, const c10::
   };
   std::apply([&](auto&... each) { (load(each), ...); }, options.members());
   return options;
+}
+
+template <class Options> Options load_or_usual(torch::autograd::AutogradContext* ctx, const Options& usual) {
+  const auto found = ctx->saved_data.find("options");
+  return found == ctx->saved_data.end() ? usual : load_options<Options>(nullptr, found->second);
 }
 
 }  // namespace foundry

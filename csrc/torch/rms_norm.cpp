@@ -55,7 +55,6 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
                                const OptionalTensor& weight, double eps, const WeightOptions& options,
                                const DropoutOptions& dropout) {
     ctx->set_materialize_grads(false);  // zeros would cost a pass, and would not be DTensors where the outputs are
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [y, h, rstd] = call_fwd(x, residual, weight, eps, options, true, dropout);
     variable_list saved{residual.has_value() ? h : x, unwrap(weight), rstd, unwrap(dropout.dropout_seed)};
     ctx->saved_data["options"] = save_options(options, saved);

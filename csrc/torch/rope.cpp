@@ -63,7 +63,6 @@ class RopeFunction : public torch::autograd::Function<RopeFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& cos,
                                const Tensor& sin, const RopeOptions& options) {
     ctx->set_materialize_grads(false);  // zeros would cost a pass, and would not be DTensors where the outputs are
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [q_out, k_out] = call_apply(q, k, cos, sin, options, false, std::nullopt, std::nullopt);
     variable_list saved{cos, sin};
     ctx->saved_data["options"] = save_options(options, saved);
@@ -118,7 +117,6 @@ class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> 
                                const OptionalTensor& k_weight, const Tensor& cos, const Tensor& sin, double eps,
                                const WeightOptions& weight_options, const RopeOptions& options) {
     ctx->set_materialize_grads(false);
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     const bool save_q = requires_grad(q) || requires_grad(q_weight);
     const bool save_k = requires_grad(k) || requires_grad(k_weight);
     auto [q_out, k_out, q_rstd, k_rstd] =

@@ -38,7 +38,6 @@ class GluFunction : public torch::autograd::Function<GluFunction> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& gate, const OptionalTensor& up, c10::string_view activation,
                         const GatedOptions& options) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     variable_list saved{gate, unwrap(up)};
     ctx->saved_data["activation"] = std::string(activation);
     // Saving the options takes longer than a small call, so defaults are not saved.

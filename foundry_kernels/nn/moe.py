@@ -96,6 +96,9 @@ class ExpertExchange(Protocol):
         """The statistics of the tokens of all processes."""
 
 
+Pair = tuple[Tensor, Tensor]
+
+
 def run_experts(
     x: Tensor,
     weights: Tensor,
@@ -109,11 +112,13 @@ def run_experts(
     down_bias: Tensor | None = None,
     weight_inputs: bool = False,
     exchange: ExpertExchange | None = None,
+    pairs: tuple[Pair | None, Pair | None] = (None, None),
 ) -> Tensor:
     """x ``[T, D]`` through the experts of each token, weighted by `weights` ``[T, k]``, to ``[T, D]`` of x's dtype.
 
     gate_up ``[E, D, 2N]``, down ``[E, N, D]``; gate takes ``[M, 2N]`` to ``[M, N]``; `backends` has those of grouped_mm
-    and combine_experts. With an `exchange` the weights are those of this process's experts.
+    and combine_experts. With an `exchange` the weights are those of this process's experts. pairs: what
+    is added to gate_up and to down, as the product of ``[E, D, r]`` and ``[E, r, 2N]``, which is not made.
     """
     product, combine = backends["grouped_mm"], backends["combine_experts"]
     rows = gather_rows(x, where, combine)
@@ -123,13 +128,21 @@ def run_experts(
 
     def run(rows: Tensor, offs: Tensor) -> Tensor:
         of_expert = _one_hot(offs, rows) if has_bias else None
-        h = _biased(grouped_mm(rows, gate_up, offs, backend=product), of_expert, gate_up_bias)
-        return _biased(grouped_mm(gate(h), down, offs, backend=product), of_expert, down_bias)
+        h = _biased(_product(rows, gate_up, offs, product, pairs[0]), of_expert, gate_up_bias)
+        return _biased(_product(gate(h), down, offs, product, pairs[1]), of_expert, down_bias)
 
     y = run(rows, where.offs) if exchange is None else exchange.run(rows, where.counts, run, combine)
     if weights.dtype != y.dtype:
         weights = weights.float()
     return combine_experts(y, None if weight_inputs else weights, where.slots, backend=combine).to(x.dtype)
+
+
+def _product(rows: Tensor, weight: Tensor, offs: Tensor, backend: str, pair: Pair | None) -> Tensor:
+    y = grouped_mm(rows, weight, offs, backend=backend)
+    if pair is None:
+        return y
+    a, b = pair
+    return y + grouped_mm(grouped_mm(rows, a, offs, backend=backend), b, offs, backend=backend)
 
 
 def _one_hot(offs: Tensor, rows: Tensor) -> Tensor:

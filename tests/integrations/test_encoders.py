@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from patching import IDS, close, logits
+from tiny_encoders import FAMILIES, tiny_batch, tiny_encoder
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -17,7 +18,6 @@ from transformers.models.bert import modeling_bert
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters import interface
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES
-from foundry_kernels.integrations.adapters.tiny_encoders import FAMILIES, tiny_batch, tiny_encoder
 from foundry_kernels.integrations.attention.plan import DenseMask
 
 every_family = pytest.mark.parametrize("family", FAMILIES)

@@ -13,12 +13,12 @@ import torch
 from any_family import NAMED, WITHOUT_A_ROW, any_family
 from patching import BUILDABLE, IDS, LABELS
 from slow import rest_slow
+from tiny_encoders import FAMILIES as ENCODERS
+from tiny_encoders import tiny_batch, tiny_encoder
 from torch import Tensor, nn
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.tiny import tiny_config, tiny_model
-from foundry_kernels.integrations.adapters.tiny_encoders import FAMILIES as ENCODERS
-from foundry_kernels.integrations.adapters.tiny_encoders import tiny_batch, tiny_encoder
 from foundry_kernels.integrations.families import FAMILIES
 
 LEFT = torch.ones_like(IDS)

@@ -11,13 +11,13 @@ import transformers
 from any_family import any_family
 from packed import BY_POSITIONS, GIVEN, IDS, LENGTHS, ONES, OTHERS, POSITIONS, leaks
 from patching import close
+from tiny_encoders import tiny_encoder
 from tiny_hf import SIZES, randomise
 from torch import nn
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.base import PATCHABLE
 from foundry_kernels.integrations.adapters.tiny import tiny_config, tiny_model
-from foundry_kernels.integrations.adapters.tiny_encoders import tiny_encoder
 from foundry_kernels.integrations.attention.documents import OTHER_NAMES
 from foundry_kernels.integrations.patching.mixing import mixers
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from patching import close
-from slow import rest_slow
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -251,7 +250,8 @@ def test_copies_checkpoints_and_modes(calls: list[Any]) -> None:
     assert torch.equal(module(x)[0], expected)
 
 
-@pytest.mark.parametrize("what", rest_slow(["as it is", "operators"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["as it is", "operators"])
 def test_compiled_it_is_its_own(what: str, calls: list[Any]) -> None:
     module = made(*SERVED[what])
     theirs = results(module)

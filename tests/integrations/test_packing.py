@@ -31,13 +31,13 @@ from packed import (
 )
 from patching import BUILDABLE, BY_KIND, close
 from slow import rest_slow
+from tiny_encoders import FAMILIES as ENCODERS
+from tiny_encoders import tiny_encoder
 from torch import Tensor
 from transformers import AutoModelForCausalLM, __version__
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.tiny import tiny_config, tiny_model
-from foundry_kernels.integrations.adapters.tiny_encoders import FAMILIES as ENCODERS
-from foundry_kernels.integrations.adapters.tiny_encoders import tiny_encoder
 
 #: Those of `NAMED` that have layers which are left, and mix tokens.
 MAY_REFUSE = ("deepseek_v32", "falcon_h1", "gemma4_text", "gpt_neo", "lfm2", "minimax")

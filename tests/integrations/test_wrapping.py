@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from patching import BUILDABLE
+from tiny_encoders import FAMILIES as ENCODERS
+from tiny_encoders import tiny_encoder
 from torch import nn
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.tiny import tiny_model
-from foundry_kernels.integrations.adapters.tiny_encoders import FAMILIES as ENCODERS
-from foundry_kernels.integrations.adapters.tiny_encoders import tiny_encoder
 
 
 def wrapped(model: nn.Module) -> dict[str, list[str]]:

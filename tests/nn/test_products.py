@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from slow import rest_slow
+from tiny_encoders import FAMILIES as ENCODERS
+from tiny_encoders import tiny_batch, tiny_encoder
 from torch import Tensor, nn
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.table import PATCHED
 from foundry_kernels.integrations.adapters.tiny import tiny_model
-from foundry_kernels.integrations.adapters.tiny_encoders import FAMILIES as ENCODERS
-from foundry_kernels.integrations.adapters.tiny_encoders import tiny_batch, tiny_encoder
 from foundry_kernels.models import ModelConfig, Transformer
 from foundry_kernels.nn import _linear_layers
 from foundry_kernels.ops.grouped_mm import GROUPED_MM

@@ -249,3 +249,13 @@ def test_a_mean_of_sharded_logits_is_made_of_sums(monkeypatch: pytest.MonkeyPatc
                 results.append(cross_entropy(x, target, reduction=reduction, **options))
             torch.testing.assert_close(*results)
     assert cross_entropy(x, torch.full_like(target, -100)).item() == 0.0
+
+
+@pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+def test_a_large_gradient_has_the_bits_of_small_ones() -> None:
+    """Above 16 MB it is written past the caches, from where registers are aligned on: by another copy of the loop."""
+    logits, target, weight = torch.randn(65, 65537), torch.arange(65), torch.rand(65537)
+    options: dict[str, Any] = {"weight": weight, "label_smoothing": 0.1, "reduction": "sum", "backend": "native"}
+    _, whole = step(logits, target, **options)
+    for row in (1, 7, 64):
+        assert torch.equal(whole[row], step(logits[row : row + 1], target[row : row + 1], **options)[1][0])

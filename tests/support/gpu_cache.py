@@ -32,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import cuda_build  # noqa: E402
 import gpu_archive  # noqa: E402
+import gpu_shapes  # noqa: E402
 import hopper_units  # noqa: E402
 import sanitize  # noqa: E402
 from gpu_archive import ARCHIVE, made_with, why_not_writable  # noqa: E402
@@ -77,7 +78,8 @@ def launch_all(text: str) -> None:
                 launch_case(op, case, case.make(dtype))
         if op.name == "linear_cross_entropy":  # its matmuls would run; the cases already have its kernels
             continue
-        for case in op.bench.bench_cases(op.name, "cuda") if op.bench is not None else ():
+        timed = op.bench.bench_cases(op.name, "cuda") if op.bench is not None else ()
+        for case in (*timed, *(gpu_shapes.TIMED if op is gpu_shapes.OP else ())):
             for dtype in aot.DTYPES:
                 aot._call(op, case, aot._unfilled(case, dtype))
 

@@ -20,6 +20,14 @@ from foundry_kernels.tools import check
 OP = fk.OPS["flash_attention"]
 #: The largest error, over that of SDPA in the same dtype; and relative to the result, if SDPA has none.
 FACTOR, ROUNDING = 1.25, 1e-4
+#: Timed beside the benchmarks' own: other widths, and few heads for keys and values, as in tensor parallelism.
+TIMED = tuple(
+    bench_case(b, h, hk, t, d, True, dv)
+    for b, h, hk, t, d, dv in (
+        *((1, 32, 2, 4096, 128, 128), (1, 8, 1, 8192, 128, 128)),
+        *((4, 16, 4, 4096, 256, 256), (4, 16, 16, 4096, 192, 128)),
+    )
+)
 Tensors = tuple[Tensor, ...]
 
 

@@ -1,5 +1,5 @@
 """A process of `make gpu-check`, which runs checks and comparisons on the GPU, one after another. With `--stub` the CPU
-and small sizes take the GPU's place; with `--sanitize` it has only the checks for compute-sanitizer."""
+and small sizes take the GPU's place."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,12 +35,15 @@ from benchmarks import isa, models, rows, suite, test_model  # noqa: E402
 from foundry_kernels._triton import devices  # noqa: E402
 from foundry_kernels.core import extension  # noqa: E402
 from foundry_kernels.core.registry import short_dtype  # noqa: E402
+from foundry_kernels.ops.flash_attention import hopper  # noqa: E402
 from foundry_kernels.ops.flash_attention.triton import gluon_launch  # noqa: E402
 from foundry_kernels.testing import Arg, Case, Expected, call  # noqa: E402
 from foundry_kernels.tools import check  # noqa: E402
 from foundry_kernels.tools.environment import versions  # noqa: E402
 
 CARD = gpu_shapes.Stub() if STUB else gpu_shapes.Card()
+#: Whether attention's kernels for compute capability 9.0 can run.
+HOPPER = STUB or hopper.supports("cuda", torch.bfloat16)
 Checks = dict[str, Callable[[], Any]]
 #: Of the operations with comparisons the part, the endings of the cases' names, and rows that are left out.
 TIMED: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
@@ -70,12 +75,12 @@ def parity(row: table.Row, dtype: torch.dtype, case: Case) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def parity_of(hopper: bool) -> Checks:
+def parity_of(on_hopper: bool) -> Checks:
     """The cases of the parity suite on this device. Those that together cover every choice come first, attention's
     before others; of the kernels for compute capability 9.0, or of all others."""
     found = []
-    for row in table.hopper_rows() if hopper and not STUB else table.rows():
-        if row.device != CARD.device or row.hopper != (hopper and not STUB):
+    for row in table.hopper_rows() if on_hopper and not STUB else table.rows():
+        if row.device != CARD.device or row.hopper != (on_hopper and not STUB):
             continue
         telling = importlib.import_module("slow").telling(row)
         for dtype in row.dtypes:
@@ -143,7 +148,8 @@ def large(backend: str) -> None:
 def forward_and_backward(op: str, case: Case, backend: str, on_hopper: bool = False) -> None:
     """Forward and backward, without a comparison."""
     before = CARD.passes() if on_hopper else ()
-    check.forward_and_backward(fk.OPS[op], backend, case.make(torch.bfloat16, CARD.device), case)
+    with fk.batch_invariant() if on_hopper else nullcontext():
+        check.forward_and_backward(fk.OPS[op], backend, case.make(torch.bfloat16, CARD.device), case)
     CARD.synchronize()
     if on_hopper:
         gpu_shapes.moved(before, CARD)
@@ -152,7 +158,7 @@ def forward_and_backward(op: str, case: Case, backend: str, on_hopper: bool = Fa
 def sanitized() -> Checks:
     """Attention for compute capability 9.0 with more than a tile of queries, then small cases of every kernel."""
     found: Checks = {}
-    for width, width_v in ((128, 128), (64, 64), (192, 128), (256, 256)):
+    for width, width_v in ((128, 128), (64, 64), (192, 128), (256, 256)) if HOPPER else ():
         for deterministic in (True, False):
             args = {"q": Arg((1, 2, 136, width)), "k": Arg((1, 1, 200, width)), "v": Arg((1, 1, 200, width_v))}
             case = Case(f"D={width}/{width_v}", args, {"causal": True, "deterministic": deterministic})
@@ -181,6 +187,9 @@ def compared(group: suite.Group, left_out: tuple[str, ...]) -> list[dict[str, An
 def comparisons(part: str) -> Checks:
     ops, ending, left_out = TIMED[part]
     groups = [g for g in suite.groups(False) if g.op.name in ops and g.case.id.endswith(ending)]
+    if part == "attention" and not STUB:
+        more = (replace(groups[0], case=case) for case in gpu_shapes.TIMED)
+        groups += [replace(g, direction=direction) for g in more for direction in ("forward", "backward")]
     groups.sort(key=lambda g: (ops.index(g.op.name), "D=128" not in g.case.id))
     if STUB:
         groups = sorted(groups, key=lambda g: g.size)[:1]
@@ -212,6 +221,8 @@ def steps(family: str) -> Checks:
 def checks_of(part: str) -> Checks:
     if part in TIMED:
         return comparisons(part)
+    if part in ("units", "shapes", "gluon") and not HOPPER:
+        return {}
     if part == "shapes":
         shapes = gpu_shapes.shapes(CARD)
         return {name: partial(gpu_shapes.hold, case, CARD) for name, case in [*shapes.items()][: 2 if STUB else None]}

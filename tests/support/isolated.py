@@ -28,10 +28,10 @@ START = 90.0
 class Worker:
     """One process. `about` is what it says about itself."""
 
-    def __init__(self, command: Sequence[str], log: IO[str], env: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], log: IO[str], env: Mapping[str, str], start: float) -> None:
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
         self._process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
-        self.about = self._answer(START)
+        self.about = self._answer(start)
         if "error" in self.about:
             self.close()
 
@@ -50,7 +50,8 @@ class Worker:
         began = time.monotonic()
         timer = threading.Timer(seconds, self._kill)
         timer.start()
-        line = self._process.stdout.readline()
+        while (line := self._process.stdout.readline()) and not line.startswith("{"):
+            pass  # printed by a program around it
         timer.cancel()
         if line:
             return dict(json.loads(line))
@@ -67,7 +68,7 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def close(self, seconds: float = 10.0) -> int:
+    def close(self, seconds: float = 20.0) -> int:
         """Lets it end, and returns its exit status."""
         assert self._process.stdin is not None
         try:
@@ -80,13 +81,16 @@ class Worker:
 class Pool:
     """Up to `most` workers, which are started as they are needed and stay until `close`."""
 
-    def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None, start: float = START
+    ) -> None:
         self._command, self._env, self._log = command, os.environ if env is None else env, log.open("a")
+        self._start = start
         self._idle: list[Worker] = []
 
     def worker(self) -> Worker:
         """An idle worker, or a new one."""
-        return self._idle.pop() if self._idle else Worker(self._command, self._log, self._env)
+        return self._idle.pop() if self._idle else Worker(self._command, self._log, self._env, self._start)
 
     def give_back(self, worker: Worker) -> None:
         if worker.runs:
@@ -95,7 +99,8 @@ class Pool:
     def run(
         self, names: Sequence[str], each: float, deadline: float, most: int
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields names and answers as they come, until `deadline` (by `time.monotonic`)."""
+        """Yields names and answers as they come, until `deadline` (by `time.monotonic`), which has no answer of those
+        that then run."""
         left, answers = iter(names), queue.Queue[tuple[str, dict[str, Any]] | None]()
         lock = threading.Lock()
 
@@ -111,7 +116,9 @@ class Pool:
                     if not worker.runs:  # it could not begin, nor would another
                         answers.put((name, worker.about))
                         break
-                    answers.put((name, worker.ask(name, min(each, max(remaining, 1)))))
+                    answer = worker.ask(name, min(each, max(remaining, 1)))
+                    if worker.runs or time.monotonic() < deadline:  # else it was not given its time
+                        answers.put((name, answer))
             finally:
                 if worker is not None:
                     self.give_back(worker)

@@ -185,10 +185,12 @@ def test_the_parts_fit_into_ten_minutes() -> None:
 
 
 SANITIZER = """#!/bin/sh
-shift 4
+log=$6
+shift 6
+echo "========= COMPUTE-SANITIZER"
 "$@"
 code=$?
-echo "========= ERROR SUMMARY: 0 errors" >&2
+echo "========= ERROR SUMMARY: 0 errors" > $log
 exit $code
 """
 

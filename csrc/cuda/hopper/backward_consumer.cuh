@@ -297,7 +297,7 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
       const auto write = [&](bool of_dv, const auto& sums) {
         float* const to =
             part_at<S::kWidth>(a, work, of_dv, block_word(words, kShare), block_word(words, kFirstKeyTile) + key_tile) +
-            (consumer * S::kPanels + column_block * 2) * kPieceFloats + thread * 4;
+            (consumer * S::kPanels + column_block * 2) * kPieceFloats + thread_again() % 128 * 4;
         FK_UNROLL for (int i = 0; i < static_cast<int>(sizeof(sums) / 16); ++i)
             store_four(to + i * 512, sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
       };

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_kernels.core.registry import is_dtensor
-from foundry_kernels.integrations.adapters.base import Gated, State, gated, nothing, split_names
+from foundry_kernels.integrations.adapters.base import Adapter, Gated, State, gated, nothing, split_names
 from foundry_kernels.nn.moe import dispatch, run_experts
 
 
@@ -136,12 +136,14 @@ def _implementation(module: Any) -> str | None:
 def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     name, gate = ("gate_up_proj", self._apply_gate) if getattr(self, "has_gate", True) else ("up_proj", self.act_fn)
     backends, gate_up, down = self._foundry.backends, getattr(self, name), self.down_proj
-    if "grouped_mm" not in backends or _implementation(self) not in SERVED or is_dtensor(gate_up):
+    if not _runs_here(self):
         original = self._foundry_original.forward
         result: Tensor = original(self, hidden_states, top_k_index, top_k_weights)
         return result
+    pairs = getattr(self, "_foundry_pairs", {})
     if not self.is_transposed:
         gate_up, down = gate_up.mT, down.mT
+        pairs = {of: (b.mT, a.mT) for of, (a, b) in pairs.items()}
     return run_experts(
         hidden_states,
         top_k_weights,
@@ -152,7 +154,59 @@ def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
         backends,
         gate_up_bias=getattr(self, f"{name}_bias") if self.has_bias else None,
         down_bias=self.down_proj_bias if self.has_bias else None,
+        pairs=(pairs.get(name), pairs.get("down_proj")),
     )
+
+
+def _runs_here(self: Any) -> bool:
+    """Returns whether the experts' matmuls run on grouped_mm."""
+    return "grouped_mm" in self._foundry.backends and _implementation(self) in SERVED and not is_dtensor(self.down_proj)
+
+
+@dataclass(frozen=True)
+class LoraExperts(Adapter):
+    """PEFT's adapter of a parameter of experts, which multiplies by its factors and not by a sum with the weight."""
+
+    names = split_names(
+        "ValueError __class__ __name__ _activate_lora _check_forward_args active_adapters base_layer disable_adapters "
+        "merged pop unmerge"
+    )
+    arguments = split_names("self x args kwargs")
+    transparent: ClassVar[bool] = True
+
+    def ops(self, module: nn.Module) -> tuple[str, ...]:
+        return ("grouped_mm",)
+
+    def members(self, original: type) -> dict[str, Any]:
+        return {"forward": _param_forward}
+
+
+def _factors(self: Any) -> tuple[Tensor, Tensor] | None:
+    """Returns the factors of what PEFT adds to the parameter, the scale in the first; None where its own forward must
+    run."""
+    names = [name for name in self.active_adapters if name in self.lora_A]
+    if not hasattr(self, "_foundry") or self.disable_adapters or self.merged or len(names) != 1 or self.num_experts < 2:
+        return None
+    base = self.get_base_layer()
+    if type(base).forward is not _experts_forward or not hasattr(base, "_foundry") or not _runs_here(base):
+        return None
+    if self.get_param().dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        return None
+    left, right, scale = self.get_delta_factors(names[0])
+    return left * scale, right
+
+
+def _param_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    pair = None if kwargs.get("adapter_names") else _factors(self)
+    if pair is None:
+        return self._foundry_original.forward(self, x, *args, **kwargs)
+    base = self.get_base_layer()
+    others = getattr(base, "_foundry_pairs", {})
+    base._foundry_pairs = {**others, self.parameter_name: pair}
+    try:
+        return self.base_layer(x, *args, **kwargs)
+    finally:
+        base._foundry_pairs = others
 
 
 def _apply_gate(self: Any, gate_up: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""PEFT's linear layers with LoRA; see `lora_layers.py` for the calls that are served."""
+"""PEFT's linear layers with LoRA; see `lora_layers.py` for the calls that run on it."""
 
 from __future__ import annotations
 

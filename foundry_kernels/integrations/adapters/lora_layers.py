@@ -1,7 +1,7 @@
 """Calls of PEFT's linear layers with LoRA, on `lora_linear`.
 
-What is served: one active adapter of two plain linear layers, without biases, over a layer of any kind. The layer below
-is read where it is a plain linear layer, and called where it is not (quantised, sharded, with hooks). Anything else
+Supported: one active adapter of two plain linear layers, without biases, over a layer of any kind. The layer below is
+read where it is a plain linear layer, and called where it is not (quantised, sharded, with hooks). Anything else
 runs PEFT's own forward. Each call decides, since adapters are added, switched, disabled, merged and deleted while a
 model is patched.
 """

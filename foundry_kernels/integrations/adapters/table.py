@@ -15,7 +15,7 @@ from torch import nn
 from foundry_kernels.integrations.adapters.attention import Attention
 from foundry_kernels.integrations.adapters.base import REPLACED, Adapter
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LanguageModel, language_model
-from foundry_kernels.integrations.adapters.experts import ClampedExperts, SortedExperts, decorated_experts
+from foundry_kernels.integrations.adapters.experts import ClampedExperts, LoraExperts, SortedExperts, decorated_experts
 from foundry_kernels.integrations.adapters.gpt_like import NemotronNorm, NeoXAttention
 from foundry_kernels.integrations.adapters.gpt_like_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.adapters.interface import interface_adapter
@@ -110,6 +110,7 @@ PATCHED = (*LLAMA_LIKE, *GPT_LIKE)
 TABLE: dict[tuple[str, str], Adapter] = {
     **TORCH,
     **LORA,
+    ("peft.tuners.lora.layer", "ParamWrapper"): LoraExperts(),
     ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): SortedExperts(),
     ("transformers.models.nemotron.modeling_nemotron", "NemotronLayerNorm1P"): NemotronNorm(
         "eps", 1.0, op="layer_norm", bias="bias", one_dtype=True

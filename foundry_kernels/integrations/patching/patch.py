@@ -73,7 +73,8 @@ def patch(
     patched model of transformers, or the call raises ValueError; `report` names layers that mix them. A LayerNorm's
     result has its input's dtype, where PyTorch's is float32 under autocast on a GPU.
 
-    Attention goes through the model's config: it is set to "foundry" there (see
+    A class that computes its own softmax keeps its forward, whose scores are not computed where `flash_attention` can
+    take their place. Other attention goes through the model's config: it is set to "foundry" there (see
     :mod:`foundry_kernels.integrations.attention.functions`). Because models may share a config object, the model gets a
     copy of its own, which stays after `undo` with the attention that it had. A config with an explicit
     ``attn_implementation="eager"`` keeps it, which the report says, unless `ops` names flash_attention. (Gemma 2 and
@@ -92,7 +93,7 @@ def patch(
         dense_masks: what happens where a mask is dense, as one that is not causal, a window or padding is: "kernels"
             has the kernels read it, "refuse" raises ValueError with the reason in the forward pass, "sdpa" runs that
             call on torch's scaled_dot_product_attention, or on the model's own eager attention where there is a soft
-            cap or sinks, which SDPA lacks.
+            cap or sinks, which SDPA lacks. A class that computes its own softmax reads its masks in any case.
         return_logits: whether a call of a language model with labels also returns the logits in training
             mode, where only its loss needs them. They are the largest tensor of a training step. By default they are
             None there, and never exist as a whole (:func:`foundry_kernels.linear_cross_entropy`); without labels or in

@@ -13,12 +13,9 @@ from typing import Any
 
 import torch
 
-from foundry_kernels.integrations.adapters import tiny_encoders
 from foundry_kernels.integrations.adapters.table import LLAMA_LIKE, PATCHED
 from foundry_kernels.integrations.patching.patch import patch
 from foundry_kernels.integrations.patching.report import Report, parts
-
-FAMILIES = (*PATCHED, *tiny_encoders.FAMILIES)
 
 
 class NoModel(Exception):
@@ -35,17 +32,16 @@ def main(argv: list[str]) -> int:
         "like Llama)",
     )  # fmt: skip
     options = parser.parse_args(argv)
-    for name in options.family:
-        if name not in FAMILIES and not is_path(name) and not is_class(name):
-            known = ", ".join(FAMILIES)
-            parser.error(
-                f"family must be one of {known}, or a class of transformers, or a folder with a config.json, or such a "
-                f"file; got {name}"
-            )
     try:
         version = importlib.import_module("transformers").__version__
     except ImportError as e:
         parser.error(f"transformers cannot be imported ({e}); pip install transformers")
+    for name in options.family:
+        if not is_family(name) and not is_path(name) and not is_class(name):
+            parser.error(
+                f"family must be one of {', '.join(PATCHED)}, or another model type or a class of transformers, or a "
+                f"folder with a config.json, or such a file; got {name}"
+            )
     rows: list[tuple[str, ...]] = [("family", "norms", "MLP", "attention", "loss", "recognised", "left as it was")]
     rows.append(tuple("-" * len(title) for title in rows[0]))
     chosen = options.family or LLAMA_LIKE
@@ -55,33 +51,41 @@ def main(argv: list[str]) -> int:
     except NoModel as error:
         parser.error(str(error))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    whole = ["a checkpoint's model"] * any(map(is_path, chosen)) + ["a class's usual model"] * any(
-        map(is_class, chosen)
-    )
-    small = ["a two-layer model"] * any(name in FAMILIES for name in chosen)
+    usual = any(name not in PATCHED and not is_path(name) for name in chosen)
+    whole = ["a checkpoint's model"] * any(map(is_path, chosen)) + ["a class's usual model"] * usual
+    small = ["a two-layer model"] * any(name in PATCHED for name in chosen)
     models = ", ".join(small + whole)
     print(f"transformers {version}: modules of {models}, and the operations that serve them")
     print("\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + " |" for r in rows))
     return 0
 
 
+def is_family(name: str) -> bool:
+    return name in PATCHED or name in importlib.import_module("transformers").CONFIG_MAPPING
+
+
 def is_path(name: str) -> bool:
     """Whether it is a path, and no family: one that exists, or could be nothing else."""
-    return name not in FAMILIES and ("/" in name or "\\" in name or name.endswith(".json") or Path(name).exists())
+    return not is_family(name) and ("/" in name or "\\" in name or name.endswith(".json") or Path(name).exists())
 
 
 def is_class(name: str) -> bool:
     """Whether it is spelled as a class is, and names neither a family nor a path."""
-    return name not in FAMILIES and name.isidentifier() and name[0].isupper() and not is_path(name)
+    return not is_family(name) and name.isidentifier() and name[0].isupper() and not is_path(name)
 
 
 def usual_model(name: str) -> Any:
-    """Returns the model that a class of transformers makes of its configuration's defaults, on the meta device.
+    """Returns the model that a class of transformers, or a model type, makes of its configuration's defaults, on the
+    meta device.
 
     Raises:
         NoModel: transformers has no such class, or makes no model of it.
     """
-    named: Any = getattr(importlib.import_module("transformers"), name, None)
+    transformers = importlib.import_module("transformers")
+    if is_family(name):
+        with torch.device("meta"):
+            return _by_mapping(transformers.CONFIG_MAPPING[name]())
+    named: Any = getattr(transformers, name, None)
     if getattr(named, "config_class", None) is None:
         raise NoModel(f"transformers has no model {name}")
     try:
@@ -106,11 +110,11 @@ def report_on(name: str) -> Report:
     """
     if is_path(name):
         return patch(model_of(Path(name))).report()
-    if is_class(name):
+    if name not in PATCHED:
         return patch(usual_model(name)).report()
     from foundry_kernels.integrations.adapters.tiny import tiny_model
 
-    return patch(tiny_model(name) if name in PATCHED else tiny_encoders.tiny_encoder(name)).report()
+    return patch(tiny_model(name)).report()
 
 
 def model_of(path: Path) -> Any:

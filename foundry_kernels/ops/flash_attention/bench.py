@@ -22,8 +22,6 @@ _SHAPES: dict[str, tuple[tuple[int, int, int, int, int], ...]] = {
     "cpu": ((1, 8, 2, 512, 64), (1, 8, 2, 2048, 64), (1, 8, 2, 1024, 128)),
     "cuda": tuple((16384 // t, 32, 8, t, d) for d in (64, 128) for t in (512, 2048, 4096, 8192, 16384)),
 }
-#: (B, H, Hk, T, D, Dv), causal, on a GPU: other widths, and few heads for keys and values, as in tensor parallelism.
-_MORE = ((4, 16, 4, 4096, 256, 256), (4, 16, 16, 4096, 192, 128), (1, 32, 2, 4096, 128, 128), (1, 8, 1, 8192, 128, 128))
 #: Keys that one new query sees, heads of Llama-3-8B; and sequences at a time, by device.
 _DECODE_KEYS = (512, 1024, 2048, 4096, 8192, 16384)
 _DECODE_BATCH = {"cpu": (1,), "cuda": (1, 16)}
@@ -37,7 +35,6 @@ _CHECKED = 2048
 BENCH_QUICK = (
     *("Hk=2 T=512 D=64-causal", "Hk=2 T=2048 D=64-causal", "Hk=2 T=1024 D=128-causal"),
     *("Hk=8 T=4096 D=128-causal", "Hk=8 T=16384 D=128-causal", "Hk=8 T=4096 D=64-causal"),
-    *("D=256-causal", "D=192.128-causal", "H=32 Hk=2 T=4096 D=128-causal", "Hk=1 T=8192 D=128-causal"),
     *("S=512 D=128-decode", "S=4096 D=128-decode", "S=16384 D=128-decode"),
     "D=64-packed",
     *("-half-masked", "-bias", "-bias-gradient", "-dropout"),
@@ -87,9 +84,8 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
         dropped = replace(packed, id=f"{packed.id}-dropout", options={**packed.options, "dropout_p": 0.1})
         return (*((packed, dropped) if device == "cpu" else ()), *bench_paged.cases(device))
     whole = (bench_case(*shape, causal) for shape in _SHAPES[device] for causal in (True, False))
-    more = (bench_case(b, h, hk, t, d, True, dv) for b, h, hk, t, d, dv in (_MORE if device == "cuda" else ()))
     decode = (decode_case(b, keys) for b in _DECODE_BATCH[device] for keys in _DECODE_KEYS)
-    return (*whole, *more, *decode, *bench_masked.cases(device), *bench_encoder.cases(device))
+    return (*whole, *decode, *bench_masked.cases(device), *bench_encoder.cases(device))
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:

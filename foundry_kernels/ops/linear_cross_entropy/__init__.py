@@ -172,9 +172,11 @@ def linear_cross_entropy(
     weight's; on a CPU in bfloat16 those of more than 500,000 multiplications) are multiplied by the loss's own
     gradient and rounded again, where that is not 1.
 
-    By default the CPU takes chunks; but of a bfloat16 weight that gets a gradient, if oneDNN has instructions for such
-    matmuls and the loss is reduced, a single chunk if all logits fit into 32 MiB, and with matrix instructions (AMX)
-    tiles if they do not. Where it is not reduced it takes tiles.
+    By default the CPU makes all logits of up to 256 tokens at once if they need no gradient. With gradients it does so,
+    and keeps the logits for the backward pass, if the tokens are at most a 16th of D or, with reduction "none", at most
+    D, and none of them is ignored. Otherwise it takes chunks; but of a bfloat16 weight that gets a gradient, if oneDNN
+    has instructions for such matmuls and the loss is reduced, a single chunk if all logits fit into 32 MiB, and with
+    matrix instructions (AMX) tiles if they do not. Where it is not reduced it takes tiles.
 
     Results have the same bits in each run. Matmuls are PyTorch's own, so bits may differ with another number of threads
     or another strategy. The gradient of weight is summed over the chunks; for bfloat16 on a CPU by oneDNN's kernel. In

@@ -86,8 +86,8 @@ def linear_kl_div(
     "none" each token's loss has its own gradient: the backward pass computes both logits again, in six matmuls in all,
     as keeping them would take the memory that this operation saves.
 
-    Memory is that of :func:`foundry_kernels.linear_cross_entropy` in chunks, or with all rows at once where both logits
-    fit into a 32nd of a GPU's memory, and the teacher's logits of one chunk. There are no blocks of classes. DTensors:
+    Memory is that of :func:`foundry_kernels.linear_cross_entropy` in chunks, and the teacher's logits of one chunk. On
+    a GPU chunks are as large as both logits fit into a 32nd of its memory. There are no blocks of classes. DTensors:
     tokens may be sharded over devices, the classes may not.
     """
     if (

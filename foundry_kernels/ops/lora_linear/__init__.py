@@ -156,8 +156,10 @@ def _call(
         if not _common(x, *layer):
             _check(x, *layer, *names[i])
     weights, a, b, biases, bases, scales = zip(*layers, strict=True)
-    drop = () if dropout_p == 0.0 and dropout_seed is None else dropout.arguments(x, dropout_p, dropout_seed)
-    return resolve(LORA_LINEAR, backend, x)(x, weights, a, b, biases, bases, scales, *drop)
+    drop: tuple[()] | tuple[float, Tensor] = ()
+    if dropout_p != 0.0 or dropout_seed is not None:
+        drop = dropout.arguments(x, dropout_p, dropout_seed)
+    return resolve(LORA_LINEAR, backend, x)(x, weights, a, b, biases, bases, scales, *(drop or (0.0, None)))
 
 
 def _as(dtype: torch.dtype, x: Tensor | None) -> Tensor | None:

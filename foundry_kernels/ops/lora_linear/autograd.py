@@ -2,8 +2,8 @@
 operators with these arguments, each with dropout of what it reads or adds:
 
 - ``down(x, a, scale, ...)``: ``scale drop(x) a^T``, ``[N, r]`` from ``[N, K]`` and ``[r, K]``;
-- ``up(base, t, b, scale, ...)``: ``base + drop(scale t b^T)``, ``[N, M]`` from ``[N, r]`` and ``[M, r]``; ``up_``
-  overwrites base;
+- ``up(base, t, b, scale, ...)``: ``base + drop(scale t b^T)``, ``[N, M]`` from ``[N, r]`` and ``[M, r]``; ``up_``,
+  if there is one, overwrites base;
 - ``outer(t, x, scale, transposed, ...)``: ``scale t^T drop(x)`` ``[r, K]``, or its transpose, summed over the rows.
 
 t and the result of ``outer`` are float32 (float64 for float64). The matmuls with the weights are PyTorch's. x and
@@ -27,12 +27,12 @@ from foundry_kernels.ops._linear import Linear, chosen
 class Products(NamedTuple):
     down: Callable[..., Tensor]
     up: Callable[..., Tensor]
-    up_: Callable[..., None]
     outer: Callable[..., Tensor]
+    up_: Callable[..., None] | None = None
 
     def add(self, base: Tensor, *args: Any) -> Tensor:
         """`up` of a `base` that nobody else has: in its place, except in a graph and in a DTensor."""
-        if torch.compiler.is_compiling() or is_subclass(base):
+        if self.up_ is None or torch.compiler.is_compiling() or is_subclass(base):
             return self.up(base, *args)
         self.up_(base, *args)
         return base
@@ -137,8 +137,8 @@ def lora_linear(
     biases: Sequence[Tensor | None],
     bases: Sequence[Tensor | None],
     scales: Sequence[float],
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
 ) -> Sequence[Tensor]:
     """The operation by a backend's matmuls, with its gradients."""
     call = _Call(products, chosen(), tuple(scales), tuple([a.shape[0] for a in lora_as]), dropout_p)

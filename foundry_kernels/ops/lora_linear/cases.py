@@ -39,9 +39,9 @@ _DROPOUT: dict[str, Any] = {"dropout_p": 0.25, "dropout_seed": 0x123456789ABCDEF
 
 CASES: dict[str, tuple[Case, ...]] = {
     "lora_linear": (
-        make_case((1,), 1, 1, 1),
-        make_case((3,), 40, 48, 4, scale=2.0),
         make_case((2, 9), 33, 17, 5, "bias", biased=True, scale=-0.5),
+        make_case((1,), 1, 1, 1),
+        make_case((6,), 40, 48, 4, scale=2.0),
         make_case((19,), 64, 32, 16, "base", based=True),
         make_case((), 24, 7, 3, "vector"),
         make_case((0,), 16, 8, 4, "no-rows"),
@@ -96,3 +96,16 @@ def scales(
     found = torch.autograd.grad(y, leaves, cotangents[0].square())
     sizes = {"output 0": y, **dict(zip(names, found, strict=True))}
     return {n: float(each.detach().max().sqrt()) for n, each in sizes.items() if each.numel()}
+
+
+def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
+    """One of each kind: 16 bits with float32 adapters, of low and of high rank and with dropout; float32."""
+    low, float32 = torch.bfloat16, torch.float32
+    shape = (8192,), 4096, 4096
+    return (
+        (make_case(*shape, 16, "compiled"), low),
+        (make_case(*shape, 256, "compiled"), low),
+        (make_case(*shape, 16, "compiled-dropout", **_DROPOUT), low),
+        (make_case(*shape, 16, "compiled"), torch.float16),
+        (make_case(*shape, 64, "compiled"), float32),
+    )

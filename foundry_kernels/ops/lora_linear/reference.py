@@ -20,8 +20,8 @@ def lora_linear(
     biases: Sequence[Tensor | None],
     bases: Sequence[Tensor | None],
     scales: Sequence[float],
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
 ) -> list[Tensor]:
     linear, compute = chosen(), wide_dtype(x.dtype)
     dropped = x.to(compute) if dropout_seed is None else dropout(x, dropout_p, dropout_seed)

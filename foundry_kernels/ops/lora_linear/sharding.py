@@ -14,6 +14,9 @@ UNSHARDED = ("lora_up_",)
 
 
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    dims = {"x": "nk", "a": "rk", "t": "nr", "down": "nr", "base": "nm", "y": "nm", "b": "mr", "dropout_seed": "..."}
+    dims = {"x": "...k", "a": "rk", "t": "...r", "down": "...r", "base": "...m", "y": "...m", "b": "mr"}
+    dims |= {"weight": "mk", "lora_a": "rk", "lora_b": "mr", "bias": "m", "dropout_seed": "..."}
     dims["douter"] = "kr" if args.get("transposed") else "rk"
-    return dims, "nkm" if args.get("dropout_seed") is None else ""
+    if args.get("dropout_seed") is not None:
+        return dims, ""
+    return dims, "0" if "lora_a" in args else "0km"  # the whole operation is sharded without collectives along rows

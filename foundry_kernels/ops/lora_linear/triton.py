@@ -106,11 +106,11 @@ def lora_down_kernel(
 @triton.jit(do_not_specialize=_PLAIN)
 def lora_up_kernel(
     base_ptr, t_ptr, b_ptr, y_ptr, seed_ptr,
-    n_rows, n_out, rank, stride_basen, stride_yn, stride_tn, stride_bm, stride_br, scale, threshold,
+    n_rows, n_out, rank, stride_basen, stride_tn, stride_bm, stride_br, scale, threshold,
     DROPOUT: tl.constexpr, EXACT: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """y [n_rows, n_out] = base + scale t b^T; y_ptr may be base_ptr."""
+    """y [n_rows, n_out] = base + scale t b^T."""
     n_across = tl.cdiv(n_out, BLOCK_COLS)
     rows = (tl.program_id(0) // n_across).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     start = tl.program_id(0) % n_across * BLOCK_COLS
@@ -130,7 +130,7 @@ def lora_up_kernel(
         b_y *= dropout_factors(seed_ptr, rows[:, None], start, threshold, 1.0, shape, BLOCK_COLS)
     mask = m_rows & m_cols
     b_y += tl.load(base_ptr + rows[:, None] * stride_basen + cols[None, :], mask=mask, other=0.0)
-    tl.store(y_ptr + rows[:, None] * stride_yn + cols[None, :], round_to(b_y, y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + rows[:, None] * n_out + cols[None, :], round_to(b_y, y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -227,17 +227,6 @@ def _plan_up(
     return Plan((grid,), numbers, _common(dtype, dropout_p) | tile)
 
 
-def _up_into(
-    y: Tensor, base: Tensor, t: Tensor, b: Tensor, scale: float, dropout_p: float = 0.0, seed: Tensor | None = None
-) -> None:
-    if y.numel() == 0:
-        return
-    t = _rows(t)
-    strides = base.stride(0), y.stride(0), t.stride(0), *b.stride()
-    plan = _plan_up(y.shape, t.shape[1], strides, scale, None if seed is None else dropout_p, y.dtype, y.device)
-    launch(lora_up_kernel, plan, base, t, b, y, seed)
-
-
 def _empty_up(
     base: Tensor, t: Tensor, b: Tensor, scale: float, dropout_p: float = 0.0, seed: Tensor | None = None
 ) -> Tensor:
@@ -246,14 +235,13 @@ def _empty_up(
 
 def _up(base: Tensor, t: Tensor, b: Tensor, scale: float, dropout_p: float = 0.0, seed: Tensor | None = None) -> Tensor:
     y = _empty_up(base, t, b, scale)
-    _up_into(y, _rows(base), t, b, scale, dropout_p, seed)
+    if y.numel() == 0:
+        return y
+    base, t = _rows(base), _rows(t)
+    strides = base.stride(0), t.stride(0), *b.stride()
+    plan = _plan_up(y.shape, t.shape[1], strides, scale, None if seed is None else dropout_p, y.dtype, y.device)
+    launch(lora_up_kernel, plan, base, t, b, y, seed)
     return y
-
-
-def _up_in_place(
-    base: Tensor, t: Tensor, b: Tensor, scale: float, dropout_p: float = 0.0, seed: Tensor | None = None
-) -> None:
-    _up_into(base, base, t, b, scale, dropout_p, seed)
 
 
 @planned
@@ -300,7 +288,6 @@ _THIN = f"Tensor t, Tensor b, float scale, {_DROPOUT}"
 _PRODUCTS = autograd.Products(
     define(f"triton_lora_down(Tensor x, Tensor a, float scale, {_DROPOUT} -> Tensor down", _down, _empty_down),
     define(f"triton_lora_up(Tensor base, {_THIN} -> Tensor", _up, _empty_up),
-    define(f"triton_lora_up_(Tensor(a!) base, {_THIN} -> ()", _up_in_place, lambda *_: None),
     define(
         f"triton_lora_outer(Tensor t, Tensor x, float scale, bool transposed, {_DROPOUT} -> Tensor douter",
         _outer,

@@ -4,12 +4,15 @@ where PEFT's own forward runs."""
 from __future__ import annotations
 
 import copy
+import os
 import runpy
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import limits
 import pytest
 import torch
 from torch import Tensor, nn
@@ -347,16 +350,26 @@ def test_quantised_layers_are_called(bits: int, calls: list[int]) -> None:
     assert float((results[1][1] - results[0][1]).norm()) <= 3e-2 * float(results[0][1].norm())
 
 
-def test_experts() -> None:
-    """PEFT adds the product of the factors to the experts' weights, which `grouped_mm` takes."""
-    results = []
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts(family: str) -> None:
+    """An adapter of the experts' parameters multiplies by its factors: nothing of the weights' size is saved."""
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    results, sizes = [], []
     for patched in ("", "after"):
-        targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-        model, handle = adapted("some", patched, "qwen3_moe", **targets)
-        assert not patched or "grouped_mm" in str(handle.report())
+        model, handle = adapted("some", patched, family, **targets)
+        assert not patched or "ParamWrapper" in {e.module_class for e in handle.report().replaced}
         results.append((*step(model), logits(model)))
+        sizes.append(sum(saved(model, IDS).values()))
+        model.base_model.set_adapter([])
+        results[-1] += (logits(model),)
+        model.base_model.set_adapter(["default"])
+        with model.disable_adapter():
+            results[-1] += (logits(model),)
+        model.merge_adapter()
+        results[-1] += (logits(model),)
     for actual, expected in zip(*results, strict=True):
         assert near(actual, expected)
+    assert sizes[1] < 0.6 * sizes[0]
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]], ids=" ".join)
@@ -405,3 +418,28 @@ def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     loaded = peft.PeftModel.from_pretrained(base, tmp_path)
     assert any("lora_B" in name and bool(p.any()) for name, p in loaded.named_parameters())
+
+
+def test_pefts_own_tests_of_lora(tmp_path: Path) -> None:
+    """The source distribution of the installed version has them; skipped where the package index is out of reach."""
+    name = f"peft=={peft.__version__}"
+    got = limits.run(
+        [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "peft", name, "-d", "."], cwd=tmp_path
+    )
+    if got.returncode:
+        pytest.skip(f"cannot download {name}: {got.stderr.splitlines()[-1]}")
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tests,) = tmp_path.glob("peft-*/tests")
+    (tests / "__init__.py").touch()
+    here = Path(__file__).resolve()
+    done = limits.run(
+        [
+            sys.executable, "-m", "pytest", "-q", "-p", "pefts_own", "-p", "no:cacheprovider", "-o", "addopts=", "-W",
+            "ignore", "-k", "LoraConfig", str(tests / "test_custom_models.py"),
+        ],
+        cwd=tests.parent,
+        env={**os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here.parents[3]}", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert int(done.stdout.split(" passed")[0].split()[-1]) > 40

@@ -158,7 +158,10 @@ def gated_delta_rule_prepare_kernel(
     if inverse_ptr is not None:
         p_beta = None if beta_ptr is None else beta_ptr + batch * stride_bb + v_head * stride_bh
         b_beta = load_tokens(p_beta, first, stride_bt, n_rows, COMPUTE, CHUNK, 1.0)
-        b_a = b_kk * (b_beta * b_norm)[:, None] * b_norm[None, :] * between(decay, True, CHUNK)
+        b_a = b_kk * (b_beta * b_norm)[:, None] * b_norm[None, :]
+        if decay_ptr is not None:
+            b_a *= between(decay, True, CHUNK)
+        b_a = tl.where(rows[:, None] > rows[None, :], b_a, 0.0)
         b_x = inverse_of_unit_lower(b_a, KIND, CHUNK, MERGES)
         o_inverse = ((batch * n_heads + v_head) * n_chunks + place.chunk) * (CHUNK * CHUNK)
         o_square = rows[:, None] * CHUNK + rows[None, :]

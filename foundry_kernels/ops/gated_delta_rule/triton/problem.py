@@ -79,7 +79,8 @@ class Problem(NamedTuple):
 
     def parts(self, *results: Tensor | None) -> int:
         """Of how many parts float32 operands of matmuls are in bfloat16 (see `products`): two are exact enough for
-        results of 16 bits, not for the states and the gradients of g and beta in float32."""
+        results of 16 bits, not for the states and the gradients of g and beta in float32, whose errors would be up to
+        four times the permitted ones."""
         return 2 if all(x is None or x.dtype == self.dtype for x in results) else 3
 
     def blocks(self, kernel: str) -> int:
@@ -117,6 +118,8 @@ def plan(kernel: str, p: Problem, strides: tuple[Strides, ...], **flags: Any) ->
         del constants["DOCUMENTS"]
         constants["VARLEN"] = p.n_documents is not None
         constants["WIDTH"] = max(16, triton.next_power_of_2(p.head_dim))
+        if flags["PARTS"] == 3:  # for want of registers
+            block["BLOCK_V"] = min(block["BLOCK_V"], max(16, 2048 // constants["WIDTH"]))
     programs *= p.n_kv_heads if kernel == "dqk" else p.n_heads
     constants["DV"] = p.head_dim_v
     if kernel == "prepare":
