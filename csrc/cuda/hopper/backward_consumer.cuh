@@ -208,7 +208,7 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
         add_rows<S>(dv, weights, dout + columns);
         wgmma_commit();
 
-        wgmma_wait<1>();
+        wgmma_wait<S::kThirds ? 0 : 1>();  // thirds: dv's too, whose operands' registers ptxas needs
         settle(dp);
         uint32_t scores[kQueries / 4];  // dS^T
         FK_UNROLL for (int j = 0; j < kQueries / 8; ++j) {
