@@ -112,7 +112,7 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
     if constexpr (S::kStaged) {
       const int buffer = 2 * consumer + step % 2;
       mbarrier_wait(base + S::kSumsFree + 8 * buffer, (step / 2 & 1) ^ 1);
-      const uint32_t at = base + S::kSums + buffer * S::kPieceBytes + thread * 16;
+      const uint32_t at = base + S::kSums + buffer * S::kPieceBytes + thread_again() % 128 * 16;
       FK_UNROLL for (int r = 0; r < 8; ++r)
           store_shared_four(at + r * 2048, dq[4 * r], dq[4 * r + 1], dq[4 * r + 2], dq[4 * r + 3]);
       fence_proxy_async();
