@@ -121,8 +121,10 @@ def _compile(program: str, source: Path, arch: str) -> tuple[str, bytes]:
 def parse(report: str) -> list[Kernel]:
     """Parses the output of `ptxas -v`; each kernel has an entry."""
     warnings: dict[str, list[str]] = {}
-    for text, mangled in re.findall(r"\(C75\d\d\) (.*) in (?:the )?function '([^']+)'", report):
-        warnings.setdefault(mangled, []).append(text)
+    for line in re.findall(r"\(C75\d\d\) (.*)", report):
+        named = re.fullmatch(r"(.*?) (?:in|for) (?:the )?function '([^']+)'.*", line)
+        assert named is not None, line
+        warnings.setdefault(named[2], []).append(named[1])
     kernels = []
     for entry in re.split(r"Compiling entry function ", report)[1:]:
         mangled = re.match(r"'([^']+)'", entry)

@@ -10,7 +10,8 @@
 //                         later, when the other's dS^T has long arrived
 // dK and dV stay in registers over all heads of the block. At width 256 a block computes 128 columns of dK, dV and dQ,
 // and another block the other 128. At width 192 (of values 128) dK and dV fill so many registers that dP^T follows P^T,
-// and each warpgroup computes a third of dQ and, from its own keys, its part of the last third.
+// and dS^T follows dV (else ptxas serialises all matmuls). Each warpgroup computes a third of dQ and, from its own
+// keys, its part of the last third.
 #pragma once
 
 #include "backward_consumer.cuh"

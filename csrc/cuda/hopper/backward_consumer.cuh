@@ -112,7 +112,7 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
     if constexpr (S::kStaged) {
       const int buffer = 2 * consumer + step % 2;
       mbarrier_wait(base + S::kSumsFree + 8 * buffer, (step / 2 & 1) ^ 1);
-      const uint32_t at = base + S::kSums + buffer * S::kPieceBytes + thread * 16;
+      const uint32_t at = base + S::kSums + buffer * S::kPieceBytes + thread_again() % 128 * 16;
       FK_UNROLL for (int r = 0; r < 8; ++r)
           store_shared_four(at + r * 2048, dq[4 * r], dq[4 * r + 1], dq[4 * r + 2], dq[4 * r + 3]);
       fence_proxy_async();
@@ -208,7 +208,7 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
         add_rows<S>(dv, weights, dout + columns);
         wgmma_commit();
 
-        wgmma_wait<1>();
+        wgmma_wait<S::kThirds ? 0 : 1>();  // thirds: dv's too, whose operands' registers ptxas needs
         settle(dp);
         uint32_t scores[kQueries / 4];  // dS^T
         FK_UNROLL for (int j = 0; j < kQueries / 8; ++j) {

@@ -228,8 +228,7 @@ MISTAKES = {
     "tiles of queries of another share": ("(row_share + step - lowest % step) % step;", "row_share;"),
     "a share left out": ("for (int i = 0; i < work.splits; ++i)", "for (int i = 1; i < work.splits; ++i)"),
     "parts of the other warpgroup": ("(consumer * S::kPanels + column_block * 2)", "(column_block * 2)"),
-    "parts read before they are written": ("  wait_for_launch_before();\n  const int piece", "  const int piece"),
-    "counters that begin as anything": ("work.done[i] = 0;", ";"),
+    "a turn that begins as anything": ("work.done[i] = 0;", "if (i < work.counters - 1) work.done[i] = 0;"),
     "places of equally long sequences": ("(h.q_len == own.q_len && other < n)", "false"),
 }
 

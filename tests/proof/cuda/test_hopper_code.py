@@ -32,11 +32,11 @@ CAPPED = 690
 
 #: Backward by width: all instructions of the loop without options, of sums in any order and in order (the sketch's: 783
 #: and 812, 497 and 524, and 575 in order), its products, its exponentials, and how many of them are hidden at least. At
-#: 192 wide, registers suffice only if dP^T follows the weights; the other warpgroup's matmuls run beside them.
+#: 192 wide, registers suffice only if dP^T follows the weights, and dS^T dV; the other warpgroup's matmuls run beside.
 BACKWARD = {
     64: ((925, 955), 32, 64, 64),
     128: ((570, 605), 32, 32, 32),
-    192: ((0, 840), 40, 32, 0),
+    192: ((0, 775), 40, 32, 0),
     256: ((0, 670), 48, 32, 32),
 }
 BACKWARD_REGISTERS = 168

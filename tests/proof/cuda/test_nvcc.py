@@ -66,3 +66,13 @@ ptxas info    : Used 40 registers, used 1 barriers, 64 bytes smem, 384 bytes cme
     (kernel,) = nvcc.parse(report)
     assert (kernel.registers, kernel.stack, kernel.spilled, kernel.shared) == (40, 16, 12, 64)
     assert "spilled" in kernel.problem
+
+
+@pytest.mark.parametrize("where", ["in function", "in the function", "for the function"])
+def test_each_form_of_the_warning_about_products_is_read(where: str) -> None:
+    report = f"""ptxas info    : (C7512) Potential Performance Loss: wgmma is serialized {where} 'k'
+ptxas info    : Compiling entry function 'k' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers"""
+    (kernel,) = nvcc.parse(report)
+    assert kernel.problem == "Potential Performance Loss: wgmma is serialized"
