@@ -22,6 +22,7 @@ from foundry_kernels.ops._linear_loss.problem import (
     Needs,
     Problem,
     mean_of,
+    sum_of,
     total_weight,
 )
 from foundry_kernels.ops._products import accumulate, fast_products, multiply, own_products
@@ -372,7 +373,7 @@ def outputs(call: Call, tokens: Tokens, total: Tensor | int | None, of_tokens: d
     for name in call.wanted:
         x = of_tokens[name]
         if reduces and name in call.loss.reduced:
-            found[name] = x.sum() * 1.0 if total is None else mean_of(x, total)
+            found[name] = sum_of(x) * 1.0 if total is None else mean_of(x, total)
         else:
             found[name] = tokens.whole(x, NO_CLASS if name in call.loss.classes else 0.0).view(call.inputs.target.shape)
     return found

@@ -171,9 +171,16 @@ def total_weight(target: Tensor, class_weight: Tensor | None, ignore_index: int,
     return (class_weight.to(dtype).index_select(0, target.masked_fill(~known, 0)) * known).sum()
 
 
+def sum_of(rows: Tensor) -> Tensor:
+    """On a CPU as the kernels of logits sum, so that a direct call has the same bits."""
+    if rows.device.type == "cpu" and rows.dtype == torch.float32:
+        return rows.sum(dtype=torch.float64).to(torch.float32)
+    return rows.sum()
+
+
 def mean_of(rows: Tensor, total: Tensor | int) -> Tensor:
     """The sum of `rows` over `total`; where nothing counts 0, unless it is NaN."""
     if isinstance(total, int):
-        return rows.sum() / max(total, 1)
-    nothing, found = total == 0, rows.sum()
+        return sum_of(rows) / max(total, 1)
+    nothing, found = total == 0, sum_of(rows)
     return (found / total.masked_fill(nothing, 1.0)).masked_fill(nothing & ~found.isnan(), 0.0)
