@@ -239,7 +239,7 @@ PLANTED = {
         "      release_v(last);",
         64,
         False,
-        "more arrivals",
+        "fills",
     ),
     "values copied as wide as keys": (
         "S::kPanelsV, S::kKPanel",
@@ -253,7 +253,7 @@ PLANTED = {
         "matrix(base + S::kV + at.stage * S::kKBytes",
         192,
         False,
-        "race|fills|before it is written|wrong",
+        "race|fills|before it is written|an mbarrier is read|wrong",
     ),
     "cleared values of the wrong stage": (
         "clear_rows(base + S::kV + in_k.stage * S::kVBytes",
@@ -278,7 +278,7 @@ def test_a_planted_error_is_found(how: str) -> None:
     before, after, dim, packed, expected = PLANTED[how]
     text = source_text()
     assert before in text, "the kernel has changed: plant the error in another place"
-    report = run(text.replace(before, after), dim, packed, 6, min(dim, 128))
+    report = run(text.replace(before, after), dim, packed, 40, min(dim, 128))
     assert report, "the error was not noticed"
     assert re.search(expected, report), report
 
