@@ -17,7 +17,7 @@ namespace {
 
 // Rows of x that are widened together, and the depth of the sums that registers hold. Rows of scratch are not a power
 // of two apart, which would be few cache sets.
-constexpr int64_t kWidened = 24, kDepth = 128, kScratchRow = kDepth + 16;
+constexpr int64_t kWidened = 24, kDepth = 256, kScratchRow = kDepth + 16;
 constexpr int64_t kOuterRows = 32;  // rows whose outer products registers sum
 
 // Numbers of an adapter that are packed together: they stay in the L2 cache.
@@ -223,7 +223,7 @@ template <class X> void up(const LoraUp& of, int64_t task_begin, int64_t task_en
 
 template <class X> void outer(const LoraOuter& of, int64_t task_begin, int64_t task_end) {
   // Neighbouring tasks together, so that more of a row is read at a time.
-  constexpr int64_t kTogether = 2, kColumns = kTogether * kLoraOuterColumns;
+  constexpr int64_t kTogether = 4, kColumns = kTogether * kLoraOuterColumns;
   alignas(64) float right[kOuterRows * kColumns];
   const std::unique_ptr<float[]> sums(new float[of.rank * kColumns]);
   for (int64_t task = task_begin; task < task_end; task += kTogether) {

@@ -48,7 +48,14 @@ def test_the_timed_shapes_are_within_the_limits(op: str) -> None:
 
 
 #: Operations that are products of matrices and nothing else: memory is not their limit.
-PRODUCTS = ("flash_attention", "flash_attention_varlen", "gated_delta_rule", "gated_linear_attention", "grouped_mm")
+PRODUCTS = (
+    "flash_attention",
+    "flash_attention_varlen",
+    "gated_delta_rule",
+    "gated_linear_attention",
+    "grouped_mm",
+    "lora_linear",
+)
 #: By Little's law: KB in flight to each multiprocessor with which an H200 fills its bandwidth; an H100 needs 16.
 NEEDED = 25
 #: What has fewer, and how many at least: cross-entropy of narrow rows, with label smoothing and with a soft cap; rows

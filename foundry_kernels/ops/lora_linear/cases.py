@@ -99,13 +99,14 @@ def scales(
 
 
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
-    """One of each kind: 16 bits with float32 adapters, of low and of high rank and with dropout; float32."""
-    low, float32 = torch.bfloat16, torch.float32
-    shape = (8192,), 4096, 4096
-    return (
-        (make_case(*shape, 16, "compiled"), low),
-        (make_case(*shape, 256, "compiled"), low),
-        (make_case(*shape, 16, "compiled-dropout", **_DROPOUT), low),
-        (make_case(*shape, 16, "compiled"), torch.float16),
-        (make_case(*shape, 64, "compiled"), float32),
+    """Each class of tiles: low, middle and high ranks, in each dtype, with and without dropout. The tiles depend on
+    nothing else, so the shapes are small: PyTorch's matmuls with the weight are really computed. Of float16 with
+    float32 adapters, which have most parts, also those in x's dtype."""
+    low, half, float32 = torch.bfloat16, torch.float16, torch.float32
+    adapters = ((low, float32), (low, None), (half, float32), (float32, float32))
+    return tuple(
+        (make_case((1024,), 512, 512, r, "compiled-" + note, adapters=adapter, **more), dtype)
+        for dtype, adapter in adapters
+        for r in (16, 64, 256)
+        for note, more in (("plain", {}), ("dropout", _DROPOUT))
     )

@@ -166,19 +166,26 @@ def lora_outer_kernel(
 
 
 def _tile(kernel: str, dtype: torch.dtype, device: torch.device, rank: int) -> dict[str, int]:
-    """Rows, ranks and columns of a block. None was measured: they fill the registers without spilling."""
-    most = 64 if kernel == "up" else 128
-    ranks = min(max(16, triton.next_power_of_2(rank)), most)
+    """Rows, ranks and columns of a block. None was measured: they are the largest of which no registers are spilled on
+    any GPU, with any adapters. A block of fewer ranks than there are reads the activation again, from the cache."""
+    ranks = max(16, triton.next_power_of_2(rank))
+    few = min(ranks, 32)
     if capability(device) == 0:
         rows = [(16, 16, 32, 4, 1)]
     elif dtype.itemsize > 2:
-        rows = [(32, min(ranks, 32), 32, 4, 1), (64, min(ranks, 32), 32, 4, 1)]
+        rows = [(32, few, 32, 4, 1), (64, 16, 32, 4, 1)]
     elif kernel == "up":
-        rows = [(64, ranks, 128, 8, 1), (64, ranks, 64, 4, 1), (128, ranks, 128, 8, 1)]
+        rows = [(64, few, 128, 8, 1), (64, few, 64, 4, 1), (128, few, 64, 8, 1)]
+    elif ranks == 16:
+        rows = [(64, 16, 64, 4, 3), (32, 16, 64, 4, 3)]
+    elif kernel == "outer":
+        rows = [(32, min(ranks, 64), 64, 4, 3), (32, 32, 64, 4, 3)]
+    elif ranks > 64:
+        rows = [(128, 64, 32, 8, 3), (64, 32, 64, 8, 3)]
     else:
-        rows = [(64, ranks, 64, 4, 3), (64, ranks, 128, 8, 2), (32, ranks, 128, 4, 3)]
+        rows = [(64, 32, 64, 8, 3), (128, 32, 32, 8, 3)]
     names = ("BLOCK_ROWS", "BLOCK_RANK", "BLOCK_COLS", "num_warps", "num_stages")
-    tag = f"{8 * dtype.itemsize}-bit rank {ranks}"
+    tag = f"{8 * dtype.itemsize}-bit rank {min(ranks, 128)}"
     return choose(f"lora_{kernel}_kernel", tag, [dict(zip(names, row, strict=True)) for row in rows], device)
 
 
