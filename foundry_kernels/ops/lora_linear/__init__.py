@@ -112,8 +112,8 @@ def lora_linears(
         ``[..., M]`` of each layer.
 
     Raises:
-        As :func:`lora_linear`; an error names an argument of layer i as ``lora_as[i]``. ValueError: the lists are empty
-        or of different lengths.
+        TypeError, ValueError: as for :func:`lora_linear`, where ``lora_as[i]`` names an argument of layer i; the lists
+            are empty or of different lengths.
     """
     n = len(lora_as)
     given = {
