@@ -18,10 +18,14 @@ int64_t count_units(const AttentionBackward& a, bool pairs) {
 int first_upper_of(const AttentionBackward& a) {
   return static_cast<int>((a.n_keys + 2 * kKeyTile - 1) / (2 * kKeyTile)) * (kKeyTile / query_tile_of(width_of(a)));
 }
+// Of a sequence of a pass in pairs, the tiles of queries from first_upper on. A single tile of keys has none.
+int64_t count_upper_tiles(const AttentionBackward& a) {
+  return std::max<int64_t>(0, count_query_tiles(a) / a.n_sequences - first_upper_of(a));
+}
 // Tiles of queries, of all heads, with sums of dq; pairs in order have second sums of the upper ones.
 int64_t count_sums(const AttentionBackward& a, const BackwardPlan& plan) {
-  const int64_t tiles = count_query_tiles(a);
-  return a.n_heads * (tiles + (plan.in_order && plan.pairs ? tiles - a.n_sequences * first_upper_of(a) : 0));
+  const int64_t upper = plan.in_order && plan.pairs ? a.n_sequences * count_upper_tiles(a) : 0;
+  return a.n_heads * (count_query_tiles(a) + upper);
 }
 int64_t count_shares(const AttentionBackward& a, const BackwardPlan& plan) {
   return a.n_heads / a.group * plan.splits();
@@ -87,7 +91,7 @@ cudaError_t attention_backward(const AttentionBackward& a, const BackwardPlan& p
   work.key_tiles = static_cast<int>(count_key_tiles(a));
   work.units = static_cast<int>(units);
   work.first_upper = first_upper_of(a);
-  work.upper_tiles = static_cast<int>(query_tiles / a.n_sequences) - work.first_upper;
+  work.upper_tiles = static_cast<int>(count_upper_tiles(a));
   work.writers = column_blocks_of(width) * (work.in_order ? 2 : 8);
   work.splits = plan.splits();
   work.row_splits = plan.row_splits;
