@@ -16,6 +16,7 @@ from foundry_kernels.losses.tokens import (
     Tokens,
     check_choice,
     check_rows,
+    check_smoothing,
     from_hidden,
     halves,
     mean,
@@ -167,8 +168,7 @@ def dpo(
     check_positive("discopop_tau", discopop_tau)
     check_choice("f_divergence_type", f_divergence_type, F_DIVERGENCES)
     check_number("f_alpha_divergence_coef", f_alpha_divergence_coef)
-    if not 0.0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must be in 0 .. 0.5; got {label_smoothing}")
+    check_smoothing(label_smoothing)
     if label_smoothing and not any(each in SMOOTHED for each in types):
         raise ValueError(f"label_smoothing needs one of the loss types {', '.join(SMOOTHED)}; got {loss_type!r}")
     if "exo_pair" in types and not label_smoothing:
@@ -184,8 +184,6 @@ def dpo(
     if pair_weights is not None:
         check_tensor("pair_weights", pair_weights)
         check_shape("pair_weights", pair_weights, (shape[0] // 2,), "one for each pair")
-    if entropies is not None:
-        check_rows("entropies", entropies, shape)
 
     tokens = tokens_of(log_probs, mask, entropies)
     factor = None if ld_alpha is None else _length_factor(tokens, ld_alpha)

@@ -16,6 +16,7 @@ from foundry_kernels.core.checks import (
     check_shape,
     check_tensor,
 )
+from foundry_kernels.losses.importance import clipped_weight, kl_of, level_of, vespo_weight
 from foundry_kernels.losses.tokens import (
     Tokens,
     check_choice,
@@ -39,7 +40,7 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "unbiased")
 
 
 class PolicyMetrics(NamedTuple):
-    """A loss of :func:`grpo`, and numbers without gradients, float32 scalars: TRL's metrics of the same names."""
+    """A loss of :func:`grpo`, and TRL's metrics of the same names: scalars of its dtype without gradients."""
 
     loss: Tensor
     #: The mean over the tokens, with `beta`.
@@ -48,7 +49,7 @@ class PolicyMetrics(NamedTuple):
     entropy: Tensor | None
     #: Of the tokens (of the sequences, where they have one importance weight), the part whose weight is clipped from
     #: below, from above, and either; and the smallest and largest of these parts among the sequences with tokens.
-    #: None for "sapo" and "vespo", which do not clip.
+    #: None for "sapo" and "vespo", which do not clip; "cispo" clips from above.
     clip_ratio_low_mean: Tensor | None
     clip_ratio_low_min: Tensor | None
     clip_ratio_high_mean: Tensor | None
@@ -111,7 +112,7 @@ def grpo(
         beta: the factor of the KL penalty.
         kl_estimator: "k3", the formula above; "k1", -d; "k2", d²/2; "unbiased", k3 times r.
         epsilon, epsilon_high: the clip range; None for the same on both sides.
-        delta: an upper bound of r where it is not clipped ("two-sided" GRPO), or None.
+        delta: an upper bound of r where it is not clipped ("two-sided" GRPO), or None. Of the types that clip r.
         loss_type: what each token adds, and what the sum is divided by. The formula above: "grpo" divides by each
             sequence's length, then by the number of sequences; "bnpo" by the number of tokens of the call; "dr_grpo" by
             B * `max_completion_length`; "dapo" by `num_items_in_batch`, or the number of tokens of the call; "luspo" by
@@ -169,18 +170,27 @@ def grpo(
     if epsilon_high is None and loss_type == "cispo":
         raise ValueError("loss_type 'cispo' needs epsilon_high, the largest importance weight")
     high = epsilon if epsilon_high is None else epsilon_high
-    check_not_negative("epsilon_high", high)
+    (check_positive if loss_type == "cispo" else check_not_negative)("epsilon_high", high)
     if delta is not None:
         check_positive("delta", delta)
+        if loss_type in ("cispo", "sapo", "vespo", "gmpo"):
+            raise ValueError(f"loss_type {loss_type!r} has no delta; got {delta}")
     check_number("entropy_coef", entropy_coef)
     if not 0.0 < top_entropy_quantile <= 1.0:
         raise ValueError(f"top_entropy_quantile must be in 0 .. 1, above 0; got {top_entropy_quantile}")
-    for name, value in (("sapo_temperature_pos", sapo_temperature_pos), ("sapo_temperature_neg", sapo_temperature_neg)):
+    if off_policy_mask_threshold is not None:
+        check_number("off_policy_mask_threshold", off_policy_mask_threshold)
+    for name, value in {
+        "sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg,
+        "vespo_k_pos": vespo_k_pos, "vespo_lambda_pos": vespo_lambda_pos, "vespo_k_neg": vespo_k_neg,
+        "vespo_lambda_neg": vespo_lambda_neg,
+    }.items():  # fmt: skip
         check_positive(name, value)
-    _check_advantages(advantages, shape)
+    check_tensor("advantages", advantages)
+    check_shape("advantages", advantages, shape[:1] if advantages.dim() == 1 else shape, "[B] or [B, T]")
     for name, given in (
         ("old_per_token_logps", old_per_token_logps), ("ref_per_token_logps", ref_per_token_logps),
-        ("sampling_per_token_logps", sampling_per_token_logps), ("entropies", entropies),
+        ("sampling_per_token_logps", sampling_per_token_logps),
     ):  # fmt: skip
         if given is not None:
             check_rows(name, given, shape)
@@ -202,7 +212,7 @@ def grpo(
     per_token = advantages.to(logps.dtype) if advantages.dim() == 2 else advantages.to(logps.dtype).unsqueeze(-1)
     advantages = torch.where(counts, per_token, 0.0)
     ratio = None if importance_sampling_ratio is None else importance_sampling_ratio.detach().to(logps.dtype)
-    log_ratio = _level(each_log_ratio, tokens, importance_sampling_level, loss_type)
+    log_ratio = level_of(each_log_ratio, tokens, importance_sampling_level, loss_type)
     acting = tokens if top_entropy_quantile == 1.0 else _of_top_entropy(tokens, top_entropy_quantile)
     clipped_low, clipped_high = None, None
     if loss_type == "cispo":
@@ -216,14 +226,14 @@ def grpo(
     elif loss_type == "vespo":
         k = _by_sign(advantages >= 0.0, vespo_k_pos, vespo_k_neg, logps)
         rate = _by_sign(advantages >= 0.0, vespo_lambda_pos, vespo_lambda_neg, logps).clamp(min=1e-4)
-        each = -_vespo_weight(each_log_ratio.detach(), ratio, k, rate, counts) * advantages * logps
+        each = -vespo_weight(each_log_ratio.detach(), ratio, k, rate, counts) * advantages * logps
     else:
         low, top = (-epsilon, high) if loss_type == "gmpo" else (_log(1.0 - epsilon), math.log1p(high))
         if loss_type == "gmpo":
             clipped = torch.where(advantages >= 0.0, each_log_ratio.clamp(max=top), each_log_ratio.clamp(min=low))
             log_weight = (torch.where(acting.counts, clipped, 0.0).sum(-1) / acting.lengths).unsqueeze(-1)
         else:
-            log_weight = _clipped(log_ratio, advantages, low, top, delta)
+            log_weight = clipped_weight(log_ratio, advantages, low, top, delta)
         bound = math.inf if delta is None else math.log(delta)
         clipped_low = (log_ratio.clamp(max=bound) < low) & (per_token < 0.0)
         clipped_high = (log_ratio.clamp(max=bound) > top) & (per_token > 0.0)
@@ -238,7 +248,7 @@ def grpo(
         each = each * torch.where(counts, ratio, 0.0)
     kl = None
     if beta != 0.0:
-        kl = _kl(counted(ref_per_token_logps) - logps, kl_estimator, log_ratio)
+        kl = kl_of(counted(ref_per_token_logps) - logps, kl_estimator, log_ratio)
         each = each + beta * kl
     each = torch.where(counts, each, 0.0)
 
@@ -307,53 +317,6 @@ def ppo_policy_loss(
     """:func:`ppo_policy` of hidden states, see :func:`grpo_loss`."""
 
 
-def _level(each: Tensor, tokens: Tokens, level: str, loss_type: str) -> Tensor:
-    """The logarithm of the importance weights, ``[B, T]`` or ``[B, 1]``."""
-    if loss_type == "rloo":
-        return each.sum(-1, keepdim=True)
-    if level == "token":
-        return each
-    whole = (each.sum(-1) / tokens.lengths).unsqueeze(-1)
-    return whole if level == "sequence" else whole.detach() + (tokens.log_probs - tokens.log_probs.detach())
-
-
-def _clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float, delta: float | None) -> Tensor:
-    """The logarithm of the ratio whose product with the advantage is the smaller one: bounded from above if the
-    advantage is positive, from below and by `delta` if it is negative. It is the logarithm that is bounded: the
-    gradient of an exponential that overflows would be 0 * inf where the bound is chosen."""
-    most = math.inf
-    if delta is not None:
-        high, most = min(high, math.log(delta)), max(high, math.log(delta))
-    return torch.where(advantages >= 0.0, log_ratio.clamp(max=high), log_ratio.clamp(low, most))
-
-
-def _kl(d: Tensor, estimator: str, log_ratio: Tensor) -> Tensor:
-    if estimator == "k1":
-        return -d
-    if estimator == "k2":
-        return 0.5 * d.square()
-    if estimator == "k3":
-        return torch.expm1(d) - d
-    # The product of k3 with the weight, by logarithms: one may overflow where the other underflows. Where k3 is 0, so
-    # are the product and its derivatives.
-    large = d > 20.0
-    small, large_d = torch.where(large, 0.0, d), torch.where(large, d, 20.0)
-    k3 = torch.expm1(small) - small
-    none = (k3 == 0.0) & ~large
-    log_k3 = torch.where(large, large_d + torch.log1p(-(large_d + 1.0) * torch.exp(-large_d)),
-                         torch.log(torch.where(large | none, 1.0, k3)))  # fmt: skip
-    return torch.where(none, 0.0, torch.where(none, 0.0, log_k3 + log_ratio).exp())
-
-
-def _vespo_weight(each: Tensor, ratio: Tensor | None, k: Tensor, rate: Tensor, counts: Tensor) -> Tensor:
-    least = math.log(1e-8)
-    total = each.clamp(-20.0, 20.0).sum(-1, keepdim=True)
-    if ratio is not None:
-        total = total + torch.where(counts, ratio.log().clamp(least, 20.0), 0.0).sum(-1, keepdim=True)
-    log_w = total.clamp(least, 20.0)
-    return (rate + k * log_w - rate * log_w.exp()).exp()
-
-
 def _of_top_entropy(tokens: Tokens, quantile: float) -> Tokens:
     """Keeps the tokens whose entropy is at least the quantile 1 - `quantile` of all that count."""
     assert tokens.entropies is not None
@@ -393,11 +356,3 @@ def _by_sign(positive: Tensor, one: float, other: float, like: Tensor) -> Tensor
 
 def _log(x: float) -> float:
     return math.log(x) if x > 0.0 else -math.inf
-
-
-def _check_advantages(advantages: Any, shape: tuple[int, ...]) -> None:
-    check_tensor("advantages", advantages)
-    if advantages.dim() == 1:
-        check_shape("advantages", advantages, shape[:1], "one for each sequence")
-    else:
-        check_shape("advantages", advantages, shape, "one for each token or sequence")

@@ -30,6 +30,7 @@ from foundry_kernels.losses.pairs import (
 from foundry_kernels.losses.tokens import (
     check_choice,
     check_rows,
+    check_smoothing,
     from_hidden,
     halves,
     mean,
@@ -97,8 +98,6 @@ def kto(
         raise TypeError(f"desirable must be bool; got {desirable.dtype}")
     check_shape("desirable", desirable, shape[:1], "one for each sequence")
     check_rows("ref_logps", ref_logps, shape[:1])
-    if entropies is not None:
-        check_rows("entropies", entropies, shape)
     tokens = tokens_of(log_probs, mask, entropies)
     logps = tokens.log_probs.sum(-1)
     above = logps - reference_of(ref_logps, tokens, None, means=False)
@@ -165,8 +164,6 @@ def orpo(
     if nll_mask is not None:
         check_tensor("nll_mask", nll_mask)
         check_shape("nll_mask", nll_mask, shape, "like log_probs")
-    if entropies is not None:
-        check_rows("entropies", entropies, shape)
     tokens = tokens_of(log_probs, mask if nll_mask is None else mask.bool() | nll_mask.bool(), entropies)
     likelihood = likelihood_of(tokens if nll_mask is None else only(tokens, nll_mask.bool()))
     tokens = tokens if nll_mask is None else only(tokens, mask.bool())
@@ -251,17 +248,14 @@ def cpo(
     Xu et al., "Contrastive Preference Optimization", 2024, arXiv:2401.08417; Meng et al., "SimPO", 2024,
     arXiv:2405.14734; Gupta et al., "AlphaPO", 2025, arXiv:2501.03884.
     """
-    shape = shape_of_pairs(log_probs, mask)
+    shape_of_pairs(log_probs, mask)
     check_positive("beta", beta)
     check_choice("loss_type", loss_type, CPO_TYPES)
-    if not 0.0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must be in 0 .. 0.5; got {label_smoothing}")
+    check_smoothing(label_smoothing)
     if label_smoothing and loss_type not in ("sigmoid", "simpo"):
         raise ValueError(f"label_smoothing is for loss_type 'sigmoid' and 'simpo'; got {loss_type!r}")
     for name, value in (("cpo_alpha", cpo_alpha), ("simpo_gamma", simpo_gamma), ("alpha", alpha)):
         check_number(name, value)
-    if entropies is not None:
-        check_rows("entropies", entropies, shape)
     tokens = tokens_of(log_probs, mask, entropies)
     chosen, rejected, whole = means_of(tokens)
     logps = halves(tokens.log_probs.sum(-1))

@@ -9,7 +9,6 @@ from torch import Tensor
 from foundry_kernels.core.checks import check_bool
 from foundry_kernels.losses.tokens import (
     check_items,
-    check_rows,
     from_hidden,
     over_items,
     shape_of,
@@ -48,11 +47,9 @@ def sft(
     Raises:
         TypeError, ValueError: an argument does not fit.
     """
-    shape = shape_of(log_probs, mask)
+    shape_of(log_probs, mask)
     if num_items_in_batch is not None:
         check_items(num_items_in_batch)
-    if entropies is not None:
-        check_rows("entropies", entropies, shape)
     tokens = tokens_of(log_probs, mask, entropies)
     total = -tokens.log_probs.sum()
     count = tokens.counts.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch

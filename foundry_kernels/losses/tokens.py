@@ -85,6 +85,8 @@ def shape_of(log_probs: Any, mask: Any) -> tuple[int, ...]:
 def tokens_of(log_probs: Any, mask: Any, entropies: Tensor | None) -> Tokens:
     if isinstance(log_probs, Hidden):
         return log_probs.tokens()
+    if entropies is not None:
+        check_rows("entropies", entropies, tuple(log_probs.shape))
     counts = mask.bool()
     return Tokens(torch.where(counts, log_probs, 0.0), counts, entropies)
 
@@ -94,7 +96,7 @@ def from_hidden(form: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
     head; the decorated function brings name and documentation."""
     own = [p for p in signature(form).parameters.values() if p.name not in ("log_probs", "mask", "entropies")]
     leading = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in ("hidden", "weight", "target")]
-    head = [Parameter(n, Parameter.KEYWORD_ONLY, default=None) for n in HeadOptions.__annotations__]
+    head = [signature(linear_log_probs).parameters[n] for n in HeadOptions.__annotations__]
     merged = signature(form).replace(parameters=sorted([*leading, *own, *head], key=lambda p: p.kind))
     reads_entropies = "entropies" in signature(form).parameters
 
@@ -140,6 +142,11 @@ def check_items(count: Any) -> None:
         check_not_negative("num_items_in_batch", count)
     elif count.numel() != 1:
         raise ValueError(f"num_items_in_batch must be one number; got shape {tuple(count.shape)}")
+
+
+def check_smoothing(label_smoothing: float) -> None:
+    if not 0.0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing must be in 0 .. 0.5; got {label_smoothing}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

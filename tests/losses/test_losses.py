@@ -49,7 +49,7 @@ def assert_close(found: Sequence[Tensor], exact: Sequence[Tensor], error: float)
 
 
 @every_loss
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", rest_slow([torch.float64, torch.float32]), ids=str)
 def test_loss_and_gradients(name: str, dtype: torch.dtype) -> None:
     loss = LOSSES[name]
     for lengths in LENGTHS:
@@ -170,6 +170,10 @@ def test_no_sequences(name: str) -> None:
         (losses.grpo_loss, {"hidden": torch.zeros(T, D), "target": torch.zeros(T, dtype=torch.int64)}, ValueError,
          r"hidden must be \[B, T, D\]"),
         (losses.grpo_loss, {"loss_type": "cispo"}, ValueError, "'cispo' needs epsilon_high"),
+        (losses.grpo_loss, {"loss_type": "cispo", "epsilon_high": 0.0}, ValueError, "epsilon_high must be"),
+        (losses.grpo_loss, {"loss_type": "sapo", "delta": 2.0}, ValueError, "'sapo' has no delta"),
+        (losses.grpo_loss, {"off_policy_mask_threshold": math.nan}, ValueError, "off_policy_mask_threshold must"),
+        (losses.grpo_loss, {"vespo_k_pos": math.nan}, ValueError, "vespo_k_pos must"),
         (losses.grpo_loss, {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, ValueError, "'gmpo' needs"),
         (losses.grpo_loss, {"top_entropy_quantile": 0.0}, ValueError, "top_entropy_quantile must be in 0 .. 1"),
         (losses.grpo_loss, {"importance_sampling_ratio": torch.zeros(B)}, ValueError, "importance_sampling_ratio must"),

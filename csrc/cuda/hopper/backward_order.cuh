@@ -27,12 +27,12 @@ namespace hopper {
 constexpr int kKeyTile = 128;       // keys
 constexpr int kPieceFloats = 4096;  // 64 rows x 64 columns, as the registers of a warpgroup
 __host__ __device__ constexpr int query_tile_of(int width) { return width == 64 ? 128 : 64; }
-__host__ __device__ constexpr int column_blocks_of(int width) {
-  return width == 256 ? 2 : 1;
-}  // that share a tile of keys
+// Blocks that share a tile of keys.
+__host__ __device__ constexpr int column_blocks_of(int width) { return width == 256 ? 2 : 1; }
+// Of dq, of a query tile. At width 192 both warpgroups have one of the last 64 columns, each from its keys.
 __host__ __device__ constexpr int pieces_of(int width) {
   return width == 192 ? 4 : query_tile_of(width) * width / kPieceFloats;
-}  // of dq, of a query tile; at width 192 both warpgroups have one of the last 64 columns, each from its keys
+}
 __host__ __device__ constexpr int value_width_of(int width) { return width == 192 ? 128 : width; }
 
 // The state of a backward pass besides its inputs.

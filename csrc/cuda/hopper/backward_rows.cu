@@ -92,8 +92,7 @@ __global__ void __launch_bounds__(kThreads) backward_numbers(AttentionBackward a
   }
 }
 
-// --- after, a block per piece of dq, and of dk and dv if they are in parts: sums, scaled and rounded
-// ------------------
+// --- after, a block per piece of dq, and of dk and dv if they are in parts: sums, scaled and rounded -----------------
 
 struct Piece {
   float sums[8][4] = {};

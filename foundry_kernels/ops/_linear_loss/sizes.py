@@ -36,9 +36,9 @@ _TILES_ARE_FASTER = _FAST_PRODUCTS and extension.build_info().get("instruction_s
 #: With gradients, all logits may take 1 / SHARE of a GPU's memory, or those of a chunk.
 SHARE = 32
 #: Bytes of a block's logits on a GPU; the fewest and the most classes of a block, and a divisor of their number and of
-#: that of a chunk's tokens. On an
-#: H100 with 8192 tokens, 16032 classes were the fastest between 4008 and 32064. With many tokens and fewer classes,
-#: hidden's float32 sum, which each block reads and writes, would take longer than the matmul.
+#: the number of a chunk's tokens. On an H100 with 8192 tokens, 16032 classes were the fastest between 4008 and 32064.
+#: With many tokens and fewer classes, hidden's float32 sum, which each block reads and writes, would take longer than
+#: the matmul.
 BLOCK, LEAST, MOST, MULTIPLE = 1 << 28, 2048, 1 << 15, 128
 
 extension.set_single_chunk(SMALL, SUMMED24)

@@ -18,8 +18,8 @@ from foundry_kernels._triton.rows import compute_dtype
 from foundry_kernels.ops._linear_loss.operators import make_backend
 from foundry_kernels.ops._linear_loss.problem import Loss, RowKernel
 
-#: Elements of a block, and programs for each two multiprocessors' worth of `programs`: with a block each, a factor of 1
-#: would still start 128,256 programs for the gradient of Llama 3's head.
+#: Elements of a block, and how many times `programs` run: with a program for each block, a factor of 1 would still
+#: start 128,256 of them for the gradient of Llama 3's head.
 _SCALE, _PROGRAMS = 4096, 4
 
 
