@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 import foundry_kernels as fk
 from benchmarks import liger
 from benchmarks.measure import cache_bytes, free_bytes
+from benchmarks.tables import LIMITS as LIMITS
+from benchmarks.tables import OURS as OURS
 from foundry_kernels.core.contract import Bench
 from foundry_kernels.core.registry import OpSpec, short_dtype
 from foundry_kernels.testing import Case
@@ -26,9 +28,6 @@ from foundry_kernels.testing.policy import options_on
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16) if DEVICE == "cpu" else (torch.bfloat16,)
-OURS = ("triton", "native", "reference")
-#: The limits: a copy of the same bytes to existing or fresh memory, or a matmul of the same dtype.
-LIMITS = ("memcpy", "fresh memcpy", "GEMM")
 #: The peer for which torch.compile tries all its forms of matmuls, and the mode. It does not use CUDA graphs, which
 #: overwrite the previous result, because results are kept. `graph_us` has the times in graphs.
 SEARCHED, SEARCH = "torch.compile, max-autotune", "max-autotune-no-cudagraphs"

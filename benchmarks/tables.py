@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks import noise
 
 OURS = ("triton", "native", "reference")
+#: A copy of the same bytes to existing or fresh memory, or a matmul of the same dtype.
 LIMITS = ("memcpy", "fresh memcpy", "GEMM")
 #: The same call of this package without the option. It shows the option's cost, and is not a peer.
 WITHOUT = "without the option"

@@ -13,6 +13,7 @@ from bench_rows import kept, row
 import foundry_kernels as fk
 from benchmarks import noise, rows, suite, tables, verdict
 from foundry_kernels.ops.flash_attention import bench_masked
+from foundry_kernels.ops.lora_linear import bench as lora_linear
 from foundry_kernels.testing import Arg, Case
 
 # --- the verdict ------------------------------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ def test_the_verdict_says_where_it_pays_and_where_not() -> None:
 
 
 def test_calls_without_the_option_and_our_own_kernels_are_no_peers() -> None:
-    assert bench_masked.PLAIN == tables.WITHOUT
+    assert (bench_masked.PLAIN,) == lora_linear.UNCHECKED == (tables.WITHOUT,)
     rows = [
         row("flash_attention", {tables.WITHOUT: 0.8, "eager": 4.0, "reference": 0.1}, case="2x4-bias"),
         row("geglu", kind="overhead", host_us=4.0),
