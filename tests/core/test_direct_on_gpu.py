@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from built import needs_native
 from torch import Tensor
 
 import foundry_kernels as fk
@@ -21,7 +22,7 @@ from foundry_kernels.testing import Case
 _C = extension._C
 
 pytestmark = [
-    pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING)),
+    needs_native,
     pytest.mark.skipif(not hasattr(_C, "serve_on_accelerator"), reason="the extension was built before such calls"),
 ]
 BIT = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 4}

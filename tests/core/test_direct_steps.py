@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from built import needs_native
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.core import extension
 from foundry_kernels.core.registry import OpSpec, no_direct_call
 from foundry_kernels.ops.gated_delta_rule import GATED_DELTA_RULE_STEP
 from foundry_kernels.ops.short_conv1d import SHORT_CONV1D_STEP
 
-pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+pytestmark = needs_native
 
 Made = dict[str, Any]
 

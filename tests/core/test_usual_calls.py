@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from built import needs_native
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -18,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import foundry_kernels as fk
 from foundry_kernels._triton import devices
-from foundry_kernels.core import extension
 from foundry_kernels.core.registry import OPS, OpSpec, no_direct_call, override
 from foundry_kernels.testing import make_cotangents, run
 
-pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+pytestmark = needs_native
 
 #: All but the losses over hidden states, which add in another order (tests/ops/test_linear_loss_engine.py).
 DIRECT = tuple(s for s in OPS.values() if s.direct is not no_direct_call and not s.name.startswith("linear_"))

@@ -9,14 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bits import same
+from built import needs_native
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.core import extension, invariance
+from foundry_kernels.core import invariance
 from foundry_kernels.models import ModelConfig, Transformer
-
-needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
-
 
 # --- the switch -------------------------------------------------------------------------------------------------------
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from bits import same
+from built import needs_native
 from table import Allocations
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.core import extension
 from foundry_kernels.models import GenerationStats, Generator, ModelConfig, PagedKVCache, Transformer
 from foundry_kernels.ops.log_probs import log_probs as of_logits
 
@@ -265,8 +265,6 @@ def test_requests_without_them_compute_no_hidden_states(monkeypatch: pytest.Monk
 
 
 # --- the sampler and the trainer agree --------------------------------------------------------------------------------
-
-needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 
 
 def trained(model: Transformer, rows: Sequence[Tensor], temperature: float) -> list[list[Tensor]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from built import needs_native
 from table import cpu_setting
 from torch import Tensor
 
@@ -37,7 +38,7 @@ def test_without_onednn_no_products_of_16_bits_are_fast() -> None:
         assert not {"bfloat16", "float16"} & set(extension.build_info()["fast_products"])
 
 
-@pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+@needs_native
 @pytest.mark.skipif(not platform.machine().startswith("x86"), reason="MKL is for x86-64")
 def test_products_of_float32_are_half_as_fast_as_they_could_be_where_mkl_leaves_avx512_unused() -> None:
     """A fact about a processor and a library, looked up; what follows from it is tested everywhere."""

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from built import needs_native
 from table import Row, checked_rows, rows
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.core import extension
 from foundry_kernels.ops.cross_entropy import cross_entropy
 
 ROWS = [r for r in rows("reference", "triton", "native") if r.op.name == "cross_entropy"]
@@ -211,7 +211,7 @@ def test_only_the_loss_is_differentiable(backend: str, device: str) -> None:
     assert cross_entropy(x.bfloat16(), target, backend=backend).dtype == torch.float32
 
 
-@pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+@needs_native
 def test_the_bare_operators_check_too() -> None:
     """torch.ops.foundry_kernels.* are reachable without the public function."""
     x, target, ops = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64), torch.ops.foundry_kernels
@@ -251,7 +251,7 @@ def test_a_mean_of_sharded_logits_is_made_of_sums(monkeypatch: pytest.MonkeyPatc
     assert cross_entropy(x, torch.full_like(target, -100)).item() == 0.0
 
 
-@pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+@needs_native
 def test_a_large_gradient_has_the_bits_of_small_ones() -> None:
     """Above 16 MB it is written past the caches, from where registers are aligned on: by another copy of the loop."""
     logits, target, weight = torch.randn(65, 65537), torch.arange(65), torch.rand(65537)

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from built import needs_native
 from table import Row, rows
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
-from foundry_kernels.core import dropout, extension
+from foundry_kernels.core import dropout
 from foundry_kernels.ops.bias_gelu.sharding import sharding as bias_sharding
 from foundry_kernels.ops.lora_linear.sharding import sharding as lora_sharding
 from foundry_kernels.ops.rms_norm.sharding import sharding as norm_sharding
@@ -33,7 +34,6 @@ ROWS = [
 over_rows = pytest.mark.parametrize("row", [pytest.param(r, id=r.id) for r in ROWS])
 over_kernels = pytest.mark.parametrize("row", [pytest.param(r, id=r.id) for r in ROWS if r.backend != "reference"])
 of_references = pytest.mark.parametrize("row", [pytest.param(r, id=r.id) for r in ROWS if r.backend == "reference"])
-needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 LARGEST_SEED = 2**63 - 1
 
 #: Counter, key and words: the published answers of Random123 for philox4x32 of ten rounds.

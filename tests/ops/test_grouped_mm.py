@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from built import needs_native
 from table import Row, checked_rows
 from table import rows as rows_of
 from torch import Tensor
@@ -75,9 +76,6 @@ def test_the_gradient_lies_in_memory_as_the_matrices_do(row: Row) -> None:
 
 
 DOUBLE = torch.ones(10, 4).double(), torch.ones(2, 4, 3).double()
-
-
-needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 
 
 @needs_native

@@ -9,6 +9,7 @@ import fresh
 import pytest
 import torch
 import torch.nn.functional as F
+from built import needs_native
 from table import Allocations, rows, saved_tensors
 from torch import Tensor
 
@@ -158,7 +159,7 @@ def test_both_ways_to_products(fast: bool, dtype: torch.dtype, has_bias: bool, m
             torch.testing.assert_close(a.double(), e, rtol=relative, atol=2e-3 if rounded else 1e-5)
 
 
-@pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+@needs_native
 def test_small_gradients_of_bfloat16_are_rounded_once() -> None:
     """After they are multiplied by the loss's own: within half a step of bfloat16."""
     hidden, weight, target = draw("cpu", torch.bfloat16)

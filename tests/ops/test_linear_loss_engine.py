@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from built import needs_native
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.core import extension
 from foundry_kernels.core.options import Options
 from foundry_kernels.core.registry import OpSpec, no_direct_call
 from foundry_kernels.ops._linear_loss import chunks
@@ -93,7 +93,7 @@ def test_a_fourth_loss(reduction: str, chunk_size: int | None) -> None:
         torch.testing.assert_close(a, e)
 
 
-@pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+@needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", [op for op in fk.OPS.values() if op.name.startswith("linear_")], ids=lambda op: op.name)
 def test_few_tokens_skip_the_strategies(op: OpSpec, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_few_tokens_skip_the_strategies(op: OpSpec, dtype: torch.dtype, monkeypa
     assert min(taken) > 2
 
 
-@pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+@needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_which_calls_make_all_logits(dtype: torch.dtype) -> None:
     """Without gradients those of few tokens; with them where the logits are a fraction of the weight's gradient, and no

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from built import needs_native
 from table import rows
 
 import foundry_kernels as fk
@@ -15,7 +16,6 @@ from foundry_kernels.core import extension
 
 OPS = ("rms_norm", "add_rms_norm")
 KERNELS = [pytest.param(r.backend, r.device, id=r.id) for r in rows() if r.op.name == "rms_norm"]
-needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 
 x, w = torch.ones(2, 3, 8), torch.ones(8)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from built import needs_native
 from table import Row, checked_rows, rows
 from torch import Tensor
 
@@ -20,7 +21,7 @@ OPS = ("rope", "qk_norm_rope")
 SETS = extension.build_info().get("usable_instruction_sets", [])
 ROWS = [r for r in checked_rows() if r.op.name in OPS and r.backend == "native"]
 over_rows = pytest.mark.parametrize("row", [pytest.param(r, id=r.id) for r in ROWS])
-pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+pytestmark = needs_native
 
 
 def inputs(

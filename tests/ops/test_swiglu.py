@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from built import needs_native
 from table import rows
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from foundry_kernels.ops.swiglu import geglu, swiglu
 
 KERNELS = [pytest.param(r.backend, r.device, id=r.id) for r in rows() if r.op.name == "swiglu"]
 kernels = pytest.mark.parametrize(("backend", "device"), KERNELS)
-needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 INSTRUCTION_SETS = extension.build_info().get("usable_instruction_sets", [])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from built import needs_native
 from table import rows
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.core import extension
 from foundry_kernels.ops.swiglu import SWIGLU, swiglu
 
 KERNELS = [pytest.param(r.backend, r.device, id=r.id) for r in rows() if r.op.name == "swiglu"]
 kernels = pytest.mark.parametrize(("backend", "device"), KERNELS)
-needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
 HARD = (-math.inf, -1e18, -7.5, -7.0, -1.0, -0.0, 0.0, 1.0, 7.0, 7.5, 1e18, math.inf, math.nan)
 DTYPES = (torch.float32, torch.bfloat16)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from attention_inputs import plain_options
 from bits import same
+from built import needs_native
 from parts import batch_dims, options_for, part_of
 from slow import first_dtype, representative
 from table import Row, checked_rows, cpu_setting, hopper_rows, rows
@@ -273,9 +274,6 @@ def test_rows_of_groups(row: Row, dtype: torch.dtype) -> None:
     ):  # fmt: skip
         for name, a, b in zip(("y", "dx"), run_groups(sizes, index), whole, strict=True):
             assert same(a, b[index]), f"{name} of {sizes}"
-
-
-needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 
 
 @needs_native

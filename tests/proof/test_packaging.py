@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import sanitize
 import wheels
+from built import needs_native
 from wheels import empty_environment, install, run
 
 import foundry_kernels
-from foundry_kernels.core import extension
 
 ROOT = Path(__file__).parents[2]
 BUILDING = ("build", "setuptools", "wheel")
@@ -57,7 +57,7 @@ def test_source_distribution_without_a_compiler(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_build
-@pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+@needs_native
 def test_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made from the source distribution as `make wheel` makes one for CPUs, with a label, it needs no compiler. It
     holds the kernels for all instruction sets, and the libraries and symbols that it needs are torch's or old."""

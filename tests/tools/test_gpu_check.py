@@ -21,6 +21,7 @@ import gpu_check
 import gpu_shapes
 import pytest
 import torch
+from built import needs_native
 from isolated import Pool
 
 from benchmarks import kept as kept_format
@@ -142,6 +143,7 @@ def test_a_check_that_hangs_or_dies_costs_no_other(tmp_path: Path) -> None:
     assert failed["good"]["error"] == "its process ended with 4"
 
 
+@needs_native
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
@@ -195,6 +197,7 @@ exit $code
 """
 
 
+@needs_native
 def test_a_dry_run_has_all_parts_and_its_results_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the CPU in the GPU's place."""
     program = tmp_path / "bin" / "compute-sanitizer"

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 import nvcc
 import pytest
 import torch
+from built import needs_native
 from cuda_on_cpu.build import LIBRARY, ROOT, load_operators, load_plain, shared_memory_traffic
 from table import Row
 
 import foundry_kernels as fk
 from foundry_kernels._triton import devices
-from foundry_kernels.core import extension
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN
 from foundry_kernels.ops.flash_attention.case_makers import dense_case, packed_case
 from foundry_kernels.testing import Case, assert_parity, normal
 
-pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+pytestmark = needs_native
 
 CUDA = ROOT / "csrc" / "cuda"
 SCALE = 0.3

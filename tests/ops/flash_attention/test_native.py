@@ -13,6 +13,7 @@ import pytest
 import torch
 from attention_errors import assert_errors_of_the_reference
 from attention_inputs import plain_options
+from built import needs_native
 from torch import Tensor
 
 import foundry_kernels as fk
@@ -29,7 +30,7 @@ from foundry_kernels.ops.flash_attention.case_makers import (
 )
 from foundry_kernels.testing import Case, assert_parity, normal
 
-pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+pytestmark = needs_native
 
 ISAS = extension.build_info().get("usable_instruction_sets", [])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

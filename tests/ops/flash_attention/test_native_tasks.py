@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from built import needs_native
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import foundry_kernels as fk
@@ -17,7 +18,7 @@ from foundry_kernels.core import extension
 from foundry_kernels.testing.schedules import Task
 from foundry_kernels.testing.schedules import of_tasks as load_imbalance
 
-pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+pytestmark = needs_native
 
 CORES = 64
 NONE = -1

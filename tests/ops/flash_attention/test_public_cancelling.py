@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_errors import ALIKE, LEADING, ORDINARY, SHARP, by_backend, ratios
+from built import needs_native
 from hypothesis import HealthCheck, given, settings
 from slow import rest_slow
 from table import cpu_setting
@@ -24,7 +25,6 @@ from foundry_kernels.testing import MAX_FACTOR, RMS_FACTOR, Arg, Case, alike, as
 
 LOW = (torch.bfloat16, torch.float16)
 ISAS = extension.build_info().get("usable_instruction_sets", [])
-needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 needs_triton = pytest.mark.skipif(not _triton.INTERPRET, reason="Triton is not interpreted here")
 
 
