@@ -22,7 +22,9 @@ Tensor call_fwd(const Tensor& logits, const Tensor& teacher_logits, const Tensor
                 std::optional<int64_t> n_counted) {
   static const Operator<decltype(fwd_meta)> op(FK_LIBRARY_NAME "::kl_div_fwd");
   const Tensor each = op(logits, teacher_logits, target, options);
-  return !n_counted ? each : *n_counted == 1 ? each.sum() : each.sum().div_(*n_counted);
+  if (!n_counted) return each;
+  Tensor sum = each.sum(at::kDouble).to(each.scalar_type());  // as ops/_sums.py
+  return *n_counted == 1 ? sum : sum.div_(*n_counted);
 }
 
 const KlDivArguments kUsual{-100, 1.0, 0.0};

@@ -22,10 +22,10 @@ from foundry_kernels.ops._linear_loss.problem import (
     Needs,
     Problem,
     mean_of,
-    sum_of,
     total_weight,
 )
 from foundry_kernels.ops._products import accumulate, fast_products, multiply, own_products
+from foundry_kernels.ops._sums import sum_of
 from foundry_kernels.ops.cross_entropy.tokens import NO_CLASS
 
 #: Classes whose 16-bit weights or gradients are widened at a time on a CPU: the copy stays in the cache.

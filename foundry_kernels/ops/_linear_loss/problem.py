@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from foundry_kernels.ops._sums import sum_of
+
 #: The `chunk_size` by which "tiles" comes to the operators, and the one of a single chunk, whose gradients are whole.
 TILES, ALL = 0, -1
 #: Outputs of the forward operator of a loss that can be reduced. The gradients are those of a loss whose own is 1, over
@@ -169,13 +171,6 @@ def total_weight(target: Tensor, class_weight: Tensor | None, ignore_index: int,
         return counts.sum().to(dtype)
     known = counts & (target >= 0) & (target < class_weight.numel())
     return (class_weight.to(dtype).index_select(0, target.masked_fill(~known, 0)) * known).sum()
-
-
-def sum_of(rows: Tensor) -> Tensor:
-    """On a CPU as the kernels of logits sum, so that a direct call has the same bits."""
-    if rows.device.type == "cpu" and rows.dtype == torch.float32:
-        return rows.sum(dtype=torch.float64).to(torch.float32)
-    return rows.sum()
 
 
 def mean_of(rows: Tensor, total: Tensor | int) -> Tensor:

@@ -39,6 +39,7 @@ from foundry_kernels.core.checks import (
 )
 from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops._register import register_op
+from foundry_kernels.ops._sums import sum_of
 from foundry_kernels.ops.cross_entropy import reference, tokens
 from foundry_kernels.ops.cross_entropy.options import LossOptions
 
@@ -173,7 +174,7 @@ def reduced(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Reduces the losses and z-losses of the tokens with torch's own operations. Across devices these are two or three
     numbers."""
-    loss, z = losses.sum(), None if zs is None else zs.sum()
+    loss, z = sum_of(losses), None if zs is None else sum_of(zs)
     if options.reduction == "sum":
         return loss, lse, z
     counts = target != options.ignore_index
