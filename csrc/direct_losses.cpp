@@ -1,5 +1,6 @@
 // Direct calls (direct.cpp) of the losses.
 #include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -64,15 +65,53 @@ struct Head {
   }
 
   // Small matmuls use float32 copies.
-  Tensor logits() const {
+  Tensor cast(const Tensor& t) const { return small() && t.scalar_type() != at::kFloat ? t.to(at::kFloat) : t; }
+  Tensor logits() const { return logits_of(cast(hidden), cast(weight)); }
+  Tensor logits_of(const Tensor& x, const Tensor& w) const {
     constexpr int64_t kWorthIt = 1 << 13;  // multiplications that justify the call of another matmul
-    const auto within = small() ? at::kFloat : hidden.scalar_type();
-    const auto cast = [&](const Tensor& t) { return t.scalar_type() == within ? t : t.to(within); };
-    const Tensor x = cast(hidden), w = cast(weight);
     const OptionalTensor b = bias ? OptionalTensor(cast(*bias)) : bias;
-    const bool worth_it = within == at::kFloat && x.numel() * w.size(0) > kWorthIt && !records();
+    const bool worth_it = x.scalar_type() == at::kFloat && x.numel() * w.size(0) > kWorthIt && !records();
     const Tensor found = worth_it ? linear_float32(x, w, b) : at::linear(x, w, b);
     return scale == 1.0 ? found : found.mul(scale);
+  }
+};
+
+// The logits and their cross-entropy as one node of autograd: those of two casts, a transposition, a matmul and a loss
+// would take longer to record and to run than the arithmetic of a small call.
+class HeadCrossEntropy : public torch::autograd::Function<HeadCrossEntropy> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias,
+                        const Tensor& target, const OptionalTensor& class_weight, double scale,
+                        const LossOptions& options) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const Head head{hidden, weight, bias, scale};
+    const Tensor x = head.cast(hidden), w = head.cast(weight), logits = head.logits_of(x, w);
+    const auto [loss, lse, lse_low, z, total_weight] =
+        cross_entropy_schema::call_fwd(logits, target, class_weight, options, true, false, true);
+    const Tensor total = options.reduction == "mean" ? total_weight : Tensor();
+    ctx->save_for_backward({x, w, target, unwrap(class_weight), logits, lse, lse_low, total});
+    save_unless_usual(ctx, options, cross_entropy_schema::kUsualLoss);
+    if (scale != 1.0) ctx->saved_data["scale"] = scale;
+    return loss;
+  }
+
+  // Autograd casts the gradients to the dtypes of the inputs.
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_second_derivative("linear_cross_entropy");
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const auto [x, w, target, class_weight, logits, lse, lse_low, total] = saved_tensors<8>(ctx);
+    const auto options = load_or_usual(ctx, cross_entropy_schema::kUsualLoss);
+    const Tensor d = cross_entropy_schema::call_bwd(grads.front(), logits, target, wrap(class_weight), lse, lse_low,
+                                                    wrap(total), options)
+                         .view({-1, w.size(0)});
+    const auto scale = ctx->saved_data.find("scale");
+    if (scale != ctx->saved_data.end()) d.mul_(scale->second.toDouble());
+    NeedsGrad needs(ctx);
+    variable_list found(7);
+    if (needs.next()) found[0] = at::mm(d, w).view(x.sizes());
+    if (needs.next()) found[1] = at::mm(d.t(), x.reshape({-1, x.size(-1)}));
+    if (needs.next()) found[2] = d.sum(0);
+    return found;
   }
 };
 
@@ -130,8 +169,10 @@ PyObject* call_linear_cross_entropy(const OnAccelerator& served, PyObject* const
   // A gradient of 0 for an ignored token would not stay 0 in a product with hidden states that are not finite.
   in.need(in.ok() && (!head.records() || counted(target, options.ignore_index) == target.numel()));
   if (!in.ok()) Py_RETURN_NONE;
-  return result_of(
-      [&] { return std::get<0>(cross_entropy(head.logits(), target, class_weight, options, false, false)); });
+  return result_of([&] {
+    if (head.records()) return HeadCrossEntropy::apply(hidden, weight, bias, target, class_weight, head.scale, options);
+    return std::get<0>(cross_entropy(head.logits(), target, class_weight, options, false, false));
+  });
 }
 
 PyObject* call_log_probs(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
@@ -141,7 +182,7 @@ PyObject* call_log_probs(const OnAccelerator& served, PyObject* const* arguments
   options.read_from(in);
   in.need(in.ok() && options.logit_scale != 0.0 && are_targets(logits, target));
   if (!in.ok()) Py_RETURN_NONE;
-  return result_of([&] { return std::get<0>(log_probs(logits, target, options, false, false)); });
+  return result_of([&] { return std::get<0>(log_probs(logits, target, options, false, false, false)); });
 }
 
 PyObject* call_linear_log_probs(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
@@ -155,7 +196,7 @@ PyObject* call_linear_log_probs(const OnAccelerator& served, PyObject* const* ar
   in.need(in.ok() && (!head.records() || counted(target, options.ignore_index) == target.numel()));
   if (!in.ok()) Py_RETURN_NONE;
   options.logit_scale = 1.0;
-  return result_of([&] { return std::get<0>(log_probs(head.logits(), target, options, false, false)); });
+  return result_of([&] { return std::get<0>(log_probs(head.logits(), target, options, false, false, false)); });
 }
 
 PyObject* call_kl_div(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {

@@ -5,6 +5,9 @@
 //   lse)
 // lse is kept as the sum of two floats, as for cross-entropy.
 //
+// stats are 1 if no logit is larger than the target's and none before it as large, else 0; the mean of y; and the log
+// of the sum of p_j^2. They have no gradient.
+//
 // The gradient of y_j is, with the row's numbers g, c and b (the gradient of log_prob; that of lse less entropy times
 // that of entropy; and minus that of entropy),
 //   [j = t] g + p_j (c - g + b (y_j - lse))
@@ -27,6 +30,7 @@ struct LogProbsForward {
   float* entropy;  // or null
   float* lse;      // or null
   float* lse_low;  // or null
+  float* stats;    // [rows, 3], or null
   Rows rows;
   RowStrides logits_strides;
   int64_t n_cols;

@@ -12,18 +12,19 @@ namespace FK_ISA {
 
 namespace {
 
-template <class X, bool kCap, bool kEntropy>
+template <class X, bool kCap, bool kEntropy, bool kStats>
 void forward_rows(const LogProbsForward& a, int64_t begin, int64_t end) {
   const LogProbsOptions& o = a.options;
   const Cap<kCap> cap(o.softcap);
   for (int64_t row = begin; row < end; ++row) {
     const int64_t target = a.target[row];
-    float log_prob = 0.0f, entropy = 0.0f, lse = 0.0f, low = 0.0f;
+    float log_prob = 0.0f, entropy = 0.0f, lse = 0.0f, low = 0.0f, stats[3] = {};
     if (target != o.ignore_index) {
       const X* x = static_cast<const X*>(a.logits) + a.logits_strides.offset(a.rows, row);
-      const float picked = cap(load_one(x + target) * o.logit_scale);
-      ExpSums<X, kCap, kEntropy> sums{x, splat(o.logit_scale), cap, picked};
+      const float uncapped = load_one(x + target) * o.logit_scale, picked = cap(uncapped);
+      ExpSums<X, kCap, kEntropy, kStats> sums{x, splat(o.logit_scale), cap, picked};
       sums.add(0, target);
+      const float before = sums.others;
       sums.add(target + 1, a.n_cols);
       const float rest = sum(sums.exps), max = sums.max;
       const bool first = max == picked;
@@ -37,11 +38,18 @@ void forward_rows(const LogProbsForward& a, int64_t begin, int64_t end) {
         const float products = sum(sums.products) + (first || own == 0.0f ? 0.0f : own * (picked - max));
         entropy = log_sum - products / (rest + own);  // neither term is negative
       }
+      if constexpr (kStats) {
+        const bool top1 = uncapped > before && uncapped >= sums.others;
+        stats[0] = top1 && !std::isnan(log_prob) ? 1.0f : 0.0f;
+        stats[1] = (sum(sums.totals) + picked) / float(a.n_cols);
+        stats[2] = std::log(sum(sums.squares) + own * own) - 2.0f * log_sum;
+      }
     }
     a.log_probs[row] = log_prob;
     if (a.entropy) a.entropy[row] = entropy;
     if (a.lse) a.lse[row] = lse;
     if (a.lse_low) a.lse_low[row] = low;
+    if constexpr (kStats) std::copy_n(stats, 3, a.stats + 3 * row);
   }
 }
 
@@ -96,8 +104,11 @@ void backward_rows(const LogProbsBackward& a, int64_t begin, int64_t end, bool s
 void log_probs_forward(const LogProbsForward& a, int64_t begin, int64_t end) {
   with_type(a.type, [&](auto* x) {
     using X = std::remove_pointer_t<decltype(x)>;
-    with_bools([&](auto cap, auto entropy) { forward_rows<X, cap.value, entropy.value>(a, begin, end); },
-               a.options.softcap > 0.0f, a.entropy != nullptr);
+    with_bools(
+        [&](auto cap, auto entropy, auto stats) {
+          forward_rows<X, cap.value, entropy.value || stats.value, stats.value>(a, begin, end);
+        },
+        a.options.softcap > 0.0f, a.entropy != nullptr, a.stats != nullptr);
   });
 }
 

@@ -55,14 +55,16 @@ inline FK_INLINE Vec not_farther(Vec below) {
 
 // The maximum m of a row's logits y and, over all classes but the target, the sum of exp(y - m). With the entropy also
 // the sum of exp(y - m) (y - m). The caller starts with the target's logit as the maximum; with minus infinity, no
-// class is left out.
-template <class X, bool kCap, bool kEntropy>
+// class is left out. With the statistics also the sums of exp(y - m)^2 and y, and the largest logit before the soft
+// cap, under which different ones may become equal.
+template <class X, bool kCap, bool kEntropy, bool kStats = false>
 struct ExpSums {
   const X* x;
   Vec logit_scale;
   Cap<kCap> cap;
   float max;
-  Vec exps[4] = {}, products[4] = {};
+  Vec exps[4] = {}, products[4] = {}, squares[4] = {}, totals[4] = {};
+  float others = -kInfinity;
 
   void add(int64_t begin, int64_t end) {
     for (int64_t col = begin; col < end; col += kBlock) add_block(x + col, std::min(kBlock, end - col));
@@ -74,22 +76,29 @@ struct ExpSums {
       const Vec v = masked(at, at.load(in + i) * logit_scale, -kInfinity);
       top[k] = larger(v, top[k]);  // never NaN: that would hide larger values
     });
-    const float found = cap(largest(top));
+    const float uncapped = largest(top), found = cap(uncapped);
+    if constexpr (kStats) others = std::max(others, uncapped);
     if (found > max) {
       const float step = max == -kInfinity ? 0.0f : max - found;  // without a finite logit so far, the sums are 0
       const Vec scale = splat(std::exp(max - found));
       for (int k = 0; k < 4; ++k) {
         if constexpr (kEntropy) products[k] = scale * (products[k] + step * exps[k]);
         exps[k] *= scale;
+        if constexpr (kStats) squares[k] *= scale * scale;
       }
       max = found;
     }
     const Vec shift = splat(max == -kInfinity ? 0.0f : max);
     for_each_vec(count, [&](int64_t i, auto at, int k) FK_INLINE {
       __builtin_prefetch(in + i + kBlock);
-      const Vec below = masked(at, cap(at.load(in + i) * logit_scale) - shift, -kInfinity), e = exp(below);
+      const Vec y = cap(at.load(in + i) * logit_scale);
+      const Vec below = masked(at, y - shift, -kInfinity), e = exp(below);
       exps[k] += e;
       if constexpr (kEntropy) products[k] += e * not_farther(below);
+      if constexpr (kStats) {
+        squares[k] += e * e;
+        totals[k] += masked(at, y, 0.0f);
+      }
     });
   }
 };

@@ -30,7 +30,12 @@ CrossEntropyOutputs call_fwd(const Tensor& logits, const Tensor& target, const O
   return op(logits, target, weight, options, save_lse, save_z_loss, save_stats);
 }
 
-const LossOptions kUsual{-100, "mean", 0.0, 0.0, std::nullopt};
+Tensor call_bwd(const Tensor& dloss, const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
+                const Tensor& lse, const Tensor& lse_low, const OptionalTensor& total_weight,
+                const LossOptions& options) {
+  static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::cross_entropy_bwd");
+  return op(dloss, logits, target, weight, lse, lse_low, total_weight, options);
+}
 
 class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFunction> {
  public:
@@ -41,16 +46,16 @@ class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFuncti
     const auto& [loss, lse, lse_low, z, total_weight] = *outputs;
     const bool mean = reduction_of(options.reduction) == Reduction::mean;
     ctx->save_for_backward({logits, target, unwrap(weight), lse, lse_low, mean ? total_weight : Tensor()});
-    save_unless_usual(ctx, options, kUsual);
+    save_unless_usual(ctx, options, kUsualLoss);
     return loss;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_second_derivative("cross_entropy");
-    static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::cross_entropy_bwd");
     const auto [logits, target, weight, lse, lse_low, total_weight] = saved_tensors<6>(ctx);
-    const auto options = load_or_usual(ctx, kUsual);
-    const Tensor dlogits = op(grads.front(), logits, target, wrap(weight), lse, lse_low, wrap(total_weight), options);
+    const auto options = load_or_usual(ctx, kUsualLoss);
+    const Tensor dlogits =
+        call_bwd(grads.front(), logits, target, wrap(weight), lse, lse_low, wrap(total_weight), options);
     return {dlogits, /*target*/ {}, /*weight*/ {}, /*options*/ {}, /*return_z_loss*/ {}, /*outputs*/ {}};
   }
 };

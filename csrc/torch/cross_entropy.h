@@ -79,6 +79,16 @@ inline Tensor empty_cross_entropy_bwd(const Tensor& logits, const Tensor& target
   return empty_beside(logits, logits.sym_sizes(), logits.scalar_type());
 }
 
+// Calls of the operators below autograd, for a node that records them. total_weight: only of a mean.
+namespace cross_entropy_schema {
+inline const LossOptions kUsualLoss{-100, "mean", 0.0, 0.0, std::nullopt};
+CrossEntropyOutputs call_fwd(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
+                             const LossOptions& options, bool save_lse, bool save_z_loss, bool save_stats);
+Tensor call_bwd(const Tensor& dloss, const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
+                const Tensor& lse, const Tensor& lse_low, const OptionalTensor& total_weight,
+                const LossOptions& options);
+}  // namespace cross_entropy_schema
+
 // The options as the kernels take them.
 inline CrossEntropyOptions cross_entropy_options(const LossOptions& o) {
   return {o.ignore_index, static_cast<float>(o.label_smoothing), static_cast<float>(o.z_loss),

@@ -34,8 +34,8 @@ Args shared_args(Tensor& logits, const Tensor& target, const LogProbsArguments& 
 }
 
 LogProbsOutputs fwd_cpu(const Tensor& logits_, const Tensor& target_, const LogProbsArguments& options,
-                        bool save_entropy, bool save_lse, bool save_low) {
-  const auto outputs = empty_log_probs_fwd(logits_, target_, save_entropy, save_lse, save_low);
+                        bool save_entropy, bool save_lse, bool save_low, bool save_stats) {
+  const auto outputs = empty_log_probs_fwd(logits_, target_, save_entropy, save_lse, save_low, save_stats);
   if (target_.numel() == 0) return outputs;
   Tensor logits = logits_;
   const Tensor target = target_.to(at::kLong).contiguous();
@@ -46,6 +46,7 @@ LogProbsOutputs fwd_cpu(const Tensor& logits_, const Tensor& target_, const LogP
   args.entropy = written(std::get<1>(outputs));
   args.lse = written(std::get<2>(outputs));
   args.lse_low = written(std::get<3>(outputs));
+  args.stats = written(std::get<4>(outputs));
   run(FK_CHOOSE_ISA(log_probs_forward), args);
   return outputs;
 }

@@ -207,6 +207,8 @@ class OwnClasses:
         self.of_target = self.counts.to(dtype) if self.weights is None else self.weights[target] * self.counts
         #: Each token's class of the largest logit, which `statistics` finds if asked.
         self.predicted = target.new_empty(0, dtype=torch.int64)
+        #: The mean of each token's logits, and the logarithm of the sum of its squared probabilities; likewise.
+        self.of_logits: tuple[Tensor, ...] = ()
         self.sum_of_weights = shards.n_classes if self.weights is None else self.weights.sum()
 
     def own_weights(self) -> Tensor | float:
@@ -222,15 +224,15 @@ class OwnClasses:
         return y if cap is None else y.div_(cap).tanh_().mul_(cap)
 
     def statistics(
-        self, smooth: bool = False, entropy: bool = False, predict: bool = False
+        self, smooth: bool = False, entropy: bool = False, predict: bool = False, stats: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The target's logit and its negative log-likelihood of each token; and with `smooth` the sum over the classes
         of their weight times theirs, or with `entropy` that of their probability times theirs. With `predict`,
-        `predicted` is set too."""
+        `predicted` is set too, and with `stats` `of_logits`."""
         n, dtype = self.tokens.target.numel(), self.tokens.dtype
         empty = self.tokens.x.new_empty(n, dtype=dtype)
         largest = torch.full_like(empty, -torch.inf)
-        total, at_target, below = (torch.zeros_like(empty) for _ in range(3))
+        total, at_target, below, logits, squares = (torch.zeros_like(empty) for _ in range(5))
         best = self.predicted.new_zeros(n) if predict else None
         weights = self.own_weights()
         for part in self.tokens.chunks() if self.tokens.weight.shape[0] else ():
@@ -238,6 +240,8 @@ class OwnClasses:
             column, mine = rows_of(self.column, part), rows_of(self.mine, part)
             own = y.gather(1, column).squeeze(1)
             t.copy_(torch.where(mine, own, 0.0))
+            if stats:
+                rows_of(logits, part).copy_(y.sum(1))
             if smooth:
                 torch.amax(y, 1, out=m)
                 b.copy_(((m.unsqueeze(1) - y) * weights).sum(1))
@@ -251,6 +255,8 @@ class OwnClasses:
             if entropy:
                 b.copy_((y.exp() * y.masked_fill(y == -torch.inf, 0.0)).sum(1))
             s.copy_(y.exp_().sum(1))
+            if stats:
+                rows_of(squares, part).copy_(y.square_().sum(1))
             if smooth:  # below the same maximum as the sum, which leaves the target out
                 b.add_((finite - below_all) * self._sum(weights))
         maximum = self.shards.reduce(largest, "max")
@@ -265,6 +271,8 @@ class OwnClasses:
             numbers.append((below + (shift - finite) * total) * scale)
         if smooth:
             numbers.append(below + (finite - shift) * self._sum(weights))
+        if stats:
+            numbers += [logits, squares * scale.square()]
         total, y, *rest = self.shards.reduce(torch.stack(numbers), "sum").unbind(0)
         if best is not None:
             target = self.tokens.target.long()
@@ -272,6 +280,9 @@ class OwnClasses:
             best = torch.where(is_target, target, best)
             self.predicted = best.masked_fill(self.unknown | ~self.counts, NO_CLASS)
         nll = torch.nn.functional.softplus(total.log() + (finite - y), threshold=50.0)
+        if stats:
+            squares = rest.pop().log() + 2.0 * (finite - y - nll)
+            self.of_logits = rest.pop() / self.shards.n_classes, torch.logaddexp(squares, -2.0 * nll)
         if entropy:  # of the other classes, from the distances to their largest logit, and of the target
             above = y + nll - finite
             others = torch.where(total == 0.0, 0.0, (-above).exp() * (above * total - rest[0]))

@@ -3,8 +3,8 @@
 Losses of reinforcement learning, preference and distillation need the log-probability of each token, with a gradient of
 its own, and often the entropy. Here the logits exist in chunks of tokens or in blocks of classes, as for
 :func:`foundry_kernels.linear_cross_entropy`, and the backward pass computes them once more: four matmuls in all, and
-one without gradients. The entropy and its gradient need no further matmul. See :func:`foundry_kernels.log_probs` for
-the formulas.
+one without gradients. The entropy, its gradient and the statistics need no further matmul. See
+:func:`foundry_kernels.log_probs` for the formulas.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Options(TypedDict, total=False):
 @overload
 def linear_log_probs(
     hidden: Tensor, weight: Tensor, target: Tensor, *, return_entropy: Literal[False] = False,
-    return_lse: Literal[False] = False, **options: Unpack[Options],
+    return_lse: Literal[False] = False, return_stats: Literal[False] = False, **options: Unpack[Options],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def linear_log_probs(
     hidden: Tensor, weight: Tensor, target: Tensor, *, return_entropy: bool = False, return_lse: bool = False,
-    **options: Unpack[Options],
+    return_stats: bool = False, **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def linear_log_probs(
     hidden: Tensor,
@@ -69,6 +69,7 @@ def linear_log_probs(
     ignore_index: int = -100,
     return_entropy: bool = False,
     return_lse: bool = False,
+    return_stats: bool = False,
     chunk_size: int | Literal["tiles"] | None = None,
     batch_invariant: bool = False,
     backend: str = "auto",
@@ -82,14 +83,15 @@ def linear_log_probs(
         bias: ``[V]``, of hidden's dtype and device, or None.
         low, up: of a head with an adapter, as for :func:`foundry_kernels.linear_cross_entropy`.
         logit_scale: the logits are multiplied by this, before the soft cap. 1 / temperature.
-        softcap, ignore_index, return_entropy, return_lse: as for :func:`foundry_kernels.log_probs`.
+        softcap, ignore_index, return_entropy, return_lse, return_stats: as for :func:`foundry_kernels.log_probs`.
         chunk_size, batch_invariant: as for :func:`foundry_kernels.linear_cross_entropy`.
         backend: "auto", "reference" (which computes all logits at once), "triton" or "native" (on the CPU): those whose
             kernel computes the log-probabilities of the logits.
 
     Returns:
         The log-probabilities ``[...]``, float32 (float64 for float64 inputs). With a `return_` option, a tuple
-        ``(log_probs, [entropy], [lse])`` of tensors of this shape. All are differentiable.
+        ``(log_probs, [entropy], [lse], [token_accuracy, mean_logits, log_sum_sq_probs])`` of tensors of this shape. All
+        but the last three are differentiable.
 
     Raises:
         As :func:`foundry_kernels.log_probs`; ValueError if weight or bias does not fit hidden, or `chunk_size` is below
@@ -101,7 +103,7 @@ def linear_log_probs(
     classes (`weight` and `bias` as ``Shard(0)``), as for :func:`foundry_kernels.linear_cross_entropy`.
     """
     if (
-        return_entropy is return_lse is False
+        return_entropy is return_lse is return_stats is False
         and chunk_size is low is up is None
         and batch_invariant is invariance.on is False
         and not is_dynamo_compiling()
@@ -116,8 +118,9 @@ def linear_log_probs(
     check_linear(hidden, weight, bias, logit_scale, chunk_size)
     check_pair(hidden, weight, low, up)
     options = LinearLogProbsOptions(
-        ignore_index, logit_scale, softcap, *strategy(chunk_size, batch_invariant), return_entropy, return_lse
-    )
+        ignore_index, logit_scale, softcap, *strategy(chunk_size, batch_invariant), return_entropy, return_lse,
+        return_stats,
+    )  # fmt: skip
     of_logits.check("hidden", hidden, target, options)
     function = resolve(LINEAR_LOG_PROBS, backend, hidden)
     if is_vocab_sharded(weight):
@@ -130,7 +133,7 @@ def linear_log_probs(
             found = on_mesh_of(hidden, found)
     else:
         found = function(hidden, weight, target, bias, low, up, options)
-    return of_logits.select(found["log_probs"], found.get("entropy"), found.get("lse"))
+    return of_logits.select(*(found[name] for name in options.results()))
 
 
 LINEAR_LOG_PROBS = register_op(linear_log_probs, reference.linear_log_probs, native_devices=("cpu",))

@@ -19,7 +19,7 @@ from foundry_kernels.ops._linear_loss.cases import (
 )
 from foundry_kernels.testing import Case
 
-_RESULTS: dict[str, Any] = {"return_entropy": True, "return_lse": True}
+_RESULTS: dict[str, Any] = {"return_entropy": True, "return_lse": True, "return_stats": True}
 _ALL: dict[str, Any] = {"softcap": 5.0, "logit_scale": 0.7, **_RESULTS}
 _TILES: dict[str, Any] = {"chunk_size": "tiles"}
 
@@ -32,6 +32,8 @@ CASES: dict[str, tuple[Case, ...]] = {
         linear_case((12,), 8, 50, "one-by-one", chunk_size=1, **_RESULTS),
         linear_case((12,), 8, 50, "entropy", return_entropy=True, ignored=0.2),
         linear_case((12,), 8, 50, "lse", return_lse=True, ignored=0.2),
+        linear_case((60,), 8, 3, "stats", return_stats=True, ignored=0.2, chunk_size=7),
+        linear_case((60,), 8, 9, "stats", return_stats=True, ignored=0.2, **_TILES),
         linear_case((12,), 8, 50, "everything", bias=True, ignored=0.2, chunk_size=5, **_ALL),
         linear_case((12,), 8, 50, "large", std=60.0, **_RESULTS),
         linear_case((12,), 8, 50, "tiles-alone", **_TILES),

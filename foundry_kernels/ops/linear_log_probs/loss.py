@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foundry_kernels.ops._linear_loss.problem import Loss
 from foundry_kernels.ops.linear_log_probs.options import LinearLogProbsOptions
-from foundry_kernels.ops.log_probs.options import row_gradients
+from foundry_kernels.ops.log_probs.options import STATS, by_name, row_gradients
 
 
 def _rows_of(given: Mapping[str, Tensor | None], values: Mapping[str, Tensor]) -> Tensor:
@@ -26,11 +26,17 @@ def numbers(drows: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return g, c, b
 
 
+def results(log_probs: Tensor, entropy: Tensor, lse: Tensor, lse_low: Tensor, stats: Tensor) -> dict[str, Tensor]:
+    """The results by name of an operator or a kernel of `log_probs`; stats may be empty."""
+    found = {"log_probs": log_probs, "entropy": entropy, "lse": lse, "lse_low": lse_low}
+    return found | by_name(stats if stats.dim() > 1 else None)
+
+
 LOSS = Loss(
     "linear_log_probs",
     LinearLogProbsOptions,
-    outputs=("log_probs", "entropy", "lse", "lse_low"),
-    flags={"entropy": "save_entropy", "lse": "save_lse", "lse_low": "save_low"},
+    outputs=("log_probs", "entropy", "lse", "lse_low", *STATS),
+    flags={name: f"save_{name}" for name in ("entropy", "lse", "lse_low", *STATS)},
     saved=("lse", "lse_low"),
     differentiable=("entropy", "lse"),
     rows_of=_rows_of,

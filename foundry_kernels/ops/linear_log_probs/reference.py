@@ -7,6 +7,7 @@ from torch import Tensor
 from foundry_kernels.ops._linear_loss.reference import all_logits
 from foundry_kernels.ops.linear_log_probs.options import LinearLogProbsOptions
 from foundry_kernels.ops.log_probs import reference
+from foundry_kernels.ops.log_probs.options import by_name
 
 
 def linear_log_probs(
@@ -19,5 +20,5 @@ def linear_log_probs(
     options: LinearLogProbsOptions,
 ) -> dict[str, Tensor | None]:
     logits = all_logits(hidden, weight, target, bias, low, up, options)
-    log_probs, entropy, lse = reference.log_probs(logits, target, options.of_logits())
-    return {"log_probs": log_probs, "entropy": entropy, "lse": lse}
+    log_probs, entropy, lse, stats = reference.log_probs(logits, target, options.of_logits())
+    return {"log_probs": log_probs, "entropy": entropy, "lse": lse} | by_name(stats)

@@ -8,14 +8,15 @@ from torch import Tensor
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops._linear_loss.problem import Chunk, RowKernel
 from foundry_kernels.ops._linear_loss.triton import triton_backend
-from foundry_kernels.ops.linear_log_probs.loss import LOSS, numbers
+from foundry_kernels.ops.linear_log_probs.loss import LOSS, numbers, results
 from foundry_kernels.ops.log_probs import triton as of_logits
+from foundry_kernels.ops.log_probs.options import STATS
 
 
 class _Results(of_logits.Rows):
     @property
     def results(self) -> dict[str, Tensor]:
-        return dict(zip(LOSS.outputs, self.outputs, strict=True))
+        return results(*self.outputs)
 
 
 class Rows(RowKernel):
@@ -32,7 +33,9 @@ class Rows(RowKernel):
         of_logits.gradients(g, c, b, logits, target, lse, lse_low, options, logits, first, self.n_classes)
 
     def blocks(self, target: Tensor, wanted: frozenset[str], dtype: torch.dtype) -> _Results:
-        options = self.options.of_logits()._replace(return_entropy="entropy" in wanted)
+        options = self.options.of_logits()._replace(
+            return_entropy="entropy" in wanted, return_stats=not wanted.isdisjoint(STATS)
+        )
         return _Results(target, self.n_classes, options, dtype, "lse" in wanted, "lse_low" in wanted)
 
 

@@ -9,20 +9,25 @@ from torch import Tensor
 
 from foundry_kernels.ops._linear_loss.chunks import rows_of
 from foundry_kernels.ops._linear_loss.vocab_parallel import OwnClasses
-from foundry_kernels.ops.log_probs.options import row_gradients
+from foundry_kernels.ops.log_probs.options import STATS, row_gradients
 
 
 class LogProbsOfOwnClasses(OwnClasses):
     name = "linear_log_probs"
     supported = (
         "ignore_index", "logit_scale", "softcap", "chunk_size", "batch_invariant", "return_entropy", "return_lse",
+        "return_stats",
     )  # fmt: skip
     differentiable = ("log_probs", "entropy", "lse")
 
     def forward(self) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
-        y, nll, entropy = self.statistics(entropy=self.options.return_entropy)
+        stats = self.options.return_stats
+        y, nll, entropy = self.statistics(entropy=self.options.return_entropy, predict=stats, stats=stats)
         entropy = torch.zeros_like(y) if entropy is None else entropy
         results = {"log_probs": -nll, "entropy": entropy, "lse": y + nll}
+        if stats:
+            right = (self.predicted == self.tokens.target).to(y.dtype)
+            results |= dict(zip(STATS, (right, *self.of_logits), strict=True))
         results = {name: (x * self.counts).masked_fill(self.unknown, torch.nan) for name, x in results.items()}
         return results, (y, nll, entropy)
 

@@ -44,12 +44,13 @@ from foundry_kernels.ops.log_probs.options import LogProbsOptions
 def log_probs(
     logits: Tensor, target: Tensor, *, logit_scale: float = 1.0, softcap: float | None = None,
     ignore_index: int = -100, return_entropy: Literal[False] = False, return_lse: Literal[False] = False,
-    backend: str = "auto",
+    return_stats: Literal[False] = False, backend: str = "auto",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def log_probs(
     logits: Tensor, target: Tensor, *, logit_scale: float = 1.0, softcap: float | None = None,
-    ignore_index: int = -100, return_entropy: bool = False, return_lse: bool = False, backend: str = "auto",
+    ignore_index: int = -100, return_entropy: bool = False, return_lse: bool = False, return_stats: bool = False,
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def log_probs(
     logits: Tensor,
@@ -60,6 +61,7 @@ def log_probs(
     ignore_index: int = -100,
     return_entropy: bool = False,
     return_lse: bool = False,
+    return_stats: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
     """``log_softmax(logit_scale * logits)`` at the classes `target`, in one pass over the logits.
@@ -72,11 +74,15 @@ def log_probs(
         ignore_index: tokens with this target are ignored. Their results and gradients are 0, whatever their logits are.
         return_entropy: also return the entropy of each token's distribution, in nats.
         return_lse: also return the log-sum-exp of each token's (scaled, capped) logits.
+        return_stats: also return three numbers of each token, without gradients: the token accuracy (1 if no class has
+            a larger logit than the target and none before it an equal one, else 0), the mean of the (scaled, capped)
+            logits, and the logarithm of the sum of the squared probabilities.
         backend: "auto", "reference", "triton" or "native" (on the CPU).
 
     Returns:
         The log-probabilities ``[...]``, float32 (float64 for float64 logits). With a `return_` option, a tuple
-        ``(log_probs, [entropy], [lse])`` of tensors of this shape. All are differentiable.
+        ``(log_probs, [entropy], [lse], [token_accuracy, mean_logits, log_sum_sq_probs])`` of tensors of this shape. All
+        but the last three are differentiable.
 
     Raises:
         TypeError: an argument is not a tensor or has an unsupported dtype.
@@ -90,7 +96,7 @@ def log_probs(
     There is no second derivative.
     """
     if (
-        return_entropy is return_lse is False
+        return_entropy is return_lse is return_stats is False
         and not is_dynamo_compiling()
         and (found := LOG_PROBS.direct(backend, logits, target, ignore_index, logit_scale, softcap)) is not None
     ):
@@ -99,9 +105,10 @@ def log_probs(
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must have a last dimension of at least 1; got shape {tuple(logits.shape)}")
     logit_scale, softcap = constants(logit_scale, softcap)
-    options = LogProbsOptions(ignore_index, logit_scale, softcap, return_entropy, return_lse)
+    options = LogProbsOptions(ignore_index, logit_scale, softcap, return_entropy, return_lse, return_stats)
     check("logits", logits, target, options)
-    return select(*resolve(LOG_PROBS, backend, logits)(logits, target, options))
+    *found, stats = resolve(LOG_PROBS, backend, logits)(logits, target, options)
+    return select(*found, *(() if stats is None else stats.unbind(-1)))
 
 
 def check(name: str, x: Tensor, target: Tensor, options: Any) -> None:
@@ -116,14 +123,14 @@ def check(name: str, x: Tensor, target: Tensor, options: Any) -> None:
         raise ValueError("logit_scale must not be 0: it is 1 / temperature")
     if options.softcap is not None:
         check_positive("softcap", options.softcap)
-    check_bool("return_entropy", options.return_entropy)
-    check_bool("return_lse", options.return_lse)
+    for flag in ("return_entropy", "return_lse", "return_stats"):
+        check_bool(flag, getattr(options, flag))
 
 
-def select(log_probs: Tensor, entropy: Tensor | None, lse: Tensor | None) -> Tensor | tuple[Tensor, ...]:
-    """The requested results."""
-    results = tuple(x for x in (log_probs, entropy, lse) if x is not None)
-    return results if len(results) > 1 else log_probs
+def select(*found: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    """The requested results, of which the first is always one."""
+    results = tuple(x for x in found if x is not None)
+    return results if len(results) > 1 else results[0]
 
 
 LOG_PROBS = register_op(log_probs, reference.log_probs, native_devices=("cpu",))

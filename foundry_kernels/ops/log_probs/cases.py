@@ -32,7 +32,7 @@ def _values(shape: tuple[int, ...], note: str, values: Values, **options: Any) -
     return _case(shape, note, Arg(shape, values=values), **options)
 
 
-_ALL: dict[str, Any] = {"return_entropy": True, "return_lse": True}
+_ALL: dict[str, Any] = {"return_entropy": True, "return_lse": True, "return_stats": True}
 
 CASES: dict[str, tuple[Case, ...]] = {
     "log_probs": (
@@ -50,6 +50,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
         _case((12, 50), "entropy", return_entropy=True, ignored=0.2),
         _case((12, 50), "lse", return_lse=True, ignored=0.2),
+        _case((200, 3), "stats", return_stats=True, ignored=0.2),
         _case((12, 50), "ignored", ignored=0.4, **_ALL),
         _case((12, 50), "all-ignored", ignored=1.0, **_ALL),
         _case((12, 50), "ignore-index-0", ignore_index=0, **_ALL),
@@ -88,4 +89,10 @@ def scales(
         return {}
     largest = sum(float(c.abs().max()) for c in cotangents if c.numel())
     found = {"logits": abs(options.get("logit_scale", 1.0)) * largest}
-    return found | ({"output 1": 1.0} if options.get("return_entropy") else {})
+    logits = args["logits"]
+    assert logits is not None
+    sizes = [1.0] * options.get("return_entropy", False) + [0.0] * options.get("return_lse", False)
+    if options.get("return_stats"):
+        mean = float(logits.detach().nan_to_num(neginf=0.0).abs().max()) * abs(options.get("logit_scale", 1.0))
+        sizes += [0.0, mean, 1.0]
+    return found | {f"output {i}": size for i, size in enumerate(sizes, 1)}

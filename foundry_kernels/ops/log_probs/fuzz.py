@@ -24,5 +24,6 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
         "softcap": draw(st.sampled_from([None, 15.0])),
         "return_entropy": draw(st.booleans()),
         "return_lse": draw(st.booleans()),
+        "return_stats": draw(st.booleans()),
     }
     return Case("random", args, options, draw(layouts(len(rows))) if rows else "contiguous")

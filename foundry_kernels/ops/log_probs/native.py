@@ -10,7 +10,6 @@ _OPERATOR = torch.ops.foundry_kernels.log_probs.default
 log_probs_bwd_classes_ = torch.ops.foundry_kernels.log_probs_bwd_classes_.default
 
 
-def log_probs(logits: Tensor, target: Tensor, options: LogProbsOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    wanted = (options.return_entropy, options.return_lse)
-    picked, entropy, lse = _OPERATOR(logits, target, *options.operator_args(), *wanted)
-    return picked, entropy if options.return_entropy else None, lse if options.return_lse else None
+def log_probs(logits: Tensor, target: Tensor, options: LogProbsOptions) -> tuple[Tensor | None, ...]:
+    wanted = (options.return_entropy, options.return_lse, options.return_stats)
+    return options.requested(*_OPERATOR(logits, target, *options.operator_args(), *wanted))

@@ -8,13 +8,29 @@ from torch import Tensor
 
 from foundry_kernels.core.options import Options
 
+#: The results of `return_stats`, which kernels store beside each other in one tensor, stats ``[..., 3]``.
+STATS = ("token_accuracy", "mean_logits", "log_sum_sq_probs")
 
-class LogProbsOptions(Options, not_in_schema=("return_entropy", "return_lse"), schema_types={"ignore_index": "int"}):
+
+class LogProbsOptions(
+    Options, not_in_schema=("return_entropy", "return_lse", "return_stats"), schema_types={"ignore_index": "int"}
+):
     ignore_index: int
     logit_scale: float
     softcap: float | None
     return_entropy: bool = False
     return_lse: bool = False
+    return_stats: bool = False
+
+    def requested(self, log_probs: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        """log_probs, entropy, lse and stats, with None for those that are not requested."""
+        wanted = (self.return_entropy, self.return_lse, self.return_stats)
+        return log_probs, *(x if w else None for x, w in zip(others, wanted, strict=True))
+
+
+def by_name(stats: Tensor | None) -> dict[str, Tensor]:
+    """The statistics in tensors of their own."""
+    return {} if stats is None else {name: x.clone() for name, x in zip(STATS, stats.unbind(-1), strict=True)}
 
 
 def row_gradients(

@@ -13,4 +13,4 @@ _OF_TOKENS = ("target", "log_probs", "entropy", "lse", "lse_low")
 
 
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    return {"logits": "...v"} | dict.fromkeys(_OF_TOKENS, "..."), "..."
+    return {"logits": "...v", "stats": "...n"} | dict.fromkeys(_OF_TOKENS, "..."), "..."

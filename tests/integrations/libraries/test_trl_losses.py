@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.tiny import tiny_model
+from foundry_kernels.integrations.trainers import trl_head
 from foundry_kernels.losses import policy, preference
 
 trl = pytest.importorskip("trl")
@@ -109,13 +111,26 @@ def test_the_handle_and_the_head_that_trl_adds(family: str) -> None:
     model = tiny_model(family, **changes)
     ids = torch.randint(3, 128, (2, 12), generator=GENERATOR)
     labels = ids.clone()
+    labels[:, 6:9] = model(ids).logits[:, 5:8].argmax(-1)
     labels[0, :5] = labels[1, 9:] = -100
+    names = ("log_probs", *trl_head.RESULTS)
     with fk.patch(model) as handle:
         expected = handle.log_probs(ids, labels, return_entropy=True, temperature=0.8)
-        utils.add_fused_lm_head(model, temperature=0.8, outputs=("log_probs", "entropy"))
-        out = model(ids, labels=labels, fused_lm_head=True)
-        for actual, theirs in zip(expected, (out.log_probs, out.entropy), strict=True):
-            torch.testing.assert_close(actual[:, -11:], theirs[:, -11:], rtol=1e-5, atol=1e-5)
+        utils.add_fused_lm_head(model, temperature=0.8, outputs=names)
+        found = []
+        for head in (nullcontext(), trl_head.head_in_trl("native")):
+            with head:
+                out = model(ids, labels=labels, fused_lm_head=True)
+                assert isinstance(utils._ChunkedLogProbFunction, trl_head.Head) == (len(found) == 1)
+            model.zero_grad()
+            (out.loss + 0.1 * out.entropy.sum()).backward()
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            found.append({name: out[name] for name in names} | gradients)
+        assert found[0]["is_top1"].any()
+        for name, theirs in found[0].items():
+            torch.testing.assert_close(found[1][name], theirs, rtol=1e-4, atol=1e-5, msg=name)
+        for actual, name in zip(expected, names, strict=False):
+            torch.testing.assert_close(actual[:, -11:], found[0][name][:, -11:], rtol=1e-5, atol=1e-5)
         assert all(map(torch.equal, handle.log_probs(ids, labels, return_entropy=True, temperature=0.8), expected))
         del model.forward  # TRL's, on the instance
 

@@ -262,7 +262,7 @@ VOCABULARY: dict[str, dict[str, Any]] = {
     },
     "log-probs": {
         "function": "linear_log_probs", "softcap": 3.0, "logit_scale": 0.7, "return_entropy": True, "return_lse": True,
-        "chunk_size": 5,
+        "return_stats": True, "chunk_size": 5,
     },
     "tokens": {"token_scaling": True, "return_token_accuracy": True, "return_predicted_tokens": True},
 }  # fmt: skip

@@ -22,7 +22,7 @@ from foundry_kernels._triton.tuning import choose
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.cross_entropy.triton import configs
-from foundry_kernels.ops.log_probs.options import LogProbsOptions, row_gradients
+from foundry_kernels.ops.log_probs.options import STATS, LogProbsOptions, row_gradients
 from foundry_kernels.ops.log_probs.triton.kernels import log_probs_bwd_kernel, log_probs_fwd_kernel
 
 _FORWARD, _BACKWARD = 4096, 2048  # elements of a program's tile
@@ -55,7 +55,7 @@ def _plan_fwd(
     n_rows, n_out = math.prod(shape[:-1]), shape[-1]
     block = choose("log_probs_fwd_kernel", f"{8 * dtype.itemsize}-bit", configs(n_out, _FORWARD), device)
     grid = (triton.cdiv(n_rows, block["BLOCK_ROWS"]),)
-    constants |= {"ENTROPY": options.return_entropy}
+    constants |= {"ENTROPY": options.return_entropy, "STATS": options.return_stats}
     if options.return_entropy and options.softcap is not None:
         constants |= _ENOUGH
     return Plan(grid, (n_rows, n_cols, n_out, first, *numbers), constants | block)
@@ -77,6 +77,15 @@ def _plan_bwd(
     return Plan(grid, (n_rows, n_cols, n_out, n_tiles, first, *numbers), constants | block)
 
 
+def _outputs(target: Tensor, wanted: tuple[bool, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The tensors of `Rows.outputs`."""
+    shapes = [*[target.shape] * 4, (*target.shape, len(STATS))]
+    return tuple(
+        torch.empty(shape if w else (0,), dtype=dtype, device=target.device)
+        for shape, w in zip(shapes, wanted, strict=True)
+    )
+
+
 class Rows:
     """The results of tokens, from the logits of all classes or of one block of classes after another."""
 
@@ -85,11 +94,9 @@ class Rows:
         save_low: bool,
     ) -> None:  # fmt: skip
         self.target, self.n_classes, self.options = target.contiguous(), n_classes, options
-        wanted = (True, options.return_entropy, save_lse, save_low)
-        #: log_probs, entropy, lse and lse_low; one that is not requested is empty.
-        self.outputs = tuple(
-            torch.empty(target.shape if w else (0,), dtype=dtype, device=target.device) for w in wanted
-        )
+        wanted = (True, options.return_entropy, save_lse, save_low, options.return_stats)
+        #: log_probs, entropy, lse, lse_low and stats; one that is not requested is empty.
+        self.outputs = _outputs(target, wanted, dtype)
         self.state: Tensor | None = None
 
     def add(self, logits: Tensor, first: int) -> None:
@@ -98,8 +105,9 @@ class Rows:
         if n_rows == 0:
             return
         if n_out < self.n_classes and self.state is None:
-            self.state = self.outputs[0].new_empty((4 if self.options.return_entropy else 3, n_rows))
-        wanted = [x if x.numel() else None for x in self.outputs] if first + n_out == self.n_classes else [None] * 4
+            n_numbers = 3 + self.options.return_entropy + 5 * self.options.return_stats
+            self.state = self.outputs[0].new_empty((n_numbers, n_rows))
+        wanted = [x if x.numel() else None for x in self.outputs] if first + n_out == self.n_classes else [None] * 5
         plan = _plan_fwd(
             logits.shape, logits.stride(), logits.dtype, logits.device, self.options, self.n_classes, first
         )
@@ -128,17 +136,16 @@ def gradients(
 
 
 def _fwd(logits: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    options, (save_entropy, save_lse, save_low) = LogProbsOptions.from_operator_args(args)
-    options = options._replace(return_entropy=save_entropy)
+    options, (save_entropy, save_lse, save_low, save_stats) = LogProbsOptions.from_operator_args(args)
+    options = options._replace(return_entropy=save_entropy, return_stats=save_stats)
     rows = Rows(target, logits.shape[-1], options, wide_dtype(logits.dtype), save_lse, save_low)
     rows.add(logits, 0)
     return rows.outputs
 
 
 def _fake_fwd(logits: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    _, (save_entropy, save_lse, save_low) = LogProbsOptions.from_operator_args(args)
-    wanted, dtype = (True, save_entropy, save_lse, save_low), wide_dtype(logits.dtype)
-    return tuple(torch.empty(target.shape if w else (0,), dtype=dtype, device=logits.device) for w in wanted)
+    _, wanted = LogProbsOptions.from_operator_args(args)
+    return _outputs(target, (True, *wanted), wide_dtype(logits.dtype))
 
 
 def _empty_bwd(logits: Tensor) -> Tensor:
@@ -155,7 +162,7 @@ def _bwd(
 
 _log_probs_fwd = define(
     f"triton_log_probs_fwd(Tensor logits, Tensor target, {LogProbsOptions.SCHEMA}, bool save_entropy, bool save_lse, "
-    "bool save_low) -> (Tensor log_probs, Tensor entropy, Tensor lse, Tensor lse_low)",
+    "bool save_low, bool save_stats) -> (Tensor log_probs, Tensor entropy, Tensor lse, Tensor lse_low, Tensor stats)",
     _fwd,
     _fake_fwd,
 )
@@ -171,14 +178,16 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: LogProbsOptions) -> tuple[Tensor, ...]:
         ctx.options = options.operator_args()
-        picked, entropy, lse, low = _log_probs_fwd(logits, target, *ctx.options, options.return_entropy, True, True)
+        wanted = (options.return_entropy, True, True, options.return_stats)
+        picked, entropy, lse, low, stats = _log_probs_fwd(logits, target, *ctx.options, *wanted)
+        ctx.mark_non_differentiable(stats)
         ctx.set_materialize_grads(False)
         ctx.returns = options.return_entropy, options.return_lse
         ctx.save_for_backward(logits, target, entropy, lse, low)
-        return picked, entropy, lse
+        return picked, entropy, lse, stats
 
     @staticmethod
-    def backward(ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None) -> Any:
+    def backward(ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None, _: Any) -> Any:
         refuse_second_derivative("log_probs")
         logits, target, entropy, lse, low = ctx.saved_tensors
         # torch.compile materializes the gradients of results that nobody gets.
@@ -187,10 +196,11 @@ class _LogProbs(torch.autograd.Function):
         return _log_probs_bwd(g, c, b, logits, target, lse, low, *ctx.options), None, None
 
 
-def log_probs(logits: Tensor, target: Tensor, options: LogProbsOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def log_probs(logits: Tensor, target: Tensor, options: LogProbsOptions) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled() and logits.requires_grad:
-        picked, entropy, lse = apply(_LogProbs, logits, target, options)
+        found = apply(_LogProbs, logits, target, options)
     else:
-        wanted = (options.return_entropy, options.return_lse, False)
-        picked, entropy, lse, _ = _log_probs_fwd(logits, target, *options.operator_args(), *wanted)
-    return picked, entropy if options.return_entropy else None, lse if options.return_lse else None
+        wanted = (options.return_entropy, options.return_lse, False, options.return_stats)
+        picked, entropy, lse, _, stats = _log_probs_fwd(logits, target, *options.operator_args(), *wanted)
+        found = picked, entropy, lse, stats
+    return options.requested(*found)
