@@ -39,6 +39,22 @@ int64_t counted(const Tensor& target, int64_t ignore_index) {
   return target.numel() - std::count(values, values + target.numel(), ignore_index);
 }
 
+// t.to(type), of a 16-bit type and float32 either way, without a gradient. Of a few numbers PyTorch's takes a
+// microsecond.
+Tensor cast_to(at::ScalarType type, const Tensor& t) {
+  if (t.scalar_type() == type) return t;
+  if (t.numel() > 4096 || !t.is_contiguous()) return t.to(type);
+  const Tensor out = empty_beside(t, t.sym_sizes(), type);
+  const auto copy = [&](auto from, auto to) {
+    std::copy_n(t.const_data_ptr<decltype(from)>(), t.numel(), out.mutable_data_ptr<decltype(to)>());
+  };
+  if (type == at::kBFloat16) copy(float(), at::BFloat16());
+  else if (type == at::kHalf) copy(float(), at::Half());
+  else if (t.scalar_type() == at::kBFloat16) copy(at::BFloat16(), float());
+  else copy(at::Half(), float());
+  return out;
+}
+
 // Hidden states and a linear layer, which makes the logits of all tokens at once and keeps them for the backward pass:
 // where the strategies of _linear_loss save neither time nor memory that matters. Without gradients these are the calls
 // of few tokens. With gradients kept logits must be a fraction of the weight's gradient: a 16th if the loss is reduced,
@@ -65,7 +81,7 @@ struct Head {
   }
 
   // Small matmuls use float32 copies.
-  Tensor cast(const Tensor& t) const { return small() && t.scalar_type() != at::kFloat ? t.to(at::kFloat) : t; }
+  Tensor cast(const Tensor& t) const { return !small() ? t : records() ? t.to(at::kFloat) : cast_to(at::kFloat, t); }
   Tensor logits() const { return logits_of(cast(hidden), cast(weight)); }
   Tensor logits_of(const Tensor& x, const Tensor& w) const {
     constexpr int64_t kWorthIt = 1 << 13;  // multiplications that justify the call of another matmul
@@ -92,10 +108,10 @@ class HeadCrossEntropy : public torch::autograd::Function<HeadCrossEntropy> {
     ctx->save_for_backward({x, w, target, unwrap(class_weight), logits, lse, lse_low, total});
     save_unless_usual(ctx, options, cross_entropy_schema::kUsualLoss);
     if (scale != 1.0) ctx->saved_data["scale"] = scale;
+    if (x.scalar_type() != hidden.scalar_type()) ctx->saved_data["type"] = hidden.scalar_type();
     return loss;
   }
 
-  // Autograd casts the gradients to the dtypes of the inputs.
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_second_derivative("linear_cross_entropy");
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -106,11 +122,15 @@ class HeadCrossEntropy : public torch::autograd::Function<HeadCrossEntropy> {
                          .view({-1, w.size(0)});
     const auto scale = ctx->saved_data.find("scale");
     if (scale != ctx->saved_data.end()) d.mul_(scale->second.toDouble());
+    const auto type = ctx->saved_data.find("type");
+    const auto rounded = [&](const Tensor& t) {
+      return type == ctx->saved_data.end() ? t : cast_to(type->second.toScalarType(), t);
+    };
     NeedsGrad needs(ctx);
     variable_list found(7);
-    if (needs.next()) found[0] = at::mm(d, w).view(x.sizes());
-    if (needs.next()) found[1] = at::mm(d.t(), x.reshape({-1, x.size(-1)}));
-    if (needs.next()) found[2] = d.sum(0);
+    if (needs.next()) found[0] = rounded(at::mm(d, w).view(x.sizes()));
+    if (needs.next()) found[1] = rounded(at::mm(d.t(), x.reshape({-1, x.size(-1)})));
+    if (needs.next()) found[2] = rounded(d.sum(0));
     return found;
   }
 };

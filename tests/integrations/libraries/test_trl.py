@@ -91,5 +91,5 @@ def test_as_without(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert second["loss"] < first["loss"]
     assert "mean_token_accuracy" in first
     for mine, expected in zip(ours, theirs, strict=True):
-        rtol, atol = (2e-2, 2e-3) if options.get("bf16") else (1e-4, 1e-5)
+        rtol, atol = (2e-2, 2e-2) if options.get("bf16") else (1e-4, 1e-5)  # a token of 56
         assert mine == pytest.approx(expected, rel=rtol, abs=atol)
