@@ -55,8 +55,8 @@ class Head(NamedTuple):
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = RESULTS,
     ) -> tuple[Tensor | None, ...]:
-        """Returns what TRL's function does: (log_probs, *RESULTS) of tokens ``[N]``, with None for those that are not among
-        `outputs`. The temperature divides logits after their soft cap."""
+        """Returns what TRL's function does: (log_probs, *RESULTS) of tokens ``[N]``, with None for those that are not
+        among `outputs`. The temperature divides logits after their soft cap."""
         if not self.serves(hidden, weight):
             given = (hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
             found: tuple[Tensor | None, ...] = self.theirs.apply(*given)
