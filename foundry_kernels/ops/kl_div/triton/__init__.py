@@ -38,17 +38,18 @@ def _plan(
         return None
     rank, n1, n2, (of_rows, of_teacher) = layout
     n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
-    beta = options.beta
-    divergence = "forward" if beta == 0.0 else "reverse" if beta == 1.0 else "jsd"
     block = choose("kl_div_kernel", f"{8 * dtype.itemsize}-bit", configs(n_cols, _TILE, _EACH), device)
-    constants = {"RANK": rank, "DIVERGENCE": divergence, "COMPUTE": compute_dtype(dtype)}
+    caps = options.softcap, options.teacher_softcap
+    constants = {"RANK": rank, "DIVERGENCE": options.direction, "COMPUTE": compute_dtype(dtype)}
+    constants |= {"CAP": caps[0] is not None, "TEACHER_CAP": caps[1] is not None}
     if both and block["num_warps"] == 16:
-        if divergence != "jsd":
+        if options.direction != "jsd":
             constants |= _ENOUGH
         elif n_cols * dtype.itemsize % 16:
             constants |= _ENOUGH_JSD
     numbers = (n_rows, n_cols, n1, n2, *of_rows, *of_teacher, options.ignore_index)
-    of_options = (1.0 / options.temperature, beta, 1.0 - beta)
+    of_caps = ((cap or 1.0) / options.temperature for cap in caps)
+    of_options = (1.0 / options.temperature, *of_caps, options.beta, 1.0 - options.beta)
     return Plan((triton.cdiv(n_rows, block["BLOCK_ROWS"]),), (*numbers, *of_options), constants | block)
 
 
