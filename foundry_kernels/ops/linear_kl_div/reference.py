@@ -22,13 +22,14 @@ def linear_kl_div(
 ) -> dict[str, Tensor | None]:  # fmt: skip
     logits = all_logits(hidden, weight, target, bias, low, up, options)
     entropy = None
+    counts = target != options.ignore_index
     if options.return_entropy:
-        student, counts = options.of_student()._replace(return_entropy=True), target != options.ignore_index
+        student = options.of_student()._replace(return_entropy=True)
         entropy = log_probs(logits.detach(), torch.where(counts, 0, -100), student)[1]
     if teacher_ids is not None:
         assert teacher_log_probs is not None
-        listed = Listed.of(teacher_ids, teacher_log_probs, target, options, logits.shape[-1])
-        of_buckets = _buckets(logits, target, listed, options)
+        listed = Listed.of(teacher_ids, teacher_log_probs, counts, logits.shape[-1])
+        of_buckets = _buckets(logits, counts, listed, options)
         each = reference.kl_div(*of_buckets, target.reshape(-1), options.of_buckets()).view(target.shape)
     else:
         if teacher_logits is None:
@@ -43,10 +44,10 @@ def linear_kl_div(
     return {"loss": each, "entropy": entropy}
 
 
-def _buckets(logits: Tensor, target: Tensor, listed: Listed, options: LinearKlDivOptions) -> tuple[Tensor, Tensor]:
+def _buckets(logits: Tensor, counts: Tensor, listed: Listed, options: LinearKlDivOptions) -> tuple[Tensor, Tensor]:
     """Of each token the logits of the listed classes and, with a tail, the log-sum-exp of the others."""
-    student, counts = options.of_student(), target.reshape(-1, 1) != options.ignore_index
-    x = torch.where(counts, logits.reshape(-1, logits.shape[-1]).to(wide_dtype(logits.dtype)), 0.0)
+    student = options.of_student()
+    x = torch.where(counts.reshape(-1, 1), logits.reshape(-1, logits.shape[-1]).to(wide_dtype(logits.dtype)), 0.0)
     y = reference.capped(x * student.logit_scale, student.softcap)
     rest = None
     if options.add_tail:

@@ -44,11 +44,12 @@ class Listed(NamedTuple):
     counts: Tensor
 
     @classmethod
-    def of(cls, ids: Tensor, log_probs: Tensor, target: Tensor, options: LinearKlDivOptions, n_classes: int) -> Listed:
-        """An entry is valid if it has a probability, belongs to a token that counts, and lists a class that no entry
-        before lists. A class out of range raises IndexError on a CPU and makes the token's results NaN elsewhere."""
+    def of(cls, ids: Tensor, log_probs: Tensor, counts: Tensor, n_classes: int) -> Listed:
+        """An entry is valid if it has a probability, belongs to one of the tokens that count, and lists a class that no
+        entry before lists. A class out of range raises IndexError on a CPU and makes the token's results NaN
+        elsewhere."""
         ids, log_probs = (x.reshape(-1, x.shape[-1]) for x in (ids.long(), log_probs))
-        valid = (target.reshape(-1, 1) != options.ignore_index) & (log_probs != -torch.inf)
+        valid = counts.reshape(-1, 1) & (log_probs != -torch.inf)
         beyond = valid & ((ids < 0) | (ids >= n_classes))
         if ids.is_cpu and not torch.compiler.is_compiling() and bool(beyond.any()):
             raise IndexError(f"teacher_ids must be in 0 .. {n_classes - 1}; got {int(ids[beyond][0])}")
@@ -96,7 +97,7 @@ class TeacherLogits:
         if teacher.logits is None:
             assert teacher.ids is not None
             assert teacher.log_probs is not None
-            listed = Listed.of(teacher.ids, teacher.log_probs, target, options, n_classes)
+            listed = Listed.of(teacher.ids, teacher.log_probs, counts, n_classes)
             self.listed = listed if kept is None else Listed(*(x[kept] for x in listed))
             return
         self.rows, self.kept = teacher.logits.reshape(-1, teacher.logits.shape[-1]), kept
