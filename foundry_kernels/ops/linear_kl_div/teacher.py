@@ -16,6 +16,12 @@ from foundry_kernels.ops.linear_kl_div.options import LinearKlDivOptions
 LEAST_TAIL = 1e-7
 
 
+def log_tail(log_probs: Tensor) -> Tensor:
+    """The log-probability ``[..., 1]`` of all classes except those ``[..., k]``, by a difference in float64."""
+    others = 1.0 - log_probs.double().exp().sum(-1, keepdim=True)
+    return others.clamp(min=LEAST_TAIL).log().to(log_probs.dtype)
+
+
 class Teacher(NamedTuple):
     """Hidden states, a weight and perhaps a bias; or logits; or some classes of each token and their
     log-probabilities."""
@@ -72,8 +78,7 @@ class Listed(NamedTuple):
         if rest is None:
             none = self.counts == 0
             return student.masked_fill(none, 0.0), teacher.masked_fill(none, 0.0)
-        listed = self.log_probs.double().exp().sum(-1, keepdim=True)
-        tail = (1.0 - listed).clamp(min=LEAST_TAIL).log().to(y.dtype).masked_fill(rest == -torch.inf, -torch.inf)
+        tail = log_tail(teacher).masked_fill(rest == -torch.inf, -torch.inf)
         return torch.cat([student, rest], -1), torch.cat([teacher, tail], -1)
 
 
