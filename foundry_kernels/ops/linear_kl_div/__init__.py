@@ -21,7 +21,7 @@ Agarwal et al., "On-Policy Distillation of Language Models", 2024, arXiv:2306.13
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -47,6 +47,42 @@ from foundry_kernels.ops.linear_kl_div.options import LinearKlDivOptions
 from foundry_kernels.ops.linear_kl_div.teacher import Teacher
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments except those that select the results."""
+
+    teacher_logits: Tensor | None
+    teacher_ids: Tensor | None
+    teacher_log_probs: Tensor | None
+    add_tail: bool
+    bias: Tensor | None
+    low: Tensor | None
+    up: Tensor | None
+    logit_scale: float
+    softcap: float | None
+    teacher_bias: Tensor | None
+    teacher_logit_scale: float
+    teacher_softcap: float | None
+    target: Tensor | None
+    temperature: float
+    direction: str
+    beta: float
+    ignore_index: int
+    reduction: str
+    chunk_size: int | None
+    batch_invariant: bool
+    backend: str
+
+
+@overload
+def linear_kl_div(
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor | None = None, teacher_weight: Tensor | None = None, *,
+    return_entropy: Literal[False] = False, **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_kl_div(
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor | None = None, teacher_weight: Tensor | None = None, *,
+    return_entropy: bool, **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def linear_kl_div(
     hidden: Tensor,
     weight: Tensor,
@@ -135,7 +171,7 @@ def linear_kl_div(
         and batch_invariant is invariance.on is return_entropy is False
         and not is_dynamo_compiling()
         and (
-            loss := LINEAR_KL_DIV.direct(
+            direct := LINEAR_KL_DIV.direct(
                 backend, hidden, weight, teacher_hidden, teacher_weight, teacher_logits, bias, teacher_bias, target,
                 temperature, direction, beta, ignore_index, reduction, logit_scale, softcap, teacher_logit_scale,
                 teacher_softcap,
@@ -143,7 +179,7 @@ def linear_kl_div(
         )
         is not None
     ):  # fmt: skip
-        return loss
+        return direct
     hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = under_autocast(
         hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias
     )
@@ -180,10 +216,10 @@ def linear_kl_div(
     )  # fmt: skip
     function = resolve(LINEAR_KL_DIV, backend, hidden)
     found = function(hidden, weight, target, bias, low, up, *teacher.detached(), options)
-    loss: Tensor = found["loss"]
+    each: Tensor = found["loss"]
     if reduces:
-        loss = of_logits.reduced(loss, target, options.ignore_index, reduction)
-    return (loss, found["entropy"]) if return_entropy else loss
+        each = of_logits.reduced(each, target, options.ignore_index, reduction)
+    return (each, found["entropy"]) if return_entropy else each
 
 
 def check_teacher(teacher: Teacher, hidden: Tensor, weight: Tensor) -> None:

@@ -103,6 +103,7 @@ def linear_case(
 
 _NONE: dict[str, Any] = {"reduction": "none"}
 _ALL: dict[str, Any] = {"bias": True, "ignored": 0.2, "temperature": 2.0, "teacher_width": 24}
+_CAPS: tuple[tuple[str, dict[str, Any]], ...] = (("", {}), ("capped", {"softcap": 1.5}))
 _ENTROPY: dict[str, Any] = {"return_entropy": True}
 _SCALED: dict[str, Any] = {"logit_scale": 0.7, "softcap": 3.0, "ignored": 0.2, "temperature": 1.5, "chunk_size": 7}
 
@@ -162,7 +163,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         *(
             linear_case((12,), 8, 9, f"listed-{k}-{name}", k=k, missing=0.5 * (k == 1), **each, **_NONE)
             for k in (1, 8, 9)
-            for name, each in (("capped", {"softcap": 1.5}), ("", {}))
+            for name, each in _CAPS
         ),
         linear_case((40,), 8, 50, "listed-pair", k=3, rank=2, frozen=("weight",), ignored=0.3),
         linear_case((12,), 8, 50, "listed-large", k=5, std=60.0),
@@ -216,11 +217,11 @@ def scales(
     if ids is not None:
         given, t = args["teacher_log_probs"], options.get("temperature", 1.0)
         assert given is not None
-        of_ids = Listed.of(counting(ids), counting(given), torch.ones(x.shape[0], dtype=torch.bool), w.shape[0])
+        of_ids = Listed.of(counting(ids), counting(given), x.new_ones(x.shape[0], dtype=torch.bool), w.shape[0])
         others = torch.ones_like(logits, dtype=torch.bool).scatter(1, of_ids.ids, False)
         rest = (logits / t).masked_fill(~others, -torch.inf).logsumexp(1, keepdim=True)
-        buckets = of_ids.buckets((logits / t).gather(1, of_ids.ids), rest if options.get("add_tail", True) else None)
-        found = terms(*(t * y for y in buckets), options, cotangents[0])
+        q, p = of_ids.buckets((logits / t).gather(1, of_ids.ids), rest if options.get("add_tail", True) else None)
+        found = terms(t * q, t * p, options, cotangents[0])
     elif of_teacher is not None:
         assert head is not None
         of_teacher_logits, of_teacher_size = _logits(counting(of_teacher), head, args.get("teacher_bias"))
