@@ -169,6 +169,7 @@ def linear_kl_div(
     if (
         chunk_size is low is up is teacher_ids is teacher_log_probs is None
         and batch_invariant is invariance.on is return_entropy is False
+        and add_tail is True
         and not is_dynamo_compiling()
         and (
             direct := LINEAR_KL_DIV.direct(

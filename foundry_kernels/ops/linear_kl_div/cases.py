@@ -148,7 +148,7 @@ CASES: dict[str, tuple[Case, ...]] = {
                 (2, 20),
                 8,
                 50,
-                f"listed-scaled-{add_tail}",
+                f"listed-scaled-{add_tail}-{name}",
                 "swapped",
                 k=6,
                 missing=0.3,
@@ -158,14 +158,14 @@ CASES: dict[str, tuple[Case, ...]] = {
                 **kind,
             )
             for add_tail in (True, False)
-            for kind in (_NONE, {})
+            for name, kind in (("none", _NONE), ("mean", {}))
         ),
         *(
             linear_case((12,), 8, 9, f"listed-{k}-{name}", k=k, missing=0.5 * (k == 1), **each, **_NONE)
             for k in (1, 8, 9)
             for name, each in _CAPS
         ),
-        linear_case((40,), 8, 50, "listed-pair", k=3, rank=2, frozen=("weight",), ignored=0.3),
+        linear_case((2, 20), 8, 50, "listed-pair", k=3, bias=True, rank=3, frozen=("weight",), ignored=0.3, **_NONE),
         linear_case((12,), 8, 50, "listed-large", k=5, std=60.0),
         linear_case((0,), 8, 50, "listed-empty", k=5),
         linear_case((12,), 8, 50, "one-by-one", chunk_size=1, reduction="sum"),

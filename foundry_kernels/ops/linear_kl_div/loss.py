@@ -11,7 +11,7 @@ of the others. The gradient of such a logit :math:`y_j` is that of r times :math
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,25 +36,12 @@ LOSS = Loss(
 )
 
 
-class _Student(NamedTuple):
-    """The options of a kernel of log-probabilities."""
-
-    logits: LogProbsOptions
-
-    def of_logits(self) -> LogProbsOptions:
-        return self.logits
-
-
 class KlDivRows(RowKernel):
-    """The divergences of logits that exist. A backend computes `rows`, and its `log_probs` are those of
-    linear_log_probs."""
-
-    log_probs: type[RowKernel]
+    """The divergences of logits that exist. A backend computes `rows`, `of_student` and `spread_`."""
 
     def __init__(self, inputs: Inputs, constants: tuple[Tensor | None, ...], options: Any) -> None:
         super().__init__(inputs, constants, options)
         self.teacher = TeacherLogits(Teacher(*constants), inputs.target, options, self.n_classes, self.cpu)
-        self.student = self.log_probs(inputs, (), _Student(options.of_student()))
 
     def rows(
         self, logits: Tensor, teacher_logits: Tensor, target: Tensor, options: KlDivOptions, dloss: Tensor | None
@@ -63,11 +50,20 @@ class KlDivRows(RowKernel):
         them."""
         raise NotImplementedError
 
+    def of_student(self, logits: Tensor, target: Tensor, options: LogProbsOptions, result: str) -> Tensor:
+        """Each token's "entropy" or "lse"."""
+        raise NotImplementedError
+
+    def spread_(self, logits: Tensor, target: Tensor, options: LogProbsOptions, lse: Tensor, dlse: Tensor) -> None:
+        """Writes over the logits their gradient, from that of each token's log-sum-exp."""
+        raise NotImplementedError
+
     def forward(self, chunk: Chunk, wanted: frozenset[str], dloss: Tensor | None) -> dict[str, Tensor]:
         part, logits, target = chunk
         found = {}
         if "entropy" in wanted:
-            found["entropy"] = self._of_student(chunk, "entropy")
+            options = self.options.of_student()
+            found["entropy"] = self.of_student(logits, self._known(target), options, "entropy")
         if self.teacher.listed is None:
             found["loss"] = self.rows(logits, self.teacher.logits(part), target, self.options.of_logits(), dloss)
         else:
@@ -77,12 +73,9 @@ class KlDivRows(RowKernel):
     def gradients_(self, chunk: Chunk, dloss: Tensor, saved: tuple[Tensor, ...], first: int) -> None:
         self.forward(chunk, frozenset(), dloss)
 
-    def _of_student(self, chunk: Chunk, result: str) -> Tensor:
-        return self.student.forward(self._counting(chunk), frozenset({result}), None)[result]
-
-    def _counting(self, chunk: Chunk) -> Chunk:
-        """The chunk with targets that a kernel may read: class 0, or -100 of a token that does not count."""
-        return chunk._replace(target=torch.where(chunk.target == self.options.ignore_index, -100, 0))
+    def _known(self, target: Tensor) -> Tensor:
+        """Targets that a kernel may read: class 0, or -100 of a token that does not count."""
+        return torch.where(target == self.options.ignore_index, -100, 0)
 
     def _of_listed(self, chunk: Chunk, listed: Listed, dloss: Tensor | None) -> Tensor:
         (_, logits, target), options, student = chunk, self.options, self.options.of_student()
@@ -91,7 +84,7 @@ class KlDivRows(RowKernel):
         rest = None
         if options.add_tail:
             logits.scatter_(1, listed.ids, picked.masked_fill(listed.counts > 0, -torch.inf))
-            rest = self._log_sum_exp(chunk, listed, student.softcap)
+            rest = self._log_sum_exp(logits, self._known(target), listed, student)
         of_student, of_teacher = listed.buckets(y, rest)
         loss = self.rows(of_student, of_teacher, target, options.of_buckets(), dloss)
         if dloss is None:
@@ -102,18 +95,16 @@ class KlDivRows(RowKernel):
         if rest is None:
             logits.zero_()
         else:
-            none, share = torch.zeros_like(rest), of_student[:, -1:]
-            saved = (rest.squeeze(1), none.squeeze(1))
-            self.student.gradients_(self._counting(chunk), torch.cat([none, share], 1), saved, 0)
+            self.spread_(logits, self._known(target), student, rest.squeeze(1), of_student[:, -1].contiguous())
         # Entries that are not valid write what the token's first one writes, or what is there.
         d = torch.where(listed.valid, d, d[:, :1]).to(logits.dtype)
         logits.scatter_(1, listed.ids, torch.where(listed.counts > 0, d, logits.gather(1, listed.ids)))
         return loss
 
-    def _log_sum_exp(self, chunk: Chunk, listed: Listed, softcap: float | None) -> Tensor:
-        """``[n, 1]`` of the classes that are not listed, whose logits are minus infinity: those of the others are not,
-        or the lowest that a soft cap allows, which are taken away again."""
-        found = self._of_student(chunk, "lse").unsqueeze(1)
-        if softcap is not None:
-            found = found + torch.log1p(-listed.counts * torch.exp(-softcap - found))
+    def _log_sum_exp(self, logits: Tensor, target: Tensor, listed: Listed, options: LogProbsOptions) -> Tensor:
+        """``[n, 1]`` of the classes that are not listed. The logits of the others are minus infinity; a soft cap makes
+        of them the lowest that it allows, which are taken away again."""
+        found = self.of_student(logits, target, options, "lse").unsqueeze(1)
+        if options.softcap is not None:
+            found = found + torch.log1p(-listed.counts * torch.exp(-options.softcap - found))
         return found.masked_fill(listed.counts == self.n_classes, -torch.inf)
