@@ -5,8 +5,9 @@ A chunk of tokens has its logits computed for both sides at a time. One kernel m
 the student's logits, their gradient; two matmuls then make the gradients of the student's hidden states and weight. See
 :func:`foundry_kernels.kl_div` for the formulas and :func:`foundry_kernels.linear_cross_entropy` for chunks.
 
-A server does not return hidden states or all logits, but for each token k classes and their log-probabilities. With a
-set K of these classes, the divergence is that of the distributions over K and one bucket for all other classes,
+A server returns neither hidden states nor all logits: it lists k classes of each token with their log-probabilities.
+With a set K of these classes, the divergence is that of the distributions over K and one bucket for all other
+classes,
 
 .. math:: \left(p_j\right)_{j \in K}, \; 1 - \sum_{i \in K} p_i \qquad \text{and} \qquad
    \left(q_j\right)_{j \in K}, \; 1 - \sum_{i \in K} q_i,

@@ -45,7 +45,8 @@ def linear_kl_div(
 
 
 def _buckets(logits: Tensor, counts: Tensor, listed: Listed, options: LinearKlDivOptions) -> tuple[Tensor, Tensor]:
-    """Of each token the logits of the listed classes and, with a tail, the log-sum-exp of the others."""
+    """The logits of the classes that each token lists and, with a tail, the log-sum-exp of the others: student's and
+    teacher's."""
     student = options.of_student()
     x = torch.where(counts.reshape(-1, 1), logits.reshape(-1, logits.shape[-1]).to(wide_dtype(logits.dtype)), 0.0)
     y = reference.capped(x * student.logit_scale, student.softcap)
