@@ -260,5 +260,6 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
         *(linear_case((64,), 16, 50257, name, **each) for name, each in DIRECTIONS.items() if name != "jsd-0.1"),
         linear_case((64,), 16, 32000, "none", **_NONE),
         linear_case((64,), 16, 32000, "capped", softcap=30.0, teacher_softcap=30.0),
+        linear_case((64,), 16, 50257, "capped-jsd", softcap=30.0, teacher_softcap=30.0, **DIRECTIONS["jsd"]),
     )
     return tuple((case, dtype) for case in kinds for dtype in (torch.bfloat16, torch.float32))
