@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.testing import Case
+
 NAME = "Liger"
 _FUNCTIONAL = "liger_kernel.transformers.functional"
 
@@ -27,15 +29,19 @@ def why_not(device: str) -> str | None:
     return None
 
 
-def peers(op: str, device: str) -> dict[str, Callable[..., Any] | str]:
-    """Its form of the operation, or the reason why it cannot run; empty if it has none."""
-    if op not in _FORMS:
+def peers(op: str, device: str, case: Case | None = None) -> dict[str, Callable[..., Any] | str]:
+    """Its form of the operation, or of a case with options, or the reason why it cannot run; empty if it has none."""
+    form = _FORMS.get(op)
+    if op == "linear_kl_div" and case is not None and "teacher_hidden" in case.args:
+        beta = {"forward": 0.0, "reverse": 1.0}.get(case.options["direction"], case.options.get("beta", 0.5))
+        form = _calls("liger_fused_linear_jsd", None, beta)
+    if form is None:
         return {}
     reason = why_not(device)
-    return {NAME: _FORMS[op] if reason is None else reason}
+    return {NAME: form if reason is None else reason}
 
 
-def _calls(name: str, *more: float) -> Callable[..., Any]:
+def _calls(name: str, *more: float | None) -> Callable[..., Any]:
     """Returns a function that calls `name` with the operation's arguments in order, and `more`."""
     return lambda **args: getattr(importlib.import_module(_FUNCTIONAL), name)(*args.values(), *more)
 

@@ -87,7 +87,7 @@ class Group:
                 found[name] = eager if isinstance(eager, str) else _compiled(eager, key, mode)
         if self.case.options.get("dropout_p"):  # its functions have no dropout
             return found
-        return found | liger.peers(self.op.name, DEVICE)
+        return found | liger.peers(self.op.name, DEVICE, self.case)
 
     @property
     def limits(self) -> tuple[str, ...]:

@@ -135,15 +135,16 @@ class HeadCrossEntropy : public torch::autograd::Function<HeadCrossEntropy> {
   }
 };
 
-// Options of a divergence; the direction and its share are two arguments.
+// Options of a divergence of logits.
 KlDivArguments divergence(Arguments& in) {
   KlDivArguments options{};
+  in.positive(options.temperature);
   c10::string_view direction;
-  in.need(is_positive_number(options.temperature = in.real()));
   in.text(direction);
-  const double beta = in.not_negative();
-  in.need(beta <= 1.0 && (direction == "forward" || direction == "reverse" || direction == "jsd"));
-  options.beta = direction == "forward" ? 0.0 : direction == "reverse" ? 1.0 : beta;
+  for (const char* known : {"forward", "reverse", "jsd", "tvd"})  // autograd keeps no text of the caller's
+    if (direction == known) options.direction = known;
+  in.fraction(options.beta);
+  in.need(!options.direction.empty());
   in.integer(options.ignore_index);
   return options;
 }
@@ -234,31 +235,35 @@ PyObject* call_kl_div(const OnAccelerator& served, PyObject* const* arguments, P
 }
 
 PyObject* call_linear_kl_div(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(served, arguments, given, 14);
+  Arguments in(served, arguments, given, 18);
   const Tensor &hidden = in.tensor(), &weight = in.tensor();
   const OptionalTensor teacher_hidden = in.optional_tensor(), teacher_weight = in.optional_tensor(),
                        teacher_logits = in.optional_tensor(), bias = in.optional_tensor(),
                        teacher_bias = in.optional_tensor();
   OptionalTensor target;
   in.optional_indices(target);
-  const KlDivArguments options = divergence(in);
+  KlDivArguments options = divergence(in);
   c10::string_view reduction;
   in.reduction(reduction);
-  const Head head{hidden, weight, bias};
+  const Head head{hidden, weight, bias, in.real()};
+  in.optional_positive(options.softcap);
+  const double teacher_scale = in.real();
+  in.optional_positive(options.teacher_softcap);
+  in.need(is_number(head.scale) && head.scale != 0.0 && is_number(teacher_scale) && teacher_scale != 0.0);
   in.need(in.ok() && head.fits(reduction != "none") && (!target || are_targets(hidden, *target)));
   in.need(in.ok() && (!head.records() || !target || counted(*target, options.ignore_index) == target->numel()));
   if (!in.ok()) Py_RETURN_NONE;
   const auto tokens = hidden.sizes().slice(0, hidden.dim() - 1);
   const auto of_tokens = [&](const Tensor& x) { return x.dim() > 0 && x.sizes().slice(0, x.dim() - 1) == tokens; };
   if (teacher_logits) {
-    in.need(!teacher_hidden && !teacher_weight && !teacher_bias && of_tokens(*teacher_logits) &&
-            teacher_logits->size(-1) == weight.size(0));
+    in.need(!teacher_hidden && !teacher_weight && !teacher_bias && teacher_scale == 1.0 && !options.teacher_softcap &&
+            of_tokens(*teacher_logits) && teacher_logits->size(-1) == weight.size(0));
     if (!in.ok()) Py_RETURN_NONE;
     return result_of([&] { return divergence_of(head.logits(), *teacher_logits, target, options, reduction); });
   }
   in.need(teacher_hidden && teacher_weight);
   if (!in.ok()) Py_RETURN_NONE;
-  const Head teacher{*teacher_hidden, *teacher_weight, teacher_bias};
+  const Head teacher{*teacher_hidden, *teacher_weight, teacher_bias, teacher_scale};
   in.need(of_tokens(*teacher_hidden) && teacher.fits(false) && teacher_weight->size(0) == weight.size(0));
   if (!in.ok()) Py_RETURN_NONE;
   return result_of([&] {

@@ -2,6 +2,7 @@
 #include "kl_div.h"
 
 #include <cmath>
+#include <vector>
 
 #include "dispatch.h"
 #include "logits.h"
@@ -67,6 +68,10 @@ struct Classes {
     return unless(p, q, p * (log_p - log_q) + (q - p));
   }
   FK_INLINE Vec reverse() const { return unless(q, p, q * (log_q - log_p) + (p - q)); }
+  // The sign of q - p.
+  FK_INLINE Vec sign() const {
+    return q < p ? splat(-1.0f) : p < q ? splat(1.0f) : Vec{};
+  }
 };
 
 // log(p_j / m_j) and log(q_j / m_j), from e^-|d| for the distance d of the logarithms, which does not overflow.
@@ -85,7 +90,7 @@ struct Mixture {
   }
 };
 
-// The divergence; and for the gradient of `mixed` KL(q || m).
+// The divergence; and for the gradient of `mixed` KL(q || m), of `variation` half the sum of q_j s_j.
 struct Found {
   float loss, of_student;
 };
@@ -123,6 +128,9 @@ struct Row {
         if constexpr (kWrite) at.store(dx + i, (dloss * o.scale) * (c.q - c.p));
       } else if constexpr (kKind == Divergence::reverse) {
         total[k] += masked(at, c.reverse(), 0.0f);
+      } else if constexpr (kKind == Divergence::variation) {
+        total[k] += masked(at, c.q < c.p ? c.p - c.q : c.q - c.p, 0.0f);
+        of_student[k] += masked(at, c.q * c.sign(), 0.0f);
       } else {
         const Mixture m(c, o);
         total[k] += masked(at, c.unless(c.p, Vec{}, c.p * m.log_p), 0.0f);
@@ -132,6 +140,7 @@ struct Row {
     const float found = sum(total), student_part = sum(of_student);
     if constexpr (kKind == Divergence::mixed)
       return {o.teacher_share * found + o.student_share * student_part, student_part};
+    if constexpr (kKind == Divergence::variation) return {0.5f * found, 0.5f * student_part};
     return {found, 0.0f};
   }
 
@@ -149,24 +158,68 @@ struct Row {
         const Mixture m(c, o);
         at.store(dx + i, c.unless(c.q, Vec{}, factor * (c.q * (m.log_q - found.of_student))));
       });
+    } else if constexpr (kKind == Divergence::variation) {
+      const float factor = dloss * o.scale;
+      for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE {
+        const Classes<kKind> c = classes(i, at);
+        at.store(dx + i, factor * (c.q * (0.5f * c.sign() - found.of_student)));
+      });
     }
   }
 };
 
+// The divergence of one row; with a dloss other than 0 (NaN too), its gradient is written to dx, which may be x.
+template <Divergence kKind, class X, class T>
+float one_row(const X* x, const T* t, X* dx, int64_t n, const KlDivOptions& o, float dloss) {
+  const Row<X, T, kKind> of(x, t, n, o);
+  if (dloss == 0.0f) return of.template divergence<false>(dx, 0.0f).loss;
+  const Found found = of.template divergence<true>(dx, dloss);
+  of.gradient(dx, dloss, found);
+  return found.loss;
+}
+
+// The same of logits that are capped before, in float32: `memory` of 2 n numbers stays in the cache.
+template <Divergence kKind, class X, class T>
+float capped_row(const X* x, const T* t, X* dx, int64_t n, const KlDivOptions& o, float dloss, float* memory) {
+  const auto capped = [&](const auto* in, float cap, float* out) {
+    const Cap<true> of(cap);
+    for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE {
+      const Vec v = at.load(in + i) * o.scale;
+      at.store(out + i, cap > 0.0f ? of(v) : v);
+    });
+  };
+  float* y = memory;
+  capped(x, o.student_cap, y);
+  capped(t, o.teacher_cap, memory + n);
+  KlDivOptions plain = o;
+  plain.scale = 1.0f;
+  const float loss = one_row<kKind>(y, memory + n, y, n, plain, dloss);  // y becomes its gradient
+  const Cap<true> of(o.student_cap);
+  if (dloss != 0.0f)
+    for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE {
+      Vec d = at.load(y + i) * o.scale;
+      if (o.student_cap > 0.0f) d *= of.slope(of(at.load(x + i) * o.scale));
+      at.store(dx + i, d);
+    });
+  return loss;
+}
+
 template <class X, class T, Divergence kKind>
 void rows(const KlDivRows& a, int64_t begin, int64_t end) {
   const int64_t n = a.n_cols;
+  const bool caps = a.options.student_cap > 0.0f || a.options.teacher_cap > 0.0f;
+  std::vector<float> memory(caps ? 2 * n : 0);
   for (int64_t row = begin; row < end; ++row) {
     const bool counts = a.target[row] != a.options.ignore_index;
     const float dloss = counts && a.dlogits ? a.dloss[row] : 0.0f;
     X* dx = a.dlogits ? static_cast<X*>(a.dlogits) + row * n : nullptr;
     const bool writes = dloss != 0.0f;  // NaN too
     if (counts && (writes || a.loss)) {
-      const Row<X, T, kKind> of(static_cast<const X*>(a.logits) + a.logits_strides.offset(a.rows, row),
-                                static_cast<const T*>(a.teacher) + a.teacher_strides.offset(a.rows, row), n, a.options);
-      const Found found = writes ? of.template divergence<true>(dx, dloss) : of.template divergence<false>(dx, 0.0f);
-      if (writes) of.gradient(dx, dloss, found);
-      if (a.loss) a.loss[row] = found.loss < 0.0f ? 0.0f : found.loss;  // by rounding; NaN stays
+      const X* x = static_cast<const X*>(a.logits) + a.logits_strides.offset(a.rows, row);
+      const T* t = static_cast<const T*>(a.teacher) + a.teacher_strides.offset(a.rows, row);
+      const float loss = caps ? capped_row<kKind>(x, t, dx, n, a.options, dloss, memory.data())
+                              : one_row<kKind>(x, t, dx, n, a.options, dloss);
+      if (a.loss) a.loss[row] = loss < 0.0f ? 0.0f : loss;  // by rounding; NaN stays
     } else if (a.loss) {
       a.loss[row] = 0.0f;
     }
@@ -185,6 +238,7 @@ void kl_div_rows(const KlDivRows& a, int64_t begin, int64_t end) {
         case Divergence::forward: return rows<X, T, Divergence::forward>(a, begin, end);
         case Divergence::reverse: return rows<X, T, Divergence::reverse>(a, begin, end);
         case Divergence::mixed: return rows<X, T, Divergence::mixed>(a, begin, end);
+        case Divergence::variation: return rows<X, T, Divergence::variation>(a, begin, end);
       }
     });
   });

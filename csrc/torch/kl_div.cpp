@@ -27,7 +27,7 @@ Tensor call_fwd(const Tensor& logits, const Tensor& teacher_logits, const Tensor
   return *n_counted == 1 ? sum : sum.div_(*n_counted);
 }
 
-const KlDivArguments kUsual{-100, 1.0, 0.0};
+const KlDivArguments kUsual{-100, 1.0, "forward", 0.5, std::nullopt, std::nullopt};
 
 class KlDivFunction : public torch::autograd::Function<KlDivFunction> {
  public:

@@ -4,19 +4,32 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include "../common/kl_div.h"
 #include "common.h"
 #include "options.h"
 
 namespace foundry {
 
-#define FK_KL_DIV_OPTIONS(OPTION)        \
-  OPTION(int64_t, ignore_index, integer) \
-  OPTION(double, temperature, real)      \
-  OPTION(double, beta, real)
+#define FK_KL_DIV_OPTIONS(OPTION)                           \
+  OPTION(int64_t, ignore_index, integer)                    \
+  OPTION(double, temperature, real)                         \
+  OPTION(c10::string_view, direction, text)                 \
+  OPTION(double, beta, real)                                \
+  OPTION(std::optional<double>, softcap, optional_positive) \
+  OPTION(std::optional<double>, teacher_softcap, optional_positive)
 
 struct KlDivArguments {
   FK_OPTIONS(FK_KL_DIV_OPTIONS)
 };
+
+// The one that is named; "jsd" is one of the others at its ends.
+inline Divergence divergence_of(c10::string_view direction, double beta) {
+  if (direction == "tvd") return Divergence::variation;
+  if (direction == "forward" || (direction == "jsd" && beta == 0.0)) return Divergence::forward;
+  if (direction == "reverse" || (direction == "jsd" && beta == 1.0)) return Divergence::reverse;
+  TORCH_CHECK_VALUE(direction == "jsd", "direction must be forward, reverse, jsd or tvd; got ", direction);
+  return Divergence::mixed;
+}
 
 // The divergence of each token, or with n_counted their sum over this number. For direct_losses.cpp; the operator
 // kl_div is without n_counted.

@@ -13,12 +13,14 @@ namespace foundry {
 namespace kl_div_cpu {
 
 KlDivOptions options_of(const KlDivArguments& o) {
-  const bool forward = o.beta == 0.0, reverse = o.beta == 1.0;
-  return {o.ignore_index, static_cast<float>(1.0 / o.temperature),
-          forward   ? Divergence::forward
-          : reverse ? Divergence::reverse
-                    : Divergence::mixed,
-          static_cast<float>(o.beta), static_cast<float>(1.0 - o.beta)};
+  const auto cap = [&](const std::optional<double>& c) { return static_cast<float>(c.value_or(0.0) / o.temperature); };
+  return {o.ignore_index,
+          static_cast<float>(1.0 / o.temperature),
+          divergence_of(o.direction, o.beta),
+          static_cast<float>(o.beta),
+          static_cast<float>(1.0 - o.beta),
+          cap(o.softcap),
+          cap(o.teacher_softcap)};
 }
 
 // Writes the losses and the gradients to those of `loss` and `dlogits` that are defined.

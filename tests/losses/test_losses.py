@@ -17,7 +17,7 @@ from torch import Tensor
 
 import foundry_kernels as fk
 from foundry_kernels import losses
-from foundry_kernels.losses import policy, preference, sft
+from foundry_kernels.losses import distill, policy, preference, sft
 
 FORMS = {
     losses.grpo_loss: policy.grpo, losses.ppo_policy_loss: policy.ppo_policy, losses.sft_loss: sft.sft,
@@ -132,7 +132,7 @@ def test_a_count_of_nothing(function: Callable[..., Tensor], count: Any) -> None
     assert of(lambda x: loss(x, **given), inputs(), torch.float32)[0].isinf()
 
 
-@every_loss
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.function in FORMS])
 def test_from_log_probabilities(name: str) -> None:
     """The same loss of log-probabilities and a mask, and what it reports."""
     loss, x = LOSSES[name], inputs()
@@ -151,9 +151,54 @@ def test_from_log_probabilities(name: str) -> None:
     assert torch.equal(loss(x), found[0])
 
 
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.function is losses.gkd_loss])
+def test_distillation_from_logits(name: str) -> None:
+    """The same loss of logits or log-probabilities and a mask, and what it reports."""
+    loss, x = LOSSES[name], inputs()
+    reported = loss(x, return_metrics=True)
+    assert not any(value.requires_grad or value.shape for value in reported[1:])
+    of_student, of_teacher, given = x["hidden"] @ x["weight"].t(), x["teacher"] @ x["teacher_weight"].t(), loss.given(x)
+    for name, y in (("", of_student), ("teacher_", of_teacher)):
+        y *= given.pop(f"{name}logit_scale", 1.0)
+        if (cap := given.pop(f"{name}softcap", None)) is not None:
+            y.copy_(cap * torch.tanh(y / cap))
+    whole = of_student
+    if "teacher_ids" in given:
+        ids, of_teacher, tail = (given.pop(n) for n in ("teacher_ids", "teacher_log_probs", "add_tail"))
+        of_student = of_student.log_softmax(-1).gather(-1, ids)
+        if tail:
+            of_student, of_teacher = losses.with_tail(of_student), losses.with_tail(of_teacher)
+    mask = x["target"] != -100
+    found = distill.gkd(of_student, of_teacher, mask, return_metrics=True, **given)
+    torch.testing.assert_close(found[:2], reported[:2])
+    log_q = (whole / given.get("temperature", 1.0)).log_softmax(-1)
+    torch.testing.assert_close(reported.entropy, -(log_q.exp() * log_q).sum(-1)[mask].mean())
+    if "teacher_ids" not in loss.options:
+        torch.testing.assert_close(found.entropy, reported.entropy)
+
+
+def test_who_answers() -> None:
+    """A share of the steps has the student's answers, the same in each process that draws from the same seed."""
+    draws = [
+        [
+            losses.on_policy_batch("data", lambda _: "student", lmbda=lmbda, sample_teacher=teacher, generator=g)
+            for _ in range(400)
+        ]
+        for lmbda, teacher in ((0.0, None), (0.3, None), (0.3, lambda _: "teacher"), (1.0, None))
+        for g in [torch.Generator().manual_seed(0)]
+    ]
+    assert [len({*found}) for found in draws] == [1, 2, 2, 1]
+    assert draws[0][0] == "data"
+    assert draws[3][0] == "student"
+    assert draws[1] == [each.replace("teacher", "data") for each in draws[2]]
+    assert 0.25 < draws[1].count("student") / 400 < 0.35
+    with pytest.raises(ValueError, match=r"lmbda must be in 0 \.\. 1"):
+        losses.on_policy_batch("data", lambda _: "student", lmbda=1.5)
+
+
 @every_loss
 def test_no_sequences(name: str) -> None:
-    x = {key: value if key == "weight" else value[:0] for key, value in inputs().items()}
+    x = {key: value if key.endswith("weight") else value[:0] for key, value in inputs().items()}
     assert not any(each.any() for each in of(LOSSES[name], x, torch.float32))
 
 

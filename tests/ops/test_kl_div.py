@@ -15,7 +15,7 @@ import foundry_kernels as fk
 from foundry_kernels.core.registry import no_direct_call
 
 BACKENDS = [b for b in ("reference", "triton", "native") if fk.OPS["kl_div"].why_not(b, "cpu") is None]
-DIRECTIONS = ("forward", "reverse", "jsd")
+DIRECTIONS = ("forward", "reverse", "jsd", "tvd")
 
 
 def inputs(n: int = 6, width: int = 8, teacher_width: int = 12, n_classes: int = 11) -> dict[str, Tensor]:
@@ -74,9 +74,12 @@ def test_known_divergences(backend: str, direction: str) -> None:
     logits.requires_grad_()
     found = fk.kl_div(logits, teacher, direction=direction, reduction="none", backend=backend)
     certain_against_uniform = {"forward": math.log(4), "reverse": 150 - math.log(4)}.get(
-        direction, 0.5 * math.log(1 / 0.625) + 0.5 * (0.25 * math.log(0.25 / 0.625) + 0.75 * math.log(2))
+        direction,
+        0.75
+        if direction == "tvd"
+        else 0.5 * math.log(1 / 0.625) + 0.5 * (0.25 * math.log(0.25 / 0.625) + 0.75 * math.log(2)),
     )
-    expected = [0.0, certain_against_uniform, 100.0 if direction != "jsd" else math.log(2), 0.0, 0.0]
+    expected = [0.0, certain_against_uniform, {"jsd": math.log(2), "tvd": 1.0}.get(direction, 100.0), 0.0, 0.0]
     torch.testing.assert_close(found, torch.tensor(expected), atol=1e-6, rtol=1e-5)
     found.sum().backward()
     assert logits.grad is not None
@@ -98,7 +101,7 @@ def test_a_class_that_only_one_rules_out(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("direction", "beta"), [*((d, 0.5) for d in DIRECTIONS), *(("jsd", b) for b in (0.7, 0.3, 0.1, 0.01))]
+    ("direction", "beta"), [*((d, 0.5) for d in DIRECTIONS if d != "tvd"), *(("jsd", b) for b in (0.7, 0.3, 0.1, 0.01))]
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_small_divergences(backend: str, direction: str, beta: float) -> None:
@@ -147,6 +150,34 @@ def test_teachers_logits_dtypes_and_gradients(backend: str) -> None:
         )
         both = fk.kl_div(logits.to(dtype), logits, backend=backend)
         torch.testing.assert_close(both, fk.kl_div(logits.to(dtype).float(), logits, backend="reference"))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_listed_classes(backend: str, direction: str) -> None:
+    """All of them have the whole divergence, some have no more. Their order, repetitions and what fills up a row change
+    nothing."""
+    given, options = inputs(), {"direction": direction, "reduction": "none", "backend": backend}
+    leaves = tuple(given[n].requires_grad_() for n in ("hidden", "weight"))
+    log_p, ids = (given["teacher_hidden"] @ given["teacher_weight"].t()).log_softmax(-1).sort(-1, descending=True)
+
+    def of(log_p: Tensor, ids: Tensor, **more: Any) -> tuple[Tensor, ...]:
+        found = fk.linear_kl_div(*leaves, teacher_ids=ids, teacher_log_probs=log_p, **options, **more)
+        return found.detach(), *torch.autograd.grad(found.sum(), leaves)
+
+    whole = fk.linear_kl_div(**given, **options)
+    expected = whole.detach(), *torch.autograd.grad(whole.sum(), leaves)
+    torch.testing.assert_close(of(log_p, ids), expected)
+    torch.testing.assert_close(of(log_p, ids, add_tail=False), expected)
+    some = of(log_p[:, :4], ids[:, :4])
+    assert (some[0] <= expected[0] + 1e-6).all()
+    assert some[0].sum() < expected[0].sum() - 1e-3
+    order = [2, 0, 3, 0, 1, 3]
+    filled = F.pad(log_p[:, order], (0, 2), value=-math.inf), F.pad(ids[:, order], (0, 2), value=-1)
+    torch.testing.assert_close(of(*filled), some)
+    torch.testing.assert_close(of(*filled, add_tail=False), of(log_p[:, :4], ids[:, :4], add_tail=False))
+    nothing = of(torch.full_like(log_p, -math.inf), ids)
+    assert not any(x.any() for x in nothing)
 
 
 @pytest.mark.parametrize(("reduction", "products"), [("mean", 4), ("none", 6)])

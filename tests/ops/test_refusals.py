@@ -34,6 +34,7 @@ def learned(*shape: int) -> Tensor:
 HIDDEN = {"hidden": zeros(6, 8), "weight": zeros(11, 8)}
 TARGET = {"target": zeros(6, dtype=torch.int64)}
 TEACHER = {"teacher_hidden": zeros(6, 12), "teacher_weight": zeros(11, 12)}
+LISTED = {"teacher_ids": torch.arange(12).view(6, 2) % 11, "teacher_log_probs": zeros(6, 2)}
 ROTATED = {"q": zeros(2, 4, 5, 12), "k": zeros(2, 3, 5, 12), "cos": zeros(5, 6), "sin": zeros(5, 6)}
 RULE = {
     "q": zeros(2, 2, 7, 16), "k": zeros(2, 2, 7, 16), "v": zeros(2, 4, 7, 24), "g": zeros(2, 4, 7),
@@ -189,6 +190,23 @@ REFUSED: dict[Any, list[Row]] = {
         ({"teacher_hidden": zeros(6, 12).double()}, ValueError, "teacher_hidden must be float64 if and only if"),
         *(({name: None}, ValueError, f"{name} is None") for name in ("teacher_hidden", "teacher_weight")),
         ({"teacher_logits": zeros(6, 11)}, ValueError, "teacher_logits must be given alone"),
+        (LISTED, ValueError, "teacher_ids and teacher_log_probs must be given alone.*teacher_hidden, teacher_weight"),
+        *(
+            (dict.fromkeys(TEACHER) | LISTED | {name: value}, error, message)
+            for name, value, error, message in (
+                ("teacher_log_probs", None, ValueError, "teacher_log_probs is None"),
+                ("teacher_log_probs", zeros(6, 3), ValueError, "teacher_log_probs must have shape"),
+                ("teacher_ids", zeros(6, 2), TypeError, "teacher_ids must be int32 or int64"),
+                ("teacher_ids", longs(*range(6)), ValueError, r"teacher_ids must be \[..., k\]"),
+                ("teacher_ids", torch.full((6, 2), 11), IndexError, "teacher_ids must be in 0 .. 10; got 11"),
+                ("teacher_softcap", 3.0, ValueError, "teacher_softcap are of teacher_hidden"),
+                ("add_tail", 1, TypeError, "add_tail must be a bool"),
+            )
+        ),
+        ({"softcap": -1.0}, ValueError, "softcap must be finite and > 0"),
+        ({"teacher_softcap": math.inf}, ValueError, "teacher_softcap must be finite and > 0"),
+        ({"teacher_logit_scale": "1"}, TypeError, "teacher_logit_scale must be a float"),
+        ({"return_entropy": 1}, TypeError, "return_entropy must be a bool"),
         (dict.fromkeys(TEACHER) | {"teacher_logits": zeros(6, 12)}, ValueError, "teacher_logits must have shape"),
         ({"chunk_size": "tiles"}, TypeError, "chunk_size must be an int"),
     ],

@@ -32,7 +32,8 @@ def step(row: Row, case: Case, stride: int, value: float, gradient: float) -> tu
     for name in by_token:
         x = args[name]
         assert x is not None
-        args[name] = x.detach().masked_fill(ignored.unsqueeze(-1), value).requires_grad_(x.requires_grad)
+        fill = value if x.is_floating_point() else -7  # which is no class
+        args[name] = x.detach().masked_fill(ignored.unsqueeze(-1), fill).requires_grad_(x.requires_grad)
     results = call(row.op, args, case.options, backend=row.backend)
     leaves = {name: x for name, x in args.items() if x is not None and x.requires_grad}
     differentiable = tuple(x for x in results if x.requires_grad)

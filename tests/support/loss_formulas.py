@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from distillation_formula import distilled
 from torch import Tensor
 
 from foundry_kernels import losses
@@ -36,6 +37,9 @@ def inputs(lengths: Sequence[int] = LENGTHS[0]) -> Inputs:
         "ref_each": torch.randn(B, T, generator=g) - 2.0, "pair_weights": torch.rand(B // 2, generator=g),
         "nll": torch.randint(V, (B, T), generator=g).masked_fill_(target != -100, 0)
         .add_(target.clamp(min=0)).masked_fill_((target == -100) & (torch.arange(T) == T - 1), -100),
+        "teacher": torch.randn(B, T, D + 3, generator=g), "teacher_weight": torch.randn(V, D + 3, generator=g) * 0.5,
+        "ids": torch.rand(B, T, V, generator=g).topk(3)[1],
+        "listed": torch.randn(B, T, 4, generator=g).log_softmax(-1)[..., :3],
     }  # fmt: skip
 
 
@@ -380,6 +384,26 @@ LOSSES: dict[str, Loss] = {
         losses.simpo_loss, lambda x: over_pairs(x, lambda c, r: F.softplus(0.5 - 2.0 * (c - r))), beta=2.0,
         simpo_gamma=0.5,
     ),
+    **{
+        f"gkd-{kind}-{beta}": Loss(
+            losses.gkd_loss, lambda x, kind=kind, beta=beta: distilled(x, kind, beta), "teacher", "teacher_weight",
+            beta=beta, direction="jsd" if kind != "tvd" else "tvd",
+        )
+        for kind, beta in (("jsd", 0.5), ("forward", 0.0), ("reverse", 1.0), ("tvd", 0.5))
+    },
+    "gkd-capped": Loss(
+        losses.gkd_loss, lambda x: distilled(x, "jsd", 0.3, 1.7, (2.0, 3.0), (0.8, 1.3), 40), "teacher",
+        "teacher_weight", beta=0.3, temperature=1.7, softcap=2.0, teacher_softcap=3.0, logit_scale=0.8,
+        teacher_logit_scale=1.3, num_items_in_batch=40,
+    ),
+    **{
+        f"gkd-listed-{kind}-{tail}": Loss(
+            losses.gkd_loss, lambda x, kind=kind, tail=tail: distilled(x, kind, tail=tail), teacher_ids="@ids",
+            teacher_log_probs="@listed", direction=kind, add_tail=tail,
+        )
+        for kind in ("forward", "reverse", "jsd", "tvd")
+        for tail in (True, False)
+    },
     "sft": Loss(losses.sft_loss, lambda x: -sums(x).sum() / items(x)),
     "sft-items": Loss(losses.sft_loss, lambda x: -sums(x).sum() / 40, num_items_in_batch=40),
 }  # fmt: skip

@@ -71,9 +71,12 @@ LESS_IN_FLIGHT = {
     ("cross_entropy_bwd_kernel", "8192x40-none"): 15,
     ("linear_cross_entropy_fwd_kernel", "64x16-32000"): 16,
     ("linear_cross_entropy_fwd_kernel", "64x16-70000"): 16,
+    ("kl_div_kernel", "64x16-32000-capped"): 20,
+    ("kl_div_kernel", "64x16-50257-capped-jsd"): 4,
     ("kl_div_kernel", "64x16-50257-forward"): 16,
     ("kl_div_kernel", "64x16-50257-jsd"): 10,
     ("kl_div_kernel", "64x16-50257-reverse"): 16,
+    ("kl_div_kernel", "64x16-50257-tvd"): 16,
     ("log_probs_fwd_kernel", "64x16-32000"): 20,
     ("log_probs_fwd_kernel", "64x16-70000"): 22,
     ("combine_experts_rest_kernel", "T=16384 k=2 D=4096-mixtral-8x7b"): 10,  # a byte for each row that it may write

@@ -17,7 +17,7 @@ from foundry_kernels.testing import Arg, Case, normal
 DIRECTIONS = ("forward", "both")
 
 #: Arguments with a row for each token.
-_OF_TOKENS = ("target", "hidden", "teacher_hidden")
+_OF_TOKENS = ("target", "hidden", "teacher_hidden", "teacher_ids", "teacher_log_probs")
 
 
 def bench_case(tokens: int, width: int, n_classes: int, name: str, **options: Any) -> Case:

@@ -7,12 +7,13 @@ and :math:`p = \mathrm{softmax}(a / T)` for the temperature T. The divergence is
    \text{reverse: } \mathrm{KL}(q \| p) = -\sum_j q_j d_j
 
 .. math:: \text{jsd: } \beta \, \mathrm{KL}(p \| m) + (1 - \beta) \, \mathrm{KL}(q \| m), \quad
-   m = \beta p + (1 - \beta) q
+   m = \beta p + (1 - \beta) q, \qquad \text{tvd: } \tfrac12 \sum_j |q_j - p_j|
 
-and its gradient, of :math:`x_j`,
+and its gradient, of :math:`x_j`, with the sign :math:`s_j` of :math:`q_j - p_j`,
 
 .. math:: \tfrac1T (q_j - p_j), \qquad -\tfrac1T q_j \left(d_j + \mathrm{KL}(q \| p)\right), \qquad
-   \tfrac{1 - \beta}{T} q_j \left(\log \tfrac{q_j}{m_j} - \mathrm{KL}(q \| m)\right)
+   \tfrac{1 - \beta}{T} q_j \left(\log \tfrac{q_j}{m_j} - \mathrm{KL}(q \| m)\right), \qquad
+   \tfrac1{2T} q_j \left(s_j - \textstyle\sum_i q_i s_i\right)
 
 A kernel finds both normalizers of a row in one pass over the logits and the divergence in a second one. The gradient of
 the forward divergence is written in the second pass, the others in a third one. So nothing is saved but the logits, and
@@ -50,7 +51,7 @@ from foundry_kernels.ops.cross_entropy.options import LossOptions
 from foundry_kernels.ops.kl_div import reference
 from foundry_kernels.ops.kl_div.options import KlDivOptions
 
-DIRECTIONS = ("forward", "reverse", "jsd")
+DIRECTIONS = ("forward", "reverse", "jsd", "tvd")
 
 
 def kl_div(
@@ -74,8 +75,8 @@ def kl_div(
         target: ``[...]`` int32 or int64, or None. Tokens with the target `ignore_index` are ignored: their results and
             gradients are 0, whatever their logits are. No other target is read. None: all tokens count.
         temperature: both logits are divided by it. The loss is not multiplied by its square.
-        direction: "forward" for KL(teacher || student), "reverse" for KL(student || teacher), or "jsd" for the
-            generalized Jensen-Shannon divergence.
+        direction: "forward" for KL(teacher || student), "reverse" for KL(student || teacher), "jsd" for the
+            generalized Jensen-Shannon divergence, or "tvd" for the total variation distance.
         beta: the teacher's share of the mixture of "jsd", in 0 .. 1. As in TRL's GKD and Liger's JSD, 0 means the
             forward and 1 the reverse divergence, not the limits of the formula, which are 0.
         ignore_index: see `target`.
@@ -138,8 +139,9 @@ def make_options(
     check_int("ignore_index", ignore_index)
     if reduction not in losses.REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(losses.REDUCTIONS)}; got {reduction!r}")
-    share = {"forward": 0.0, "reverse": 1.0}.get(direction, float(beta))
-    return KlDivOptions(-100 if target is None else ignore_index, float(temperature), share)
+    if direction == "jsd" and beta in (0.0, 1.0):
+        direction = "reverse" if beta else "forward"
+    return KlDivOptions(-100 if target is None else ignore_index, float(temperature), direction, float(beta))
 
 
 def check_target(name: str, x: Tensor, target: Tensor | None) -> Tensor:

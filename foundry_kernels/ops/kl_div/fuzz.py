@@ -14,7 +14,7 @@ from foundry_kernels.testing.fuzzing import ELEMENTS, layouts, leading, sizes, s
 
 #: Options that linear_kl_div has too.
 SHARED = {
-    "direction": st.sampled_from(["forward", "reverse", "jsd"]),
+    "direction": st.sampled_from(["forward", "reverse", "jsd", "tvd"]),
     "beta": st.sampled_from([0.5, 0.1, 0.9, 0.0, 1.0]),
     "temperature": st.sampled_from([1.0, 0.5, 4.0]),
     "reduction": st.sampled_from(["none", "mean", "sum"]),

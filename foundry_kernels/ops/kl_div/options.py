@@ -8,4 +8,7 @@ from foundry_kernels.core.options import Options
 class KlDivOptions(Options, schema_types={"ignore_index": "int"}):
     ignore_index: int
     temperature: float
-    beta: float  # 0: KL(teacher || student), 1: KL(student || teacher), between: generalized Jensen-Shannon
+    direction: str  # "jsd" with a beta of 0 or 1 is "forward" or "reverse" here
+    beta: float
+    softcap: float | None = None
+    teacher_softcap: float | None = None

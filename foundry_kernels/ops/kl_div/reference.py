@@ -15,18 +15,25 @@ def kl_div(logits: Tensor, teacher_logits: Tensor, target: Tensor, options: KlDi
     # An ignored token must not change the result, whatever its logits are: 0 * NaN would be NaN.
     log_q, log_p = (
         torch.log_softmax(
-            torch.where(counts.unsqueeze(-1), x.to(wide_dtype(logits.dtype)), 0.0) / options.temperature, -1
+            capped(torch.where(counts.unsqueeze(-1), x.to(wide_dtype(logits.dtype)), 0.0), cap) / options.temperature,
+            -1,
         )
-        for x in (logits, teacher_logits)
+        for x, cap in ((logits, options.softcap), (teacher_logits, options.teacher_softcap))
     )
-    if options.beta == 0.0:
+    if options.direction == "forward":
         each = _kl(log_p, log_q)
-    elif options.beta == 1.0:
+    elif options.direction == "reverse":
         each = _kl(log_q, log_p)
+    elif options.direction == "tvd":
+        each = 0.5 * (log_q.exp() - log_p.exp()).abs().sum(-1)
     else:
         each = _jsd(log_p, log_q, options.beta)
     each = each - each.detach().clamp(max=0.0)  # negative by rounding; its gradient stays
     return torch.where(counts, each, 0.0).contiguous()
+
+
+def capped(x: Tensor, softcap: float | None) -> Tensor:
+    return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:

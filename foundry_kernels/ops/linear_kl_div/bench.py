@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from foundry_kernels.ops._linear_loss.bench import DIRECTIONS, bytes_moved, flops, parity_case, sample
 from foundry_kernels.ops.kl_div.bench import DIVERGENCES, eager
+from foundry_kernels.ops.linear_kl_div.cases import listed
+from foundry_kernels.ops.linear_kl_div.teacher import LEAST_TAIL
 from foundry_kernels.testing import Arg, Case, normal
 
 __all__ = ["BENCH_QUICK", "DIRECTIONS", "bench_cases", "bytes_moved", "flops", "parity_case", "peers", "sample"]
@@ -25,7 +28,10 @@ _BENCH_SHAPES = {
     "cuda": ((8192, 2048, 4096, 32000, "llama-2"),),
 }
 
-BENCH_QUICK = ("tiny-forward", "tiny-jsd", "llama-2-forward")
+BENCH_QUICK = ("tiny-forward", "tiny-jsd", "tiny-listed", "llama-2-forward")
+
+#: How many classes a teacher lists.
+_LISTED = 20
 
 
 def _bench_case(tokens: int, width: int, teacher_width: int, n_classes: int, name: str, direction: str) -> Case:
@@ -35,17 +41,34 @@ def _bench_case(tokens: int, width: int, teacher_width: int, n_classes: int, nam
         "teacher_hidden": Arg((tokens, teacher_width), grad=False),
         "teacher_weight": Arg((n_classes, teacher_width), values=normal(teacher_width**-0.5), grad=False),
     }
-    return Case(f"{tokens}x{width}-{n_classes}-{name}-{direction}", args, {"direction": direction})
+    options = {"direction": direction}
+    if direction == "listed":
+        del args["teacher_hidden"], args["teacher_weight"]
+        args, options = args | listed((tokens,), n_classes, _LISTED), {"direction": "forward"}
+    return Case(f"{tokens}x{width}-{n_classes}-{name}-{direction}", args, options)
 
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
-    return tuple(_bench_case(*each, direction) for each in _BENCH_SHAPES[device] for direction in DIVERGENCES)
+    kinds = (*DIVERGENCES, "listed")
+    return tuple(_bench_case(*each, kind) for each in _BENCH_SHAPES[device] for kind in kinds)
 
 
 def _eager(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, direction: str) -> Tensor:
     return eager(linear(hidden, weight), linear(teacher_hidden, teacher_weight), direction)
 
 
+def _eager_listed(hidden: Tensor, weight: Tensor, teacher_ids: Tensor, teacher_log_probs: Tensor) -> Tensor:
+    """The classes of TRL's server distillation, with their tail."""
+    log_q = torch.log_softmax(linear(hidden, weight), -1).gather(-1, teacher_ids)
+    log_q, log_p = (
+        torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True).clamp(max=1.0 - LEAST_TAIL))], -1)
+        for x in (log_q.float(), teacher_log_probs)
+    )
+    return torch.nn.functional.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+
+
 def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any]]:
     """What else computes this, by name; "eager" is also what torch.compile is given."""
+    if "teacher_ids" in case.args:
+        return {"eager": _eager_listed}
     return {"eager": partial(_eager, direction=case.options["direction"])}

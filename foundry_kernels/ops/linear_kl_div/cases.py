@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +15,47 @@ from foundry_kernels.ops._linear_loss.cases import common_cases, gradients_of_pa
 from foundry_kernels.ops._linear_loss.cases import linear_case as linear_loss_case
 from foundry_kernels.ops.cross_entropy.cases import IGNORED
 from foundry_kernels.ops.kl_div.cases import DIRECTIONS, terms
+from foundry_kernels.ops.kl_div.reference import capped
+from foundry_kernels.ops.linear_kl_div.teacher import Listed
 from foundry_kernels.testing import Arg, Case, normal
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """Different classes of each token, among `n_classes`; `repeated` lists the first one again in the second place."""
+
+    n_classes: int
+    repeated: bool = False
+
+    def __call__(self, g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+        ids = torch.rand((*shape[:-1], self.n_classes), generator=g).topk(shape[-1])[1].double()
+        if self.repeated and shape[-1] > 1:
+            ids[..., 1] = ids[..., 0]
+        return ids
+
+
+@dataclass(frozen=True)
+class _Largest:
+    """The largest log-probabilities of a distribution of this many classes, of which a share is missing."""
+
+    n_classes: int
+    missing: float = 0.0
+    std: float = 2.0
+
+    def __call__(self, g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+        logits = self.std * torch.randn((*shape[:-1], self.n_classes), generator=g, dtype=torch.float64)
+        found = logits.log_softmax(-1).topk(shape[-1])[0]
+        return found.masked_fill(torch.rand(shape, generator=g) < self.missing, -math.inf)
+
+
+def listed(
+    rows: tuple[int, ...], n_classes: int, k: int, missing: float = 0.0, layout: str = "contiguous"
+) -> dict[str, Arg]:
+    """What a teacher lists; with some `missing`, others are repeated."""
+    return {
+        "teacher_ids": Arg((*rows, k), values=_Classes(n_classes, missing > 0.0), dtype=torch.int64, grad=False),
+        "teacher_log_probs": Arg((*rows, k), layout, _Largest(n_classes, missing), grad=False, wide=True),
+    }
 
 
 def linear_case(
@@ -27,6 +68,8 @@ def linear_case(
     bias: bool = False,
     teacher_width: int | None = None,
     logits: str | None = None,
+    k: int = 0,
+    missing: float = 0.0,
     ignored: float | None = None,
     std: float = 1.0,
     cotangent: str = "contiguous",
@@ -34,8 +77,8 @@ def linear_case(
     wide: bool = False,
     **options: Any,
 ) -> Case:
-    """logits: the layout of the teacher's logits, if these are given in place of its hidden states. ignored: None for
-    no target."""
+    """logits: the layout of the teacher's logits, if these are given in place of its hidden states. k: how many classes
+    it lists instead. ignored: None for no target."""
     made = linear_loss_case(
         rows, width, n_classes, note, hidden, frozen, bias, False, ignored or 0.0, std, cotangent, rank, wide
     )
@@ -47,7 +90,9 @@ def linear_case(
     args = dict(made.args)
     if ignored is None:
         del args["target"]
-    if logits is None:
+    if k:
+        args |= listed(rows, n_classes, k, missing, hidden)
+    elif logits is None:
         args["teacher_hidden"] = of_teacher((*rows, width), hidden, std)
         args["teacher_weight"] = of_teacher((n_classes, width), std=width**-0.5)
         args["teacher_bias"] = of_teacher((n_classes,), std=0.5) if bias else None
@@ -58,6 +103,9 @@ def linear_case(
 
 _NONE: dict[str, Any] = {"reduction": "none"}
 _ALL: dict[str, Any] = {"bias": True, "ignored": 0.2, "temperature": 2.0, "teacher_width": 24}
+_CAPS: tuple[tuple[str, dict[str, Any]], ...] = (("", {}), ("capped", {"softcap": 1.5}))
+_ENTROPY: dict[str, Any] = {"return_entropy": True}
+_SCALED: dict[str, Any] = {"logit_scale": 0.7, "softcap": 3.0, "ignored": 0.2, "temperature": 1.5, "chunk_size": 7}
 
 CASES: dict[str, tuple[Case, ...]] = {
     "linear_kl_div": (
@@ -73,6 +121,53 @@ CASES: dict[str, tuple[Case, ...]] = {
             for name, each in DIRECTIONS.items()
             for kind in ("none", "mean", "sum")
         ),
+        *(
+            linear_case(
+                (12,),
+                8,
+                50,
+                f"scaled-{name}",
+                bias=True,
+                teacher_logit_scale=1.3,
+                teacher_softcap=2.0,
+                **_SCALED,
+                **_ENTROPY,
+                **each,
+            )
+            for name, each in DIRECTIONS.items()
+        ),
+        linear_case((12,), 8, 50, "scaled-none", teacher_logit_scale=1.3, **_SCALED, **_NONE),
+        linear_case((12,), 8, 50, "teacher-capped", teacher_softcap=2.0, **_NONE),
+        *(
+            linear_case((12,), 8, 50, f"listed-{name}-{kind}", k=5, add_tail=add_tail, bias=True, **each)
+            for name, each in DIRECTIONS.items()
+            for kind, add_tail in (("tail", True), ("alone", False))
+        ),
+        *(
+            linear_case(
+                (2, 20),
+                8,
+                50,
+                f"listed-scaled-{add_tail}-{name}",
+                "swapped",
+                k=6,
+                missing=0.3,
+                add_tail=add_tail,
+                **_SCALED,
+                **_ENTROPY,
+                **kind,
+            )
+            for add_tail in (True, False)
+            for name, kind in (("none", _NONE), ("mean", {}))
+        ),
+        *(
+            linear_case((12,), 8, 9, f"listed-{k}-{name}", k=k, missing=0.5 * (k == 1), **each, **_NONE)
+            for k in (1, 8, 9)
+            for name, each in _CAPS
+        ),
+        linear_case((2, 20), 8, 50, "listed-pair", k=3, bias=True, rank=3, frozen=("weight",), ignored=0.3, **_NONE),
+        linear_case((12,), 8, 50, "listed-large", k=5, std=60.0),
+        linear_case((0,), 8, 50, "listed-empty", k=5),
         linear_case((12,), 8, 50, "one-by-one", chunk_size=1, reduction="sum"),
         *(linear_case((2, 3, 5), 8, 40, f"logits-{layout}", logits=layout) for layout in ("contiguous", "swapped")),
         linear_case((40,), 8, 50, "logits-ignored", logits="contiguous", ignored=0.3, chunk_size=7),
@@ -116,22 +211,35 @@ def scales(
     if low is not None and up is not None:
         of_pair, more = _logits(counting(low), up, None)
         logits, size = logits + of_pair, size + more
-    teacher = args.get("teacher_logits")
-    if teacher is None:
-        of_teacher, head = args["teacher_hidden"], args["teacher_weight"]
-        assert of_teacher is not None
+    factor = abs(options.get("logit_scale", 1.0))
+    logits, size = capped(logits * options.get("logit_scale", 1.0), options.get("softcap")), size * factor
+    ids, of_teacher, head = args.get("teacher_ids"), args.get("teacher_hidden"), args.get("teacher_weight")
+    if ids is not None:
+        given, t = args["teacher_log_probs"], options.get("temperature", 1.0)
+        assert given is not None
+        of_ids = Listed.of(counting(ids), counting(given), x.new_ones(x.shape[0], dtype=torch.bool), w.shape[0])
+        others = torch.ones_like(logits, dtype=torch.bool).scatter(1, of_ids.ids, False)
+        rest = (logits / t).masked_fill(~others, -torch.inf).logsumexp(1, keepdim=True)
+        q, p = of_ids.buckets((logits / t).gather(1, of_ids.ids), rest if options.get("add_tail", True) else None)
+        found = terms(t * q, t * p, options, cotangents[0])
+    elif of_teacher is not None:
         assert head is not None
         of_teacher_logits, of_teacher_size = _logits(counting(of_teacher), head, args.get("teacher_bias"))
-        size = max(size, of_teacher_size)
+        scale = options.get("teacher_logit_scale", 1.0)
+        size = max(size, abs(scale) * of_teacher_size)
+        of_teacher_logits = capped(scale * of_teacher_logits, options.get("teacher_softcap"))
+        found = terms(logits, of_teacher_logits, options, cotangents[0])
     else:
-        of_teacher_logits = counting(teacher)
-    found = terms(logits, of_teacher_logits, options, cotangents[0])
+        teacher = args["teacher_logits"]
+        assert teacher is not None
+        found = terms(logits, counting(teacher), options, cotangents[0])
     many = x.shape[0] if options.get("reduction", "mean") == "sum" else 1
     size /= options.get("temperature", 1.0)
     # An error of the logits is one of the distances that the gradient's terms contain.
-    dlogits = found["logits"] * (1.0 if options.get("direction", "forward") == "forward" else max(size, 1.0))
+    dlogits = factor * found["logits"] * (1.0 if options.get("direction", "forward") == "forward" else max(size, 1.0))
     return {
         "output 0": max(found["output 0"], many * size),
+        "output 1": size,
         "hidden": 2 * dlogits * float(w.abs().max()),
         "weight": dlogits * float(x.abs().max()),
         "bias": dlogits,
@@ -151,5 +259,7 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
         *(linear_case((64,), 16, 32000, name, **each) for name, each in DIRECTIONS.items() if name != "jsd-0.1"),
         *(linear_case((64,), 16, 50257, name, **each) for name, each in DIRECTIONS.items() if name != "jsd-0.1"),
         linear_case((64,), 16, 32000, "none", **_NONE),
+        linear_case((64,), 16, 32000, "capped", softcap=30.0, teacher_softcap=30.0),
+        linear_case((64,), 16, 50257, "capped-jsd", softcap=30.0, teacher_softcap=30.0, **DIRECTIONS["jsd"]),
     )
     return tuple((case, dtype) for case in kinds for dtype in (torch.bfloat16, torch.float32))

@@ -23,7 +23,7 @@ from foundry_kernels.ops.kl_div.triton.kernels import kl_div_kernel
 
 _TILE, _EACH = 4096, 8  # elements of a program's tile; of each thread: there are two tensors, and 16 take 80 registers
 #: With loss and gradients ptxas spills 8 bytes otherwise, on 9.0 or 12.0, for an occupancy that it guesses; of the
-#: Jensen-Shannon divergence only if rows are not aligned.
+#: Jensen-Shannon divergence only if rows are not aligned; of the total variation then without gradients too.
 _ENOUGH, _ENOUGH_JSD = {"maxnreg": 64}, {"maxnreg": 128}
 
 
@@ -38,17 +38,19 @@ def _plan(
         return None
     rank, n1, n2, (of_rows, of_teacher) = layout
     n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
-    beta = options.beta
-    divergence = "forward" if beta == 0.0 else "reverse" if beta == 1.0 else "jsd"
     block = choose("kl_div_kernel", f"{8 * dtype.itemsize}-bit", configs(n_cols, _TILE, _EACH), device)
-    constants = {"RANK": rank, "DIVERGENCE": divergence, "COMPUTE": compute_dtype(dtype)}
-    if both and block["num_warps"] == 16:
-        if divergence != "jsd":
+    caps = options.softcap, options.teacher_softcap
+    constants = {"RANK": rank, "DIVERGENCE": options.direction, "COMPUTE": compute_dtype(dtype)}
+    constants |= {"CAP": caps[0] is not None, "TEACHER_CAP": caps[1] is not None}
+    aligned = n_cols * dtype.itemsize % 16 == 0
+    if block["num_warps"] == 16 and (both or (options.direction == "tvd" and not aligned)):
+        if options.direction != "jsd":
             constants |= _ENOUGH
-        elif n_cols * dtype.itemsize % 16:
+        elif not aligned:
             constants |= _ENOUGH_JSD
     numbers = (n_rows, n_cols, n1, n2, *of_rows, *of_teacher, options.ignore_index)
-    of_options = (1.0 / options.temperature, beta, 1.0 - beta)
+    of_caps = ((cap or 1.0) / options.temperature for cap in caps)
+    of_options = (1.0 / options.temperature, *of_caps, options.beta, 1.0 - options.beta)
     return Plan((triton.cdiv(n_rows, block["BLOCK_ROWS"]),), (*numbers, *of_options), constants | block)
 
 

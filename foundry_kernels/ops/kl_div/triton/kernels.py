@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from foundry_kernels._triton.functions import round_to, row_offset
+from foundry_kernels.ops.cross_entropy.triton.kernels import cap_slope, capped
 
 #: The compiler does not specialise on these: it would compile more kernels without making them faster.
 _PLAIN = ("n_rows", "n1", "n2", "ignore_index")
@@ -25,8 +26,9 @@ def _add_classes(b_max, b_sum, b_y):
 
 
 @triton.jit
-def _logits(x_ptr, o_x, cols, mask, scale, COMPUTE: tl.constexpr):
-    return tl.load(x_ptr + o_x[:, None] + cols[None, :], mask=mask, other=0.0).to(COMPUTE) * scale
+def _logits(x_ptr, o_x, cols, mask, scale, softcap, CAP: tl.constexpr, COMPUTE: tl.constexpr):
+    b_x = tl.load(x_ptr + o_x[:, None] + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+    return capped(b_x * scale, softcap, CAP)
 
 
 @triton.jit
@@ -49,6 +51,20 @@ def _in_mixture(b_log_q, b_log_p, beta, rest):
 
 
 @triton.jit
+def _sloped(b_v, b_y, writes, softcap, CAP: tl.constexpr):
+    """The gradient of logits from that of the capped ones b_y; 0 in other rows."""
+    if CAP:
+        b_v *= cap_slope(b_y, softcap)
+    return tl.where(writes[:, None], b_v, 0.0)
+
+
+@triton.jit
+def _half_sign(b_q, b_p):
+    """Half the sign of q - p."""
+    return tl.where(b_q < b_p, -0.5, tl.where(b_p < b_q, 0.5, 0.0)).to(b_q.dtype)
+
+
+@triton.jit
 def _unless_0(b_p, b_value, b_otherwise):
     """A class of probability 0 adds nothing, also if a logarithm is infinite."""
     return tl.where(b_p == 0.0, b_otherwise, b_value)
@@ -57,9 +73,9 @@ def _unless_0(b_p, b_value, b_otherwise):
 @triton.jit(do_not_specialize=_PLAIN)
 def kl_div_kernel(
     logits_ptr, teacher_ptr, target_ptr, dloss_ptr, loss_ptr, dlogits_ptr,
-    n_rows, n_cols, n1, n2, xs0, xs1, xs2, ts0, ts1, ts2, ignore_index, scale, beta, rest,
-    RANK: tl.constexpr, DIVERGENCE: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    n_rows, n_cols, n1, n2, xs0, xs1, xs2, ts0, ts1, ts2, ignore_index, scale, softcap, teacher_softcap,
+    beta, rest, RANK: tl.constexpr, DIVERGENCE: tl.constexpr, CAP: tl.constexpr, TEACHER_CAP: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Stores the loss of each row and, with `dloss_ptr`, the losses' gradient, that of the logits. Each of the two may
     be left out. `dlogits_ptr` [n_rows, n_cols] may be the logits themselves, if they are contiguous.
@@ -69,6 +85,7 @@ def kl_div_kernel(
     """
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, beta, rest = b_zero + scale, b_zero + beta, b_zero + rest
+    softcap, teacher_softcap = b_zero + softcap, b_zero + teacher_softcap
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     live = rows < n_rows
     counts = live & (tl.load(target_ptr + rows, mask=live, other=0).to(tl.int64) != ignore_index)
@@ -91,9 +108,9 @@ def kl_div_kernel(
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         mask = reads[:, None] & (cols < n_cols)[None, :]
-        b_y = _logits(logits_ptr, o_x, cols, mask, scale, COMPUTE)
+        b_y = _logits(logits_ptr, o_x, cols, mask, scale, softcap, CAP, COMPUTE)
         b_q_max, b_q_sum = _add_classes(b_q_max, b_q_sum, tl.where(mask, b_y, -float("inf")))
-        b_y = _logits(teacher_ptr, o_t, cols, mask, scale, COMPUTE)
+        b_y = _logits(teacher_ptr, o_t, cols, mask, scale, teacher_softcap, TEACHER_CAP, COMPUTE)
         b_p_max, b_p_sum = _add_classes(b_p_max, b_p_sum, tl.where(mask, b_y, -float("inf")))
     b_q_log = tl.log(tl.where(reads, b_q_sum, 1.0))
     b_p_log = tl.log(tl.where(reads, b_p_sum, 1.0))
@@ -106,15 +123,17 @@ def kl_div_kernel(
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = (cols < n_cols)[None, :]
         mask = reads[:, None] & inside
-        b_log_q = _below(_logits(logits_ptr, o_x, cols, mask, scale, COMPUTE), b_q_max, b_q_log)
-        b_log_p = _below(_logits(teacher_ptr, o_t, cols, mask, scale, COMPUTE), b_p_max, b_p_log)
+        b_y = _logits(logits_ptr, o_x, cols, mask, scale, softcap, CAP, COMPUTE)
+        b_log_q = _below(b_y, b_q_max, b_q_log)
+        b_a = _logits(teacher_ptr, o_t, cols, mask, scale, teacher_softcap, TEACHER_CAP, COMPUTE)
+        b_log_p = _below(b_a, b_p_max, b_p_log)
         b_q = tl.exp(b_log_q)
         b_p = tl.exp(b_log_p)
         if DIVERGENCE == "forward":
             b_terms = _unless_0(b_p, b_p * (b_log_p - b_log_q) + (b_q - b_p), b_q)
             b_loss += tl.sum(tl.where(mask, b_terms, 0.0), 1)
             if dloss_ptr is not None:
-                b_v = tl.where(writes[:, None], b_factor[:, None] * (b_q - b_p), 0.0)
+                b_v = _sloped(b_factor[:, None] * (b_q - b_p), b_y, writes, softcap, CAP)
                 tl.store(
                     dlogits_ptr + o_out[:, None] + cols[None, :], round_to(b_v, dlogits_ptr.dtype.element_ty),
                     mask=live[:, None] & inside,
@@ -122,13 +141,16 @@ def kl_div_kernel(
         elif DIVERGENCE == "reverse":
             b_terms = _unless_0(b_q, b_q * (b_log_q - b_log_p) + (b_p - b_q), b_p)
             b_loss += tl.sum(tl.where(mask, b_terms, 0.0), 1)
+        elif DIVERGENCE == "tvd":
+            b_loss += tl.sum(tl.where(mask, 0.5 * tl.abs(b_q - b_p), 0.0), 1)
+            b_mean += tl.sum(tl.where(mask, b_q * _half_sign(b_q, b_p), 0.0), 1)
         else:
             b_in_q, b_in_p = _in_mixture(b_log_q, b_log_p, beta, rest)
             b_mean += tl.sum(tl.where(mask, _unless_0(b_q, b_q * b_in_q, 0.0), 0.0), 1)
             b_loss += tl.sum(tl.where(mask, _unless_0(b_p, b_p * b_in_p, 0.0), 0.0), 1)
     if DIVERGENCE == "jsd":
         b_loss = beta * b_loss + rest * b_mean
-    else:
+    elif DIVERGENCE != "tvd":
         b_mean = b_loss
     if loss_ptr is not None:
         b_loss = tl.where(b_loss < 0.0, 0.0, b_loss)  # by rounding; NaN stays
@@ -141,15 +163,19 @@ def kl_div_kernel(
             cols = start + tl.arange(0, BLOCK_COLS)
             inside = (cols < n_cols)[None, :]
             mask = writes[:, None] & inside
-            b_log_q = _below(_logits(logits_ptr, o_x, cols, mask, scale, COMPUTE), b_q_max, b_q_log)
-            b_log_p = _below(_logits(teacher_ptr, o_t, cols, mask, scale, COMPUTE), b_p_max, b_p_log)
+            b_y = _logits(logits_ptr, o_x, cols, mask, scale, softcap, CAP, COMPUTE)
+            b_log_q = _below(b_y, b_q_max, b_q_log)
+            b_a = _logits(teacher_ptr, o_t, cols, mask, scale, teacher_softcap, TEACHER_CAP, COMPUTE)
+            b_log_p = _below(b_a, b_p_max, b_p_log)
+            b_q = tl.exp(b_log_q)
             if DIVERGENCE == "jsd":
                 b_ratio, _ = _in_mixture(b_log_q, b_log_p, beta, rest)
+            elif DIVERGENCE == "tvd":
+                b_ratio = _half_sign(b_q, tl.exp(b_log_p))
             else:
                 b_ratio = b_log_q - b_log_p
-            b_q = tl.exp(b_log_q)
             b_v = _unless_0(b_q, b_factor[:, None] * (b_q * (b_ratio - b_mean[:, None])), 0.0)
-            b_v = tl.where(writes[:, None], b_v, 0.0)
+            b_v = _sloped(b_v, b_y, writes, softcap, CAP)
             tl.store(
                 dlogits_ptr + o_out[:, None] + cols[None, :], round_to(b_v, dlogits_ptr.dtype.element_ty),
                 mask=live[:, None] & inside,
