@@ -27,8 +27,8 @@ class Rows(KlDivRows):
         return kl_div_fwd_bwd_(logits, teacher_logits, target, dloss, *options)
 
     def of_student(self, logits: Tensor, target: Tensor, options: LogProbsOptions, result: str) -> Tensor:
-        wanted = (result == "entropy", result == "lse", False)
-        _, entropy, lse, _ = _LOG_PROBS(logits, target, *options.operator_args(), *wanted)
+        wanted = (result == "entropy", result == "lse", False, False)
+        _, entropy, lse, *_ = _LOG_PROBS(logits, target, *options.operator_args(), *wanted)
         return entropy if result == "entropy" else lse
 
     def spread_(self, logits: Tensor, target: Tensor, options: LogProbsOptions, lse: Tensor, dlse: Tensor) -> None:
