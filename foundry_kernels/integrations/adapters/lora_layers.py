@@ -24,6 +24,9 @@ from foundry_kernels.ops.lora_linear import lora_linear, lora_linears
 
 OP = "lora_linear"
 
+#: How the reason begins for a layer that is left as long as its adapters are as they are.
+OWN = "its own forward runs: "
+
 #: The classes of PEFT, by file. Others run as they are: they return more than a tensor.
 CLASSES = frozenset(
     (f"peft.tuners.lora.{home}", name)
@@ -58,16 +61,21 @@ class Served(NamedTuple):
         return all(w.dtype in (low, torch.float32) and w.device == x.device for w in (self.a, self.b))
 
 
+def only_adapter(layer: Any) -> tuple[str, str]:
+    """Returns the name of the one adapter that a call of a layer of PEFT adds, or "" and what it does instead."""
+    if layer.disable_adapters:
+        return "", "its adapters are disabled"
+    if layer.merged:
+        return "", "its adapters are merged"
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    return (names[0], "") if len(names) == 1 else ("", f"{len(names) or 'none'} of its adapters are active")
+
+
 def served(layer: Any) -> Served | str:
     """Returns the adapter that a call of a layer of PEFT adds, or what it does instead."""
-    if layer.disable_adapters:
-        return "its adapters are disabled"
-    if layer.merged:
-        return "its adapters are merged"
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(names) != 1:
-        return f"{len(names) or 'none'} of its adapters are active"
-    name = names[0]
+    name, reason = only_adapter(layer)
+    if not name:
+        return reason
     variants = getattr(layer, "lora_variant", {})
     if name in variants:
         return f"its adapter is a {type(variants[name]).__name__}"

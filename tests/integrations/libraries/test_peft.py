@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import runpy
 import sys
 import tarfile
@@ -91,17 +92,49 @@ def test_adapters_train_as_without(kind: str, patched: str, calls: list[int]) ->
     expected, _ = adapted(kind)
     for actual, other in zip(step(model), step(expected), strict=True):
         assert near(actual, other)
-    served = KINDS[kind][1] and patched == "after"
+    served = KINDS[kind][1]
     assert bool(calls) == served
     layers = sum(isinstance(m, peft.tuners.lora.Linear) for m in model.modules())
-    if patched == "after":
-        assert sum(e.ops == ("lora_linear",) for e in report.replaced) == (layers if served else 0)
-        assert sum("its own forward runs" in str(e.reason) for e in report.left) == (0 if served else layers)
+    others = sum(isinstance(m, peft.tuners.lora.Embedding) for m in model.modules())
+    assert sum(e.ops == ("lora_linear",) for e in report.replaced) == (layers if served else 0)
+    assert sum("its own forward runs" in str(e.reason) for e in report.left) == others + (0 if served else layers)
     assert near(logits(model), logits(expected))
     with model.disable_adapter():
         assert near(logits(model), logits(tiny_model("llama")))
     handle.undo()
     assert torch.equal(logits(model), logits(expected))
+
+
+@pytest.mark.parametrize("how", ["add_adapter", "load_adapter", "inject", "copied", "pickled"])
+def test_layers_that_an_adapter_adds_to_a_patched_model(how: str, calls: list[int], tmp_path: Path) -> None:
+    """By each way of adding it, to copies too: the layers run on the operation, the report has them, and they are
+    undone."""
+    config = peft.LoraConfig(r=2, target_modules=["k_proj", "up_proj", "o_proj"], init_lora_weights=False)
+    model: Any = adapted("some", "before")[0]
+    model = (
+        copy.deepcopy(model) if how == "copied" else pickle.loads(pickle.dumps(model)) if how == "pickled" else model
+    )
+    base = model.get_base_model()
+    if how == "inject":
+        base = model.unload()
+        peft.inject_adapter_in_model(config, base, "b")
+    elif how == "load_adapter":
+        peft.get_peft_model(tiny_model("llama"), config).save_pretrained(tmp_path)
+        model.load_adapter(str(tmp_path), "b")
+    else:
+        model.add_adapter("b", config)
+    if how != "inject":
+        model.set_adapter("b")
+    patched = logits(base)
+    assert calls == [1] * 6
+    handle = fk.patch(base)
+    report = handle.report()
+    added = {e.name.split(".")[-1] for e in report.replaced if e.ops == ("lora_linear",)}
+    assert added == {"k_proj", "up_proj", "o_proj"}
+    fk.unpatch(base)
+    assert handle.report() == report
+    assert not [key for m in base.modules() for key in vars(m) if "foundry" in key]
+    assert near(patched, logits(base))
 
 
 def test_layers_with_one_input_share_a_call(calls: list[int]) -> None:
