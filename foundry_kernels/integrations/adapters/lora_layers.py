@@ -26,6 +26,8 @@ OP = "lora_linear"
 
 #: How the reason begins for a layer that is left as long as its adapters are as they are.
 OWN = "its own forward runs: "
+#: The reason that a call may find otherwise: fully_shard has the whole adapter during a forward pass alone.
+SHARDED = "its adapter is sharded"
 
 #: The classes of PEFT, by file. Others run as they are: they return more than a tensor.
 CLASSES = frozenset(
@@ -60,6 +62,10 @@ class Served(NamedTuple):
         low = autocast_dtype(x) or x.dtype
         return all(w.dtype in (low, torch.float32) and w.device == x.device for w in (self.a, self.b))
 
+    def draws_alike(self, weight: Tensor) -> bool:
+        """Whether devices that share a sharded weight's rows drop the same."""
+        return not (self.dropout and is_dtensor(weight))
+
 
 def only_adapter(layer: Any) -> tuple[str, str]:
     """Returns the name of the one adapter that a call of a layer of PEFT adds, or "" and what it does instead."""
@@ -85,7 +91,7 @@ def served(layer: Any) -> Served | str:
     if a.bias is not None or b.bias is not None:
         return "its adapter has a bias"
     if is_dtensor(a.weight) or is_dtensor(b.weight):
-        return "its adapter is sharded"
+        return SHARDED
     if not getattr(layer, "cast_input_dtype_enabled", True):
         return "its input is not cast"
     dropout = drop.p if type(drop) is nn.Dropout and drop.training else 0.0

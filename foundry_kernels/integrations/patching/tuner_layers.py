@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from foundry_kernels.integrations.adapters.base import PATCHABLE, Adapter, State, with_companions
 from foundry_kernels.integrations.adapters.experts import LoraExperts
 from foundry_kernels.integrations.adapters.lora import LoraLinear
-from foundry_kernels.integrations.adapters.lora_layers import OWN
+from foundry_kernels.integrations.adapters.lora_layers import OWN, SHARDED
 from foundry_kernels.integrations.adapters.table import row_of
 from foundry_kernels.integrations.patching import swap
 from foundry_kernels.integrations.patching.arguments import Arguments
@@ -79,7 +79,9 @@ def entries(model: nn.Module, arguments: Arguments) -> Iterator[tuple[Entry, dic
             named = arguments.ops is None or any(op in arguments.ops for op in ops)
             later = f"{OWN}it is in a module that the model got after the patch"
             yield Entry(name, cls, reason=later if named else f"{NOT_NAMED} {' or '.join(ops)}"), {}
-        elif (reason := row.why_own(module)) is not None:
+        elif (reason := row.why_own(module)) == SHARDED:
+            yield Entry(name, cls, row.ops(module), f"{OWN}{SHARDED} in a call", "row"), _backends(row, module, arguments)
+        elif reason is not None:
             yield Entry(name, cls, reason=f"{OWN}{reason}"), {}
         else:
             yield Entry(name, cls, row.ops(module), by="row"), _backends(row, module, arguments)

@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import limits
+import processes
 import pytest
 import torch
+from processes import adapters
+from processes.outcomes import near as near_to
+from processes.outcomes import outcome
 from torch import Tensor, nn
 
 import foundry_kernels as fk
@@ -425,6 +429,29 @@ def test_log_probabilities(targets: list[str]) -> None:
     )
     with fk.patch(prompted) as handle, pytest.raises(ValueError, match="PeftModelForCausalLM does not hand the call"):
         handle.log_probs(IDS, IDS)
+
+
+def test_sharded_by_torch(tmp_path: Path) -> None:
+    """By the layers' inputs and outputs with their adapters, by the head's classes, and fully, in two processes: the
+    loss and gradients of one. An adapter that is sharded in a call runs PEFT's forward, which the report says."""
+    hooked = {"its own forward runs: a part of its adapter is no plain layer, or has hooks"}
+    expected: dict[str, tuple[Any, ...]] = {
+        "alone": ({}, 14, set()),
+        "tp": ({"all_reduce": 8}, 0, hooked),
+        "vocabulary": ({"all_reduce": 2}, 14, set()),
+        "fsdp": (None, 14, set()),
+    }
+    for results in outcome(processes.run({"adapters": adapters.sharded}, tmp_path / "processes"), "adapters"):
+        *_, loss, gradients, _ = results["alone"]
+        assert results.keys() == expected.keys()
+        for name, (no_logits, collectives, served, own_loss, own, reasons) in results.items():
+            assert no_logits, name
+            counts = expected[name][0] and collectives  # those of fully_shard are its own
+            assert (counts, served, reasons) == expected[name], name
+            near_to(name, own_loss, loss)
+            assert own.keys() == gradients.keys()
+            for key, value in gradients.items():
+                near_to(f"{name}: {key}", own[key], value)
 
 
 def test_an_adapter_of_the_head_makes_no_logits() -> None:
