@@ -265,9 +265,8 @@ def _hugging_face(group: ModelGroup, name: str) -> nn.Module | str:
     with torch.device(DEVICE):
         model: nn.Module = transformers.LlamaForCausalLM(config).to(dtype=group.dtype)
     if name == FROZEN:
-        model.requires_grad_(False).get_input_embeddings().register_forward_hook(
-            lambda *call: call[-1].requires_grad_()
-        )
+        frozen: Any = model.requires_grad_(False)
+        frozen.get_input_embeddings().register_forward_hook(lambda *call: call[-1].requires_grad_())
     elif group.family == "lora":
         try:
             peft = importlib.import_module("peft")

@@ -80,7 +80,8 @@ def entries(model: nn.Module, arguments: Arguments) -> Iterator[tuple[Entry, dic
             later = f"{OWN}it is in a module that the model got after the patch"
             yield Entry(name, cls, reason=later if named else f"{NOT_NAMED} {' or '.join(ops)}"), {}
         elif (reason := row.why_own(module)) == SHARDED:
-            yield Entry(name, cls, row.ops(module), f"{OWN}{SHARDED} in a call", "row"), _backends(row, module, arguments)
+            own = f"{OWN}{SHARDED} in a call"
+            yield Entry(name, cls, row.ops(module), own, "row"), _backends(row, module, arguments)
         elif reason is not None:
             yield Entry(name, cls, reason=f"{OWN}{reason}"), {}
         else:
