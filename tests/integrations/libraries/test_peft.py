@@ -4,6 +4,7 @@ where PEFT's own forward runs."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import pickle
 import runpy
@@ -148,6 +149,62 @@ def test_layers_with_one_input_share_a_call(calls: list[int]) -> None:
     calls.clear()
     step(adapted("all", "after", lora_dropout=0.5)[0])
     assert calls == [1] * 14
+
+
+#: A value of each field of PEFT's LoraConfig, and the reason why some layers run PEFT's own forward, if they do.
+FIELDS: dict[str, tuple[Any, str]] = {
+    "r": (3, ""),
+    "lora_alpha": (5, ""),
+    "lora_dropout": (0.5, ""),
+    "target_modules": (["v_proj", "down_proj"], ""),
+    "exclude_modules": (["v_proj"], ""),
+    "bias": ("all", ""),
+    "use_rslora": (True, ""),
+    "modules_to_save": (["norm"], ""),
+    "init_lora_weights": ("gaussian", ""),
+    "layers_to_transform": ([1], ""),
+    "rank_pattern": ({"v_proj": 2}, ""),
+    "alpha_pattern": ({"v_proj": 2}, ""),
+    "trainable_token_indices": ({"embed_tokens": [4, 5]}, "no operation for this class"),
+    "layer_replication": ([[0, 2], [1, 2]], ""),
+    "use_dora": (True, "its adapter is a Dora"),
+    "lora_bias": (True, "its adapter has a bias"),
+    "target_parameters": (["embed_tokens.weight"], "the layer below does not run on grouped_mm"),
+    "alora_invocation_tokens": ([5, 6], "its adapter is a ALora"),
+}
+#: Fields that name a file, need a layer or data of another kind (`test_other_layers`, `test_experts`), or choose how an
+#: adapter begins. A variant of the adapter's arithmetic is left by its name, as DoRA is.
+OTHER_FIELDS = """
+    task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode fan_in_fan_out
+    layers_pattern megatron_config megatron_core loftq_config eva_config corda_config lora_ga_config velora_config
+    use_qalora qalora_group_size monteclora_config runtime_config use_bdlora arrow_config kasa_config
+    ensure_weight_tying"""
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_each_field_of_the_configuration(field: str, calls: list[int]) -> None:
+    """Results are those without a patch, and the report has each layer of PEFT, with the reason if its own forward
+    runs."""
+    known = {each.name for each in dataclasses.fields(peft.LoraConfig)}
+    assert known <= {*FIELDS, *OTHER_FIELDS.split()}
+    if field not in known:
+        pytest.skip("this PEFT has no such field")
+    value, reason = FIELDS[field]
+    results = []
+    for patched in ("", "before"):
+        model, handle = adapted("some", patched, **{field: value})
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(p, generator=torch.Generator().manual_seed(1))
+        results.append(logits(model))
+    assert bool(calls) != reason.startswith("its adapter")
+    assert near(*reversed(results))
+    layers = sum(isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer) for m in model.modules())
+    report = handle.report()
+    own = [str(e.reason) for e in report.left if "its own forward runs" in str(e.reason)]
+    assert len(own) + sum("lora_linear" in e.ops for e in report.replaced) == layers
+    assert {reason in each for each in own} <= {True}
+    assert bool(own) == bool(reason)
 
 
 def test_twenty_steps_are_those_of_peft() -> None:
