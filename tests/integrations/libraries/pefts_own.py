@@ -7,7 +7,6 @@ import sys
 import types
 from typing import Any
 
-import transformers  # noqa: F401  # which asks whether diffusers is there
 from peft import PeftModel
 
 import foundry_kernels as fk
