@@ -123,7 +123,7 @@ class PatchHandle:
 
         Returns:
             float32 (float64 for a float64 model); with a `return_` option a tuple ``(log_probs, [entropy], [lse])``.
-            All are differentiable, in training and in evaluation mode. If the head is no plain ``nn.Linear`` (LoRA on
+            All are differentiable, in training and in evaluation mode. If the head is no plain ``nn.Linear`` (DoRA on
             it, quantised, with hooks) it is called, and its logits exist.
 
         Raises:

@@ -104,7 +104,8 @@ def patch(
     Returns:
         A handle: `report()` tells what was replaced, what was left and why; `undo()` undoes it, as
         :func:`foundry_kernels.unpatch` does without it. A model that is patched already by the same arguments stays as
-        it is, modules that it got since included, and its handle is returned.
+        it is, modules that it got since included, and its handle is returned. Layers that PEFT adds to a patched model
+        are patched when they are added.
 
     Raises:
         TypeError: `model` is no module, `ops` is a string or no iterable of strings, a flag is no bool.
