@@ -17,6 +17,7 @@ from benchmarks import isa, liger
 from benchmarks.calls import unavailable
 from benchmarks.measure import Prepare
 from benchmarks.suite import DEVICE, SEARCH, needs_too_much
+from benchmarks.tables import FROZEN
 from foundry_kernels.core.registry import short_dtype
 from foundry_kernels.models import Generator, ModelConfig, PagedKVCache, Transformer, generate
 
@@ -27,7 +28,7 @@ FAMILIES = {
     "transformer": _OWN,
     "hugging-face": ("Hugging Face", "Hugging Face, compiled", *_PATCHED),
     "training": ("Hugging Face", _PATCHED[0], _PATCHED[2], "Hugging Face, compiled", _PATCHED[1]),
-    "lora": ("PEFT", "patched by ours"),
+    "lora": ("PEFT", "patched by ours", "patched by Liger", FROZEN),
     "generation": (*_OWN, "Hugging Face, static cache", "Hugging Face, static cache, compiled"),
     "serving": ("one after the other", "continuous batching"),
 }
@@ -105,7 +106,7 @@ class ModelGroup:
     def alone(self) -> bool:
         """Whether each model is created and measured alone, because with their optimisers they do not fit a GPU
         together."""
-        return self.family in ("training", "lora")
+        return self.family == "training" or (self.family == "lora" and DEVICE != "cpu")
 
     @property
     def sequences(self) -> int:
@@ -130,9 +131,10 @@ def model_groups(full: bool) -> list[ModelGroup]:
     dtypes = dtypes or [torch.float32 if DEVICE == "cpu" else torch.bfloat16]
     groups = []
     for family, tasks in TASKS.items():
-        if family in ("training", "lora") and DEVICE == "cpu":  # a step takes minutes
+        if family == "training" and DEVICE == "cpu":  # a step takes minutes
             continue
-        own = {"training": _STEPS, "lora": _STEPS, "generation": _GENERATION, "serving": _GENERATION}
+        own = {"training": _STEPS, "generation": _GENERATION, "serving": _GENERATION}
+        own |= {"lora": _STEPS} if DEVICE != "cpu" else {}
         sizes = list(own.get(family, SIZES[DEVICE]))
         compiled = full or DEVICE != "cpu" or family != "generation"
         all_sizes = full and (family != "serving" or DEVICE != "cpu")
@@ -171,7 +173,9 @@ class ModelContenders:
                     self.why_not[name] = model
                     continue
                 plain = getattr(model, "_orig_mod", model)
-                if weights is None and not group.alone:
+                if (
+                    weights is None and not group.alone and group.family != "lora"
+                ):  # which has the seed's, by other names
                     weights = {k: v.clone() for k, v in plain.state_dict().items()}
                 if weights is not None:
                     plain.load_state_dict(_for(plain, weights))
@@ -260,7 +264,10 @@ def _hugging_face(group: ModelGroup, name: str) -> nn.Module | str:
     )
     with torch.device(DEVICE):
         model: nn.Module = transformers.LlamaForCausalLM(config).to(dtype=group.dtype)
-    if group.family == "lora":
+    if name == FROZEN:
+        frozen: Any = model.requires_grad_(False)
+        frozen.get_input_embeddings().register_forward_hook(lambda *call: call[-1].requires_grad_())
+    elif group.family == "lora":
         try:
             peft = importlib.import_module("peft")
         except ImportError as error:
@@ -367,7 +374,7 @@ def _prepare(group: ModelGroup, name: str, model: Any, batch: Tensor) -> Prepare
         return loss.detach()
 
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True) if group.task == "step" else None
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True) if group.task == "step" and trained else None
 
     def run() -> Tensor:
         loss = both()

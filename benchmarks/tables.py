@@ -13,6 +13,9 @@ OURS = ("triton", "native", "reference")
 LIMITS = ("memcpy", "fresh memcpy", "GEMM")
 #: The same call of this package without the option. It shows the option's cost, and is not a peer.
 WITHOUT = "without the option"
+#: A training step of adapters, without them: of the patched model with frozen weights. It shows their cost, and is no
+#: peer.
+FROZEN = "patched by ours, frozen"
 
 Row = dict[str, Any]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import noise
-from benchmarks.tables import LIMITS, OUR_MODELS, OURS, WITHOUT, markdown, of_kind, shape_of
+from benchmarks.tables import FROZEN, LIMITS, OUR_MODELS, OURS, WITHOUT, markdown, of_kind, shape_of
 
 Row = dict[str, Any]
 
@@ -79,7 +79,8 @@ def _models(rows: Sequence[Row]) -> list[tuple[str, str]]:
     for row in rows:
         if row.get("kind") != "model":
             continue
-        peer = row["base"] if row.get("op") == "lora" else _PAIRS.get(row["row"], "")
+        lora = row.get("op") == "lora" and row["row"] in OUR_MODELS
+        peer = row["base"] if lora else _PAIRS.get(row["row"], "")
         if (ratio := row.get("speedup_over", {}).get(peer)) is not None:
             text = f"{row['op']} {row['case']}, {row['direction']}: {row['row']} {ratio:.2f}x {peer}"
             found.append((noise.call(row, peer), text + _itself([row], peer)))
@@ -101,7 +102,7 @@ def _ours(rows: Sequence[Row]) -> list[Row]:
 def _over(row: Row) -> dict[str, float]:
     """Returns how many times as fast as each peer; our other kernels or models are none, nor is a call without what
     this one is asked for."""
-    ours = OUR_MODELS if row.get("kind") == "model" else (*OURS, WITHOUT)
+    ours = (*OUR_MODELS, FROZEN) if row.get("kind") == "model" else (*OURS, WITHOUT)
     return {p: ratio for p, ratio in row.get("speedup_over", {}).items() if p not in ours}
 
 

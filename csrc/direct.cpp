@@ -242,6 +242,7 @@ PyMethodDef* direct_calls() {
       method<call_linear_log_probs>("linear_log_probs"),
       method<call_kl_div>("kl_div"),
       method<call_linear_kl_div>("linear_kl_div"),
+      method<call_lora_linear>("lora_linear"),
       method<call_gated_delta_rule_step>("gated_delta_rule_step"),
       method<call_short_conv1d_step>("short_conv1d_step"),
       method<call_decode_blocks>("decode_blocks"),

@@ -91,6 +91,10 @@ class Arguments {
     need(ok_ && PyBool_Check(*next_));
     return ok_ && *next_++ == Py_True;
   }
+  PyObject* list() {
+    need(ok_ && PyList_CheckExact(*next_));
+    return ok_ ? *next_++ : nullptr;
+  }
   double real() {
     need(ok_ && PyFloat_CheckExact(*next_));
     return ok_ ? PyFloat_AS_DOUBLE(*next_++) : 0.0;

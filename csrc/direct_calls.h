@@ -4,6 +4,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <tuple>
+#include <vector>
 
 #include "direct_arguments.h"
 
@@ -15,6 +16,12 @@ inline PyObject* to_python(const std::tuple<Tensor, Tensor>& pair) {
   if (!out) throw python_error();
   PyTuple_SET_ITEM(out, 0, to_python(std::get<0>(pair)));
   PyTuple_SET_ITEM(out, 1, to_python(std::get<1>(pair)));
+  return out;
+}
+inline PyObject* to_python(const std::vector<Tensor>& tensors) {
+  PyObject* out = PyTuple_New(static_cast<Py_ssize_t>(tensors.size()));
+  if (!out) throw python_error();
+  for (size_t i = 0; i < tensors.size(); ++i) PyTuple_SET_ITEM(out, static_cast<Py_ssize_t>(i), to_python(tensors[i]));
   return out;
 }
 
@@ -32,6 +39,7 @@ using DirectCall = PyObject*(const OnAccelerator& served, PyObject* const* argum
 DirectCall call_flash_attention, call_decode_blocks;  // direct_attention.cpp
 DirectCall call_cross_entropy, call_linear_cross_entropy, call_log_probs, call_linear_log_probs, call_kl_div,
     call_linear_kl_div;                                         // direct_losses.cpp
+DirectCall call_lora_linear;                                    // direct_lora.cpp
 DirectCall call_gated_delta_rule_step, call_short_conv1d_step;  // direct_steps.cpp
 
 }  // namespace foundry

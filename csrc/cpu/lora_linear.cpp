@@ -226,6 +226,8 @@ template <class X> void outer(const LoraOuter& of, int64_t task_begin, int64_t t
   constexpr int64_t kTogether = 4, kColumns = kTogether * kLoraOuterColumns;
   alignas(64) float right[kOuterRows * kColumns];
   const std::unique_ptr<float[]> sums(new float[of.rank * kColumns]);
+  // Blocks of about as many rows each: a last one of a single row would wait for its loads.
+  const int64_t blocks = (of.rank + kBlockRows - 1) / kBlockRows, block = (of.rank + blocks - 1) / blocks;
   for (int64_t task = task_begin; task < task_end; task += kTogether) {
     const int64_t first = task * kLoraOuterColumns;
     const int64_t columns = std::min(std::min(task + kTogether, task_end) * kLoraOuterColumns, of.width) - first;
@@ -235,8 +237,9 @@ template <class X> void outer(const LoraOuter& of, int64_t task_begin, int64_t t
       const X* x = static_cast<const X*>(of.x) + n * of.x_row;
       for (int64_t r = 0; r < rows; ++r)
         widen(x + r * of.x_row, n + r, first, columns, of.dropout, right + r * kColumns);
-      multiply<float>(of.rank, whole(columns) / kLanes, {of.t + n * of.t_row, 1, of.t_row}, right, kColumns, rows,
-                      sums.get(), kColumns, n > 0 ? Start::add : Start::zero);
+      for (int64_t r = 0; r < of.rank; r += block)
+        multiply<float>(std::min(block, of.rank - r), whole(columns) / kLanes, {of.t + n * of.t_row + r, 1, of.t_row},
+                        right, kColumns, rows, sums.get() + r * kColumns, kColumns, n > 0 ? Start::add : Start::zero);
     }
     for (int64_t r = 0; r < of.rank; ++r)
       for (int64_t k = 0; k < columns; ++k)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <tuple>
+#include <vector>
 
 #include "common.h"
 #include "decode_block_options.h"
@@ -36,6 +37,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention(const Tensor& q, cons
                                                            const AttentionOptions& options, bool return_lse,
                                                            bool return_stats);
 Tensor combine_experts(const Tensor& x, const OptionalTensor& weights, const Tensor& slots);
+// Linear layers with adapters that read x, on the CPU: weights, A's, B's, biases and bases, of n layers each. Tensors
+// that a layer lacks are undefined.
+struct LoraCall {
+  std::vector<double> scales;
+  DropoutOptions dropout;
+};
+std::vector<Tensor> lora_linears(const Tensor& x, at::TensorList tensors, const LoraCall& call);
 // Steps of decoding, without gradients. They overwrite the state.
 Tensor gated_delta_rule_step(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
                              const OptionalTensor& beta, const Tensor& state, double scale, bool qk_l2norm);

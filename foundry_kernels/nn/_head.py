@@ -35,7 +35,7 @@ def count_hooks(module: Any) -> int:
 def matrix_of(head: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
     """Returns weight and bias of a head that only computes a linear layer; else None.
 
-    A head of another class (LoRA, quantised), with its own forward or with hooks (accelerate's, or FSDP's on the head
+    A head of another class (quantised), with its own forward or with hooks (accelerate's, or FSDP's on the head
     alone) must be called, which materializes its logits. The hooks of the tensor-parallel plan are allowed: they only
     convert sharded logits into those that the caller gets.
     """

@@ -55,7 +55,7 @@ def counted(spec: OpSpec) -> Iterator[list[bool]]:
 def test_which_operations_are_called_directly() -> None:
     names = {"rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "geglu", "glu", "reglu"}
     names |= {"bias_gelu", "bias_silu", "bias_relu", "rope", "qk_norm_rope", "flash_attention", "cross_entropy"}
-    names |= {"combine_experts", "grouped_mm", "gated_delta_rule_step", "log_probs", "kl_div"}
+    names |= {"combine_experts", "grouped_mm", "gated_delta_rule_step", "log_probs", "kl_div", "lora_linear"}
     assert {spec.name for spec in DIRECT} == names
 
 
@@ -63,7 +63,8 @@ def test_which_operations_are_called_directly() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_same_bits_as_the_general_path(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Each kind of case has equal outputs, gradients and strides."""
+    """Each kind of case has equal outputs, gradients and strides; with adapters, whose direct call leaves float32 sums
+    and few rows to PyTorch's matmuls, equal ones up to the order of sums."""
     if (reason := spec.why_not("native", device)) or (device == "cuda" and (reason := devices.why_no_gpu())):
         pytest.skip(str(reason))
     cases = [case for case in spec.cases.CASES[spec.name] if sum(map(elements, case.args.values())) < 20000]
@@ -78,7 +79,9 @@ def test_the_same_bits_as_the_general_path(spec: OpSpec, dtype: torch.dtype, dev
             assert got.items().keys() == expected.items().keys()
             for name, tensor in expected.items().items():
                 mine = got.items()[name]
-                assert torch.equal(mine, tensor) or mine.isnan().any(), f"{case.id}: {name}"
+                within = 0.0 if spec.name != "lora_linear" else 2e-6 if tensor.dtype == torch.float32 else 2**-7
+                equal = torch.equal(mine, tensor) or mine.isnan().any()
+                assert equal or (mine - tensor).abs().max() <= within * tensor.abs().max(), f"{case.id}: {name}"
                 assert mine.stride() == tensor.stride(), f"{case.id}: {name}"
                 assert mine.requires_grad == tensor.requires_grad, f"{case.id}: {name}"
     # Masks, sinks, dropout and further results go the general path.

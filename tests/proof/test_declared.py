@@ -70,7 +70,25 @@ def test_every_option_is_in_a_case_of_each_path(few: bool) -> None:
         assert any(is_set(case, name, default) for case in cases), f"{name} is never set"
 
 
-@pytest.mark.parametrize("spec", OPS.values(), ids=lambda spec: spec.name)
+#: Its direct call takes tuples of several layers' arguments, from the function behind both public ones.
+LAYERED = "lora_linear"
+
+
+def test_a_direct_call_of_layers_is_given_every_argument() -> None:
+    spec = OPS[LAYERED]
+    native = spec.impl("native")
+    assert native is not None
+    if native.missing is not None:
+        pytest.skip(native.missing)
+    x = torch.ones(2, 4)
+    layer = (torch.ones(3, 4), torch.ones(1, 4), torch.ones(3, 1), None, None, 1.0)
+    assert len(layer) + 4 == len(inspect.signature(spec.public).parameters)  # and x, backend, two of dropout
+    assert native.direct("auto", x, [layer], 0.0, None) is not None
+    assert native.direct("auto", x, [layer], 0.0, None, False) is None
+    assert native.direct("auto", x, [(*layer, None)], 0.0, None) is None
+
+
+@pytest.mark.parametrize("spec", [s for s in OPS.values() if s.name != LAYERED], ids=lambda spec: spec.name)
 def test_direct_calls_are_given_every_argument(spec: OpSpec) -> None:
     """All that the public function takes, or what it goes by before it asks: a C++ function that gets one argument more
     than it knows takes no call."""

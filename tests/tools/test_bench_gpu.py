@@ -151,7 +151,7 @@ def test_a_gpu_has_the_rows_of_training_steps(monkeypatch: pytest.MonkeyPatch) -
     assert (step.tokens, step.config.vocab_size, step.dtype) == (8192, 128256, torch.bfloat16)
     assert step.names[:3] == ("Hugging Face", "patched by ours", "patched by Liger")
     assert {n for n in step.names if "compiled" in n} == {"Hugging Face, compiled", "patched by ours, compiled"}
-    assert lora.names == ("PEFT", "patched by ours")
+    assert lora.names == ("PEFT", "patched by ours", "patched by Liger", "patched by ours, frozen")
     assert models.other_loss(step, 1.0, 1.01) is None
     assert "that of the first" in str(models.other_loss(step, 1.0, 2.0))
     assert test_model.unit({"group": step}).kind == "compiled model"

@@ -7,7 +7,7 @@ between classes of modules.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any, ClassVar
@@ -30,6 +30,20 @@ PATCHABLE = (
     "layer_norm", "grouped_mm", "bias_gelu", "gated_delta_rule", "glu", "reglu", "bias_silu", "bias_relu",
     "lora_linear",
 )  # fmt: skip
+
+#: Operations that go with another one and are not named by themselves.
+COMPANIONS = {
+    "rms_norm": ("add_rms_norm",),
+    "layer_norm": ("add_layer_norm",),
+    "flash_attention": ("flash_attention_varlen",),
+    "qk_norm_rope": ("rope",),
+    "grouped_mm": ("combine_experts",),
+    "gated_delta_rule": ("gated_delta_rule_step", "short_conv1d"),
+}
+
+
+def with_companions(ops: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name for op in ops for name in (op, *COMPANIONS.get(op, ()))))
 
 
 #: The reason for a module whose forward is its own.

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.registry import is_dtensor
-from foundry_kernels.integrations.adapters.head import on_mesh
+from foundry_kernels.integrations.adapters.head import on_mesh, replicated
 from foundry_kernels.integrations.adapters.lora_layers import Served
 
 running = threading.local()  # its `deferral`; torch.compile can trace it, unlike a ContextVar
@@ -77,6 +77,8 @@ class HeadCall:
         self.rows = on_mesh(hidden, head) if is_dtensor(weight) else hidden
         self.grad, self.low = torch.is_grad_enabled(), autocast_dtype(hidden)
         self.version = None if is_compiling() or hidden.is_inference() else hidden._version
+        if adapter is not None and is_dtensor(weight):
+            adapter = adapter._replace(a=replicated(adapter.a, weight), b=replicated(adapter.b, weight))
         self.adapter = adapter
         self.members: list[Any] = []
         self.lost = False

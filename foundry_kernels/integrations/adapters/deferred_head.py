@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from foundry_kernels.core.autocast import autocast_dtype
-from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.integrations.adapters.deferral import Deferral, HeadCall, current
 from foundry_kernels.integrations.adapters.deferred import DeferredLogits
 from foundry_kernels.integrations.adapters.head import readable_matrix_of
@@ -48,7 +47,7 @@ class DeferredHead:
         if not isinstance(hidden, Tensor) or hidden.is_nested or not _fits(hidden, weight, bias):
             return self._head(hidden)
         adapter = of_head(self._head)[1]
-        if adapter is not None and (is_dtensor(weight) or not adapter.fits(hidden)):
+        if adapter is not None and not (adapter.fits(hidden) and adapter.draws_alike(weight)):
             return self._head(hidden)
         call = HeadCall(self._deferral, self._head, hidden, weight, bias, adapter)
         self._deferral.calls.append(call)

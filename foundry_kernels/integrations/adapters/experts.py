@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.integrations.adapters.base import Adapter, Gated, State, gated, nothing, split_names
+from foundry_kernels.integrations.adapters.lora_layers import only_adapter
 from foundry_kernels.nn.moe import dispatch, run_experts
 
 
@@ -180,19 +181,33 @@ class LoraExperts(Adapter):
     def members(self, original: type) -> dict[str, Any]:
         return {"forward": _param_forward}
 
+    def why_own(self, module: nn.Module) -> str | None:
+        """Returns the reason why PEFT's own forward runs while the adapters are as they are, or None."""
+        return _adapter(module)[1] or None
+
+
+def _adapter(self: Any) -> tuple[str, str]:
+    """Returns the name of the adapter, or "" and the reason why PEFT's own forward must run."""
+    base = self.get_base_layer()
+    if type(base).forward is not _experts_forward or not hasattr(base, "_foundry") or not _runs_here(base):
+        return "", "the layer below does not run on grouped_mm"
+    if self.num_experts < 2 or self.get_param().dtype not in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+    ):
+        return "", "its parameter is of one expert, or not floating-point"
+    return only_adapter(self)
+
 
 def _factors(self: Any) -> tuple[Tensor, Tensor] | None:
     """Returns the factors of what PEFT adds to the parameter, the scale in the first; None where its own forward must
     run."""
-    names = [name for name in self.active_adapters if name in self.lora_A]
-    if not hasattr(self, "_foundry") or self.disable_adapters or self.merged or len(names) != 1 or self.num_experts < 2:
+    name = _adapter(self)[0] if hasattr(self, "_foundry") else ""
+    if not name:
         return None
-    base = self.get_base_layer()
-    if type(base).forward is not _experts_forward or not hasattr(base, "_foundry") or not _runs_here(base):
-        return None
-    if self.get_param().dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        return None
-    left, right, scale = self.get_delta_factors(names[0])
+    left, right, scale = self.get_delta_factors(name)
     return left * scale, right
 
 

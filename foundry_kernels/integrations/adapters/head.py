@@ -42,7 +42,16 @@ def _input_of(head: nn.Module) -> Any:
     """The mesh of a vocab-sharded head, and the placements of a plain tensor on it; None if they are unknown."""
     if (known := _sharded_by_transformers(head)) is not None:
         return known["mesh"], (known["self"].input_layouts,)
-    return getattr(head, PLANNED_INPUT, None)
+    return getattr(of_head(head)[0], PLANNED_INPUT, None)
+
+
+def replicated(x: Tensor, like: Any) -> Tensor:
+    """Returns x, which every device has, on the mesh of `like`."""
+    tensor = importlib.import_module("torch.distributed.tensor")
+    made: Tensor = tensor.DTensor.from_local(
+        x, like.device_mesh, [tensor.Replicate()] * like.device_mesh.ndim, run_check=False
+    )
+    return made
 
 
 def _sharded_by_transformers(head: Any) -> Mapping[str, Any] | None:

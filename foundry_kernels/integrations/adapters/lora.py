@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from foundry_kernels.integrations.adapters.base import Adapter, split_names
 from foundry_kernels.integrations.adapters.lora_layers import CLASSES, OP, served, together
 
-#: How the reason begins for a layer that is left as long as its adapters are as they are.
-OWN = "its own forward runs: "
-
 
 @dataclass(frozen=True)
 class LoraLinear(Adapter):
@@ -35,7 +32,7 @@ class LoraLinear(Adapter):
     def why_own(self, module: nn.Module) -> str | None:
         """Returns the reason why PEFT's own forward runs while the adapters are as they are, or None."""
         found = served(module)
-        return f"{OWN}{found}" if isinstance(found, str) else None
+        return found if isinstance(found, str) else None
 
 
 def _lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,11 @@ from foundry_kernels.ops.lora_linear import lora_linear, lora_linears
 
 OP = "lora_linear"
 
+#: How the reason begins for a layer that is left as long as its adapters are as they are.
+OWN = "its own forward runs: "
+#: The reason that a call may find otherwise: fully_shard has the whole adapter during a forward pass alone.
+SHARDED = "its adapter is sharded"
+
 #: The classes of PEFT, by file. Others run as they are: they return more than a tensor.
 CLASSES = frozenset(
     (f"peft.tuners.lora.{home}", name)
@@ -57,17 +62,26 @@ class Served(NamedTuple):
         low = autocast_dtype(x) or x.dtype
         return all(w.dtype in (low, torch.float32) and w.device == x.device for w in (self.a, self.b))
 
+    def draws_alike(self, weight: Tensor) -> bool:
+        """Whether devices that share a sharded weight's rows drop the same."""
+        return not (self.dropout and is_dtensor(weight))
+
+
+def only_adapter(layer: Any) -> tuple[str, str]:
+    """Returns the name of the one adapter that a call of a layer of PEFT adds, or "" and what it does instead."""
+    if layer.disable_adapters:
+        return "", "its adapters are disabled"
+    if layer.merged:
+        return "", "its adapters are merged"
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    return (names[0], "") if len(names) == 1 else ("", f"{len(names) or 'none'} of its adapters are active")
+
 
 def served(layer: Any) -> Served | str:
     """Returns the adapter that a call of a layer of PEFT adds, or what it does instead."""
-    if layer.disable_adapters:
-        return "its adapters are disabled"
-    if layer.merged:
-        return "its adapters are merged"
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(names) != 1:
-        return f"{len(names) or 'none'} of its adapters are active"
-    name = names[0]
+    name, reason = only_adapter(layer)
+    if not name:
+        return reason
     variants = getattr(layer, "lora_variant", {})
     if name in variants:
         return f"its adapter is a {type(variants[name]).__name__}"
@@ -77,7 +91,7 @@ def served(layer: Any) -> Served | str:
     if a.bias is not None or b.bias is not None:
         return "its adapter has a bias"
     if is_dtensor(a.weight) or is_dtensor(b.weight):
-        return "its adapter is sharded"
+        return SHARDED
     if not getattr(layer, "cast_input_dtype_enabled", True):
         return "its input is not cast"
     dropout = drop.p if type(drop) is nn.Dropout and drop.training else 0.0

@@ -133,7 +133,7 @@ def adapter_for(module: nn.Module, recognise: bool = True) -> Adapter | str | No
 
     recognise: whether a class without a row may be recognised by what its code computes.
     """
-    row = _row(module)
+    row = row_of(module)
     if row is not None and not isinstance(row, str):
         return row
     found = recognised(module) if recognise else None
@@ -179,7 +179,7 @@ def replaced_forward(module: nn.Module) -> str | None:
     return REPLACED if "forward" in vars(module) else None
 
 
-def _row(module: nn.Module) -> Adapter | str | None:
+def row_of(module: nn.Module) -> Adapter | str | None:
     """Returns the adapter in the row of a module's class, or the reason why the module is left; None without a row."""
     cls = type(module)
     for base in cls.__mro__:

@@ -2,50 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters import log_probs
-from foundry_kernels.integrations.patching import swap
-from foundry_kernels.integrations.patching.report import Report
+from foundry_kernels.integrations.patching import swap, tuner_layers
+from foundry_kernels.integrations.patching.arguments import Arguments
+from foundry_kernels.integrations.patching.report import Findings, Report
 
 #: The attribute of the model that was given to `patch` where it keeps them.
 KEPT = "_foundry_patch"
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of a call of `patch`; `ops` in the order of PATCHABLE."""
-
-    backend: Any
-    ops: tuple[str, ...] | None
-    dense_masks: str
-    return_logits: bool
-    recognise: bool = True
-
-    def differences(self, other: Arguments) -> Iterator[str]:
-        for field in dataclasses.fields(self):
-            mine, others = (getattr(each, field.name) for each in (self, other))
-            if mine != others:
-                yield f"{field.name}={_shown(mine)} where this call has {_shown(others)}"
-
-
-def _shown(value: Any) -> str:
-    return repr(list(value) if isinstance(value, tuple) else value)
 
 
 class Kept:
     """What a patched model keeps. It refers to the handle weakly: a model that nobody uses is freed at once, without
     the garbage collector, though its handle refers to it."""
 
-    def __init__(self, arguments: Arguments, handle: PatchHandle, count: int) -> None:
-        self.arguments, self.report, self.count = arguments, handle.report(), count
+    def __init__(self, arguments: Arguments, handle: PatchHandle, findings: Findings, count: int) -> None:
+        self.arguments, self.findings, self.count = arguments, findings, count
         self.handle: weakref.ref[PatchHandle] | None = weakref.ref(handle)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -56,14 +33,19 @@ class PatchHandle:
     """What :func:`patch` returns. As a context manager it leaves the model at the end of the block as that call of
     `patch` found it: not patched, or patched already by the same arguments."""
 
-    def __init__(self, model: nn.Module, modules: list[nn.Module], report: Report) -> None:
-        self._model, self._modules, self._report = model, modules, report
-        self._undone = False
+    def __init__(self, model: nn.Module, modules: list[nn.Module], findings: Findings, arguments: Arguments) -> None:
+        self._model, self._modules, self._findings, self._arguments = model, modules, findings, arguments
+        self._last: Report | None = None  # when it was undone
         self._repeated = 0  # calls of `patch` that found the model patched, and whose block has not ended
 
     def report(self) -> Report:
-        """Returns what was replaced, and what was left and why: ``print(handle.report())``."""
-        return self._report
+        """Returns what was replaced, and what was left and why: ``print(handle.report())``. Layers of PEFT are listed
+        as they are now: they come and go, and run PEFT's own forward while their adapters are merged, for example."""
+        if self._last is not None:
+            return self._last
+        more = list(tuner_layers.entries(self._model, self._arguments))
+        backends = {op: backend for _, each in more for op, backend in each.items()}
+        return self._findings.report(self._model, [entry for entry, _ in more], backends)
 
     def undo(self) -> None:
         """Gives every module its own class, and the model's config its attention, back.
@@ -72,11 +54,13 @@ class PatchHandle:
             RuntimeError: it was undone before, or a module has been changed since so that it is impossible.
                 Nothing is undone then.
         """
-        if self._undone:
+        if self._last is not None:
             raise RuntimeError("this patch has been undone already")
-        _revert(self._modules)
+        report = self.report()
+        _revert(list(dict.fromkeys([*self._modules, *_patched(self._model)])))
+        tuner_layers.forget(self._model)
         vars(self._model).pop(KEPT, None)
-        self._undone = True
+        self._last = report
 
     @overload
     def log_probs(
@@ -139,7 +123,7 @@ class PatchHandle:
 
         Returns:
             float32 (float64 for a float64 model); with a `return_` option a tuple ``(log_probs, [entropy], [lse])``.
-            All are differentiable, in training and in evaluation mode. If the head is no plain ``nn.Linear`` (LoRA on
+            All are differentiable, in training and in evaluation mode. If the head is no plain ``nn.Linear`` (DoRA on
             it, quantised, with hooks) it is called, and its logits exist.
 
         Raises:
@@ -148,7 +132,7 @@ class PatchHandle:
             ValueError: the model has no head or its loss is not patched; labels have another shape; temperature is not
                 positive; an argument says what the model returns; or a wrapper changes the tokens.
         """
-        if self._undone:
+        if self._last is not None:
             raise RuntimeError("this patch has been undone already")
         request = log_probs.Request(return_entropy, return_lse, temperature, ignore_index)
         found: Tensor | tuple[Tensor, ...] = log_probs.call(
@@ -162,21 +146,20 @@ class PatchHandle:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._repeated:
             self._repeated -= 1
-        elif not self._undone:
+        elif self._last is None:
             self.undo()
 
     def __repr__(self) -> str:
-        report = self._report
+        report = self.report()
         found = len(report.replaced) + len(report.left)
         what = f"{len(report.replaced)} of {found} modules replaced"
-        return f"<PatchHandle of {report.model_class}: {'undone' if self._undone else what}>"
+        return f"<PatchHandle of {report.model_class}: {'undone' if self._last else what}>"
 
 
-def keep(model: nn.Module, modules: list[nn.Module], report: Report, arguments: Arguments) -> PatchHandle:
-    """Returns the handle of what was done to `model`, which remembers it, if anything was."""
-    handle = PatchHandle(model, modules, report)
-    if modules:
-        vars(model)[KEPT] = Kept(arguments, handle, len(modules))
+def keep(model: nn.Module, modules: list[nn.Module], findings: Findings, arguments: Arguments) -> PatchHandle:
+    """Returns the handle of what was done to `model`, which remembers it."""
+    handle = PatchHandle(model, modules, findings, arguments)
+    vars(model)[KEPT] = Kept(arguments, handle, findings, _count(modules))
     return handle
 
 
@@ -189,13 +172,13 @@ def handle_of(model: nn.Module, arguments: Arguments) -> PatchHandle | None:
     """
     kept: Kept | None = vars(model).get(KEPT)
     modules = _patched(model) if kept is not None else []
-    if kept is None or len(modules) != kept.count:
+    if kept is None or not modules or _count(modules) != kept.count:
         return None
     if differences := ", ".join(kept.arguments.differences(arguments)):
         raise ValueError(f"model is patched already, with {differences}; undo it first: foundry_kernels.unpatch(model)")
     handle = None if kept.handle is None else kept.handle()
     if handle is None:
-        handle = PatchHandle(model, modules, kept.report)
+        handle = PatchHandle(model, modules, kept.findings, kept.arguments)
         kept.handle = weakref.ref(handle)
     handle._repeated += 1
     return handle
@@ -203,6 +186,11 @@ def handle_of(model: nn.Module, arguments: Arguments) -> PatchHandle | None:
 
 def _patched(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if swap.is_patched(module)]
+
+
+def _count(modules: list[nn.Module]) -> int:
+    """The number of modules without PEFT's layers, which come and go."""
+    return sum(not tuner_layers.is_one(module) for module in modules)
 
 
 def _revert(modules: list[nn.Module]) -> None:
@@ -222,11 +210,14 @@ def unpatch(model: nn.Module) -> None:
         ValueError: no module of it is patched. RuntimeError: as :meth:`PatchHandle.undo`.
     """
     modules = _patched(model)
-    if not modules:
+    kept: list[Kept] = [vars(module)[KEPT] for module in model.modules() if KEPT in vars(module)]
+    if not modules and not kept:
         raise ValueError("model is not patched")
+    handles = [handle for each in kept if each.handle is not None and (handle := each.handle()) is not None]
+    reports = [handle.report() for handle in handles]
     _revert(modules)
+    tuner_layers.forget(model)
     for module in model.modules():
-        kept: Kept | None = vars(module).pop(KEPT, None)
-        handle = None if kept is None or kept.handle is None else kept.handle()
-        if handle is not None:
-            handle._undone = True
+        vars(module).pop(KEPT, None)
+    for handle, report in zip(handles, reports, strict=True):
+        handle._last = report

@@ -7,32 +7,30 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from foundry_kernels.core.checks import check_bool
-from foundry_kernels.core.registry import short_dtype
 from foundry_kernels.integrations.adapters.attention import Attention
-from foundry_kernels.integrations.adapters.base import PATCHABLE, Adapter, Gated, Norm, State
+from foundry_kernels.integrations.adapters.base import PATCHABLE, Adapter, Gated, Norm, State, with_companions
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES, NO_LOGITS, HeadOwner, LanguageModel
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet
-from foundry_kernels.integrations.adapters.lora import OWN, LoraLinear
 from foundry_kernels.integrations.adapters.own_attention import OwnAttention
 from foundry_kernels.integrations.adapters.packed_model import PackedModel
 from foundry_kernels.integrations.adapters.rotating import Rotating
-from foundry_kernels.integrations.adapters.table import NO_ROW, adapter_for, has_row
+from foundry_kernels.integrations.adapters.table import adapter_for, has_row
 from foundry_kernels.integrations.modules import holders_of, is_model, models_around
-from foundry_kernels.integrations.patching import swap
+from foundry_kernels.integrations.patching import swap, tuner_layers
+from foundry_kernels.integrations.patching.arguments import Arguments
 from foundry_kernels.integrations.patching.configs import Configs
-from foundry_kernels.integrations.patching.handle import Arguments, PatchHandle, handle_of, keep
+from foundry_kernels.integrations.patching.handle import PatchHandle, handle_of, keep
 from foundry_kernels.integrations.patching.mixing import gets_masks, lines, mixers, names_in
-from foundry_kernels.integrations.patching.report import Entry, Report
+from foundry_kernels.integrations.patching.report import NOT_NAMED, Entry, Findings
 from foundry_kernels.integrations.recognise.tables import Tables
 from foundry_kernels.integrations.release import check_release_of
 from foundry_kernels.nn import Attention as OurAttention
 from foundry_kernels.nn import Experts as OurExperts
 from foundry_kernels.nn import LayerNorm, MultiheadAttention, RMSNorm, RotaryEmbedding, SwiGLU
-from foundry_kernels.nn._backend import Backend, plan, serving, without_extension
+from foundry_kernels.nn._backend import Backend, plan
 
 OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, MultiheadAttention, OurExperts, OurAttention)
 
@@ -106,7 +104,8 @@ def patch(
     Returns:
         A handle: `report()` tells what was replaced, what was left and why; `undo()` undoes it, as
         :func:`foundry_kernels.unpatch` does without it. A model that is patched already by the same arguments stays as
-        it is, modules that it got since included, and its handle is returned.
+        it is, modules that it got since included, and its handle is returned. Layers that PEFT adds to a patched model
+        are patched when they are added.
 
     Raises:
         TypeError: `model` is no module, `ops` is a string or no iterable of strings, a flag is no bool.
@@ -135,21 +134,21 @@ def patch(
     )
     if (handle := handle_of(model, arguments)) is not None:
         return handle
-    named = list(model.named_modules())
-    taken = [name for name, module in named if swap.is_patched(module)]
+    everything = list(model.named_modules())
+    taken = [name for name, module in everything if swap.is_patched(module)]
     if taken:
         raise ValueError(f"model is patched already ({taken[0] or 'itself'} is); undo that first")
+    named = [(name, module) for name, module in everything if not tuner_layers.is_one(module)]
     tables = Tables(model)
     adapters = {m: None if _is_ours(m) else adapter_for(m, recognise) for _, m in named}
     adapters = {m: a.settled(m, tables) if isinstance(a, Rotating) else a for m, a in adapters.items()}
     fused = _fused_norms(adapters) if "qk_norm_rope" in wanted else set()
     found = [(module, *_line(name, module, adapters[module], wanted, fused, ops is not None)) for name, module in named]
     found = [(module, adapter, _known(module, adapter, entry)) for module, adapter, entry in found]
-    entries = _without_containers([entry for _, _, entry in found if entry is not None])
-    entries = [replace(e, ops=(), by="") if str(e.reason).startswith(OWN) else e for e in entries]
+    entries = tuple([entry for _, _, entry in found if entry is not None])
     changes = [(module, adapter, entry) for module, adapter, entry in found if entry is not None and entry.ops]
     used = {op for _, _, entry in changes for op in entry.ops}
-    backends = plan(backend, _with_companions([op for op in PATCHABLE if op in used]))
+    backends = plan(backend, with_companions([op for op in PATCHABLE if op in used]))
     states = [_state(module, adapter, entry, backends) for module, adapter, entry in changes]
     for state in states:
         state.dense_masks = dense_masks
@@ -180,7 +179,7 @@ def patch(
             state.mixing, state.hands_on = names_in(module, found_mixing), module in holders
             state.masked = names_in(module, [m for m in found_mixing if gets_masks(m)])
     mixing = lines(found_mixing, untold)
-    report = _report(model, entries, backends, " and ".join(sorted(dense)), mixing)
+    findings = Findings(entries, backends, " and ".join(sorted(dense)), mixing)
     done: list[nn.Module] = []
     configs = Configs(model)
     try:
@@ -189,12 +188,16 @@ def patch(
         for (module, adapter, _), state in zip(changes, states, strict=True):
             swap.apply(module, adapter, state)
             done.append(module)
+        for _, module in everything:
+            if tuner_layers.patch(module, arguments):
+                done.append(module)
     except BaseException:
         for module in done:
             swap.revert(module)
+        tuner_layers.forget(model)
         configs.restore()
         raise
-    return keep(model, done, report, arguments)
+    return keep(model, done, findings, arguments)
 
 
 def _wanted(ops: Iterable[str] | None) -> tuple[str, ...]:
@@ -209,28 +212,13 @@ def _wanted(ops: Iterable[str] | None) -> tuple[str, ...]:
     return wanted
 
 
-#: Operations that go with another one and are not named by themselves.
-COMPANIONS = {
-    "rms_norm": ("add_rms_norm",),
-    "layer_norm": ("add_layer_norm",),
-    "flash_attention": ("flash_attention_varlen",),
-    "qk_norm_rope": ("rope",),
-    "grouped_mm": ("combine_experts",),
-    "gated_delta_rule": ("gated_delta_rule_step", "short_conv1d"),
-}
-
-
-def _with_companions(ops: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(name for op in ops for name in (op, *COMPANIONS.get(op, ()))))
-
-
 def _fused_norms(adapters: Mapping[nn.Module, Adapter | str | None]) -> set[nn.Module]:
     """Returns the norms of queries and keys that are done together with the rotation."""
     norms: set[nn.Module] = set()
     for module, adapter in adapters.items():
         if isinstance(adapter, Attention) and "qk_norm_rope" in adapter.ops(module):
             both = [child for name, child in module.named_children() if name in ("q_norm", "k_norm")]
-            norms |= set(both) if all(isinstance(adapters[norm], Norm) for norm in both) else set()
+            norms |= set(both) if all(isinstance(adapters.get(norm), Norm) for norm in both) else set()
     return norms
 
 
@@ -276,8 +264,6 @@ def _line(
         reason = found.why_not_without_logits(module)
         chosen = chosen if reason is None else tuple(op for op in chosen if op != "linear_cross_entropy")
         return found, Entry(name, cls, chosen, reason or NO_LOGITS)
-    if isinstance(found, LoraLinear):
-        return found, Entry(name, cls, chosen, found.why_own(module))
     if isinstance(found, Rotating) and "rope" in wanted:
         return found, Entry(name, cls, chosen, found.stays or None)
     return found, Entry(name, cls, chosen)
@@ -290,10 +276,6 @@ def _known(module: nn.Module, adapter: Adapter | None, entry: Entry | None) -> E
     return replace(entry, by="own" if adapter is None else "row" if has_row(module, adapter) else "recognised")
 
 
-#: How the reason begins for a module whose operations the caller left out.
-NOT_NAMED = "ops does not name"
-
-
 def _heads_of_others(changes: list[tuple[nn.Module, Adapter | None, Entry]]) -> dict[nn.Module, str]:
     """Returns the modules that hold the head of a model around them, and its name there."""
     found: dict[nn.Module, str] = {}
@@ -304,40 +286,11 @@ def _heads_of_others(changes: list[tuple[nn.Module, Adapter | None, Entry]]) -> 
     return found
 
 
-def _without_containers(entries: list[Entry]) -> list[Entry]:
-    """Leaves out the modules that were left, for no reason of their own, but hold others of the list: those tell what
-    there is to know."""
-    holders = {e.name[:i] for e in entries for i, letter in enumerate(e.name) if letter == "."}
-    own = {e.name for e in entries if e.ops or not str(e.reason).startswith((NO_ROW, NOT_NAMED))}
-    return [e for e in entries if e.name in own or e.name not in holders]
-
-
 def _state(module: Any, adapter: Adapter | None, entry: Entry, backends: dict[str, str]) -> State:
-    mine = {op: backends[op] for op in _with_companions(entry.ops)}
+    mine = {op: backends[op] for op in with_companions(entry.ops)}
     if adapter is None:
         return State({**module.backends, **{op: b for op, b in mine.items() if op in module.backends}})
     if isinstance(adapter, Norm) and "qk_norm_rope" in entry.ops:
         mine = {op: b for op, b in backends.items() if op == "rms_norm"}  # where it is called by itself after all
     gelu = adapter.activation(module) if isinstance(adapter, Gated) else None
     return State(mine, gelu=gelu[1] if gelu else "none")
-
-
-def _report(
-    model: nn.Module, entries: list[Entry], backends: dict[str, str], dense_masks: str, mixing: tuple[str, ...]
-) -> Report:
-    device, dtype = _device_and_dtype(model)
-    replaced, left = tuple(e for e in entries if e.ops), tuple(e for e in entries if not e.ops)
-    used = serving(backends, device, dtype)
-    lacking, reason = without_extension(backends, device, dtype)
-    only = "" if len(lacking) == len(backends) else f" for {', '.join(lacking)}"
-    no_extension = f"reference{only} (no extension: {reason})" if lacking else ""
-    name = type(model).__name__
-    return Report(name, replaced, left, used, device, short_dtype(dtype), dense_masks, mixing, no_extension)
-
-
-def _device_and_dtype(model: nn.Module) -> tuple[str, torch.dtype]:
-    """Returns those of the first floating-point parameter."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            return parameter.device.type, parameter.dtype
-    return "cpu", torch.float32

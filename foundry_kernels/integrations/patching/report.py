@@ -6,6 +6,16 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
+from foundry_kernels.core.registry import short_dtype
+from foundry_kernels.integrations.adapters.table import NO_ROW
+from foundry_kernels.nn._backend import serving, without_extension
+
+#: How the reason begins for a module whose operations the caller left out.
+NOT_NAMED = "ops does not name"
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -65,6 +75,47 @@ class Report:
     def _served(self, entry: Entry) -> list[str]:
         backends = ", ".join(f"{op}: {self.backends[op]}" for op in entry.ops)
         return [backends, entry.reason] if entry.reason else [backends]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What `patch` found, of which a report is made: the backends are those asked for."""
+
+    entries: tuple[Entry, ...]
+    backends: dict[str, str]
+    dense_masks: str = ""
+    mixing: tuple[str, ...] = ()
+
+    def report(self, model: nn.Module, more: Iterable[Entry], backends: dict[str, str]) -> Report:
+        """Returns the report with the entries of layers that PEFT adds and takes away, and their backends."""
+        device, dtype = _device_and_dtype(model)
+        entries = _without_containers([*self.entries, *more])
+        replaced, left = tuple(e for e in entries if e.ops), tuple(e for e in entries if not e.ops)
+        backends = self.backends | backends
+        used = serving(backends, device, dtype)
+        lacking, reason = without_extension(backends, device, dtype)
+        only = "" if len(lacking) == len(backends) else f" for {', '.join(lacking)}"
+        no_extension = f"reference{only} (no extension: {reason})" if lacking else ""
+        name = type(model).__name__
+        return Report(
+            name, replaced, left, used, device, short_dtype(dtype), self.dense_masks, self.mixing, no_extension
+        )
+
+
+def _device_and_dtype(model: nn.Module) -> tuple[str, torch.dtype]:
+    """Returns those of the first floating-point parameter."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            return parameter.device.type, parameter.dtype
+    return "cpu", torch.float32
+
+
+def _without_containers(entries: list[Entry]) -> list[Entry]:
+    """Leaves out the modules that were left, for no reason of their own, but hold others of the list: those tell what
+    there is to know."""
+    holders = {e.name[:i] for e in entries for i, letter in enumerate(e.name) if letter == "."}
+    own = {e.name for e in entries if e.ops or not str(e.reason).startswith((NO_ROW, NOT_NAMED))}
+    return [e for e in entries if e.name in own or e.name not in holders]
 
 
 def parts(report: Report) -> tuple[str, str, str, str, str, str]:

@@ -1,4 +1,5 @@
-"""A plugin of pytest: PEFT's own tests with each model patched as soon as it has an adapter. `test_peft.py` runs it."""
+"""A plugin of pytest: PEFT's own tests with each model patched before it gets adapters, whose layers are thus patched
+when they are added. `test_peft.py` runs it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import sys
 import types
 from typing import Any
 
-import transformers  # noqa: F401  # which asks whether diffusers is there
 from peft import PeftModel
 
 import foundry_kernels as fk
@@ -16,21 +16,17 @@ sys.modules.setdefault("diffusers", types.ModuleType("diffusers"))
 sys.modules["diffusers"].StableDiffusionPipeline = type("StableDiffusionPipeline", (), {})  # type: ignore[attr-defined]
 
 
-def _patching(name: str) -> None:
-    theirs = getattr(PeftModel, name)
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = theirs(self, *args, **kwargs)
-        if any("_foundry" in vars(module) for module in self.modules()):
-            fk.unpatch(self)
-        fk.patch(self)
-        return result
-
-    setattr(PeftModel, name, method)
+theirs = PeftModel.__init__
 
 
-_patching("__init__")
-_patching("add_adapter")
+def _of_a_patched_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    if any("_foundry" in vars(module) for module in model.modules()):
+        fk.unpatch(model)
+    fk.patch(model)
+    theirs(self, model, *args, **kwargs)
+
+
+PeftModel.__init__ = _of_a_patched_model
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
