@@ -14,10 +14,10 @@ from foundry_kernels.ops.flash_attention.dropout import keep_scale, threshold
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.ops.flash_attention.triton.bundles import Mask, PairStrides
 
-_POSITIONS = AttentionOptions._make(range(len(AttentionOptions._fields)))
+_TENSORS_AT = {*AttentionOptions._tensors_at, *AttentionOptions._lists_at}
 
 #: The options that are not tensors. They are keys of launch plans.
-numbers_of = itemgetter(*(at for at in _POSITIONS.operator_args() if at not in _POSITIONS.tensors()))
+numbers_of = itemgetter(*(at for at in range(AttentionOptions._n_in_schema) if at not in _TENSORS_AT))
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
