@@ -132,7 +132,9 @@ void set_inputs(AttentionInputs& a, KeepAlive& keep, const Tensor& q, const Tens
   // Names every option, so that adding one that is not handled here does not compile.
   const auto& [cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k, scale,
                window_left, window_right, softcap, alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_p,
-               dropout_seed, dropout_heads, bottom_right, deterministic, batch_invariant] = options;
+               dropout_seed, dropout_heads, score_mod, score_tensors, bottom_right, deterministic, batch_invariant] =
+      options;
+  TORCH_CHECK_NOT_IMPLEMENTED(score_mod.empty(), "the CPU kernels of attention do not support score_mod");
   keep.q = unit_last_stride(q);
   keep.k = unit_last_stride(k);
   keep.v = unit_last_stride(v);
@@ -300,14 +302,14 @@ void compute_dbias(const AttentionBackward& a, const KeepAlive& keep) {
   });
 }
 
-FiveTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tensor& q, const Tensor& k, const Tensor& v,
-                    const Tensor& out, const Tensor& lse, const AttentionOptions& options, bool need_dq, bool need_dk,
-                    bool need_dv, bool need_dsinks, bool need_dbias) {
+SixTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const Tensor& out, const Tensor& lse, const AttentionOptions& options, bool need_dq, bool need_dk,
+                   bool need_dv, bool need_dsinks, bool need_dbias, Slots dscore_slots) {
   check_attention(q, k, v, options);
   TORCH_CHECK_VALUE(!options.paged(), "block_table does not support gradients");
-  auto [dq, dk, dv, dsinks, dbias] =
-      empty_attention_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias);
-  if (q.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_(), dbias.zero_()};
+  auto [dq, dk, dv, dsinks, dbias, dscore] =
+      empty_attention_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias, dscore_slots);
+  if (q.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_(), dbias.zero_(), dscore.zero_()};
   for (const Tensor* t : {&dq, &dk, &dv}) advise_huge_pages(*t);
   AttentionBackward a{};
   KeepAlive keep;
@@ -317,7 +319,7 @@ FiveTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tens
   const AttentionDelta d = delta_args(a, q, out, dout, lse, dlse, delta);
   compute_delta(d, keep);
   if (need_dsinks) compute_dsinks(d, keep, dsinks);
-  if (!need_dq && !need_dk && !need_dv && !need_dbias) return {dq, dk, dv, dsinks, dbias};
+  if (!need_dq && !need_dk && !need_dv && !need_dbias) return {dq, dk, dv, dsinks, dbias, dscore};
 
   a.dout = d.dout;
   a.dout_strides = d.dout_strides;
@@ -341,7 +343,7 @@ FiveTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tens
     if (!a.own_dbias) compute_dbias(a, keep);
   }
   if (need_dqkv) compute_dqkv(a, keep);
-  return {dq, dk, dv, dsinks, dbias};
+  return {dq, dk, dv, dsinks, dbias, dscore};
 }
 
 }  // namespace flash_attention_cpu

@@ -45,8 +45,9 @@ from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.flash_attention import hopper, reference
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.checks import cast, check_dense, check_paged, check_varlen, make_options
-from foundry_kernels.ops.flash_attention.options import AttentionArguments
+from foundry_kernels.ops.flash_attention.options import LACKS, AttentionArguments
 from foundry_kernels.ops.flash_attention.pages import NO_PAGES
+from foundry_kernels.ops.flash_attention.score_program.trace import ScoreFunction
 
 
 # Both functions list all arguments for editors and documentation; a test compares these lists with AttentionArguments.
@@ -62,6 +63,7 @@ class Options(TypedDict, total=False):
     attn_mask: Tensor | AttentionMask | None
     dropout_p: float
     dropout_seed: Tensor | int | None
+    score_mod: ScoreFunction | None
     align: str
     deterministic: bool
     batch_invariant: bool
@@ -114,6 +116,7 @@ def flash_attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | int | None = None,
+    score_mod: ScoreFunction | None = None,
     align: str = "bottom_right",
     deterministic: bool = True,
     batch_invariant: bool = False,
@@ -189,8 +192,8 @@ def flash_attention(
     if batch_invariant is False and invariance.on:
         batch_invariant = True
     given = (
-        causal, scale, window, softcap, alibi_slopes, sinks, attn_mask, dropout_p, dropout_seed, align, deterministic,
-        batch_invariant, return_lse, return_stats,
+        causal, scale, window, softcap, alibi_slopes, sinks, attn_mask, dropout_p, dropout_seed, score_mod, align,
+        deterministic, batch_invariant, return_lse, return_stats,
     )  # fmt: skip
     if not is_dynamo_compiling():
         out = FLASH_ATTENTION.direct(backend, q, k, v, *given)
@@ -199,7 +202,8 @@ def flash_attention(
     q, k, v = cast(q, k, v)
     check_dense(q, k, v)
     options = make_options(q, (None, None, q.shape[2], k.shape[2]), AttentionArguments(*given))
-    return resolve(FLASH_ATTENTION, backend, q, hopper.first_backend(q, k, v, options))(q, k, v, options)
+    first = hopper.first_backend(q, k, v, options)
+    return resolve(FLASH_ATTENTION, backend, q, first, options.needs())(q, k, v, options)
 
 
 @overload
@@ -265,6 +269,7 @@ def flash_attention_varlen(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | int | None = None,
+    score_mod: ScoreFunction | None = None,
     align: str = "bottom_right",
     deterministic: bool = True,
     batch_invariant: bool = False,
@@ -323,7 +328,7 @@ def flash_attention_varlen(
         pages = check_paged(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k
         )
-        keys, backend = None, _for_pages(backend, q)
+        keys = None
         wanted, (q, k, v, sinks, alibi_slopes) = cut(q, k, v, sinks, alibi_slopes)
     else:
         for name, x in (("seqused_k", seqused_k), ("leftpad_k", leftpad_k)):
@@ -331,11 +336,15 @@ def flash_attention_varlen(
                 raise ValueError(f"{name} must be None without block_table; put the lengths into cu_seqlens_k")
         check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     given = AttentionArguments(
-        causal, scale, window, softcap, alibi_slopes, sinks, attn_mask, dropout_p, dropout_seed, align, deterministic,
-        batch_invariant, return_lse, return_stats,
+        causal, scale, window, softcap, alibi_slopes, sinks, attn_mask, dropout_p, dropout_seed, score_mod, align,
+        deterministic, batch_invariant, return_lse, return_stats,
     )  # fmt: skip
     options = make_options(q, (cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k), given, pages)
-    results = resolve(FLASH_ATTENTION_VARLEN, backend, q, hopper.first_backend(q, k, v, options))(q, k, v, options)
+    if block_table is not None and options.score_tensors:
+        more, captured = cut(*options.score_tensors)
+        wanted, options = wanted + more, options._replace(score_tensors=captured)
+    first = hopper.first_backend(q, k, v, options)
+    results = resolve(FLASH_ATTENTION_VARLEN, backend, q, first, options.needs())(q, k, v, options)
     if not wanted:
         return results
     found = results if isinstance(results, tuple) else (results,)
@@ -347,14 +356,5 @@ def flash_attention_varlen(
 _PAGES = "pages are for inference: no gradient flows with block_table; use torch.no_grad() or detach"
 
 
-def _for_pages(backend: str, q: Tensor) -> str:
-    """The backend that "auto" means for keys in pages, which the native CUDA kernels do not support."""
-    if backend != "auto" or not q.is_cuda:
-        return backend
-    return "reference" if FLASH_ATTENTION_VARLEN.why_not("triton", "cuda", q.dtype) else "triton"
-
-
-FLASH_ATTENTION = register_op(flash_attention, reference.flash_attention, native_devices=("cpu", "cuda"))
-FLASH_ATTENTION_VARLEN = register_op(
-    flash_attention_varlen, reference.flash_attention_varlen, native_devices=("cpu", "cuda")
-)
+FLASH_ATTENTION = register_op(flash_attention, reference.flash_attention, lacks=LACKS)
+FLASH_ATTENTION_VARLEN = register_op(flash_attention_varlen, reference.flash_attention_varlen, lacks=LACKS)

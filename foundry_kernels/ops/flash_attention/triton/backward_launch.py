@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,8 +51,10 @@ def launch_bwd(
     need_dv: bool,
     need_dsinks: bool,
     need_dbias: bool,
+    dscore_slots: Sequence[int],
 ) -> Gradients:
-    dq, dk, dv, dsinks, dbias = grads = empty_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias)
+    needed = need_dq, need_dk, need_dv, need_dsinks, need_dbias, dscore_slots
+    dq, dk, dv, dsinks, dbias, _ = grads = empty_bwd(q, k, v, options, *needed)
     if out.numel() == 0 or k.numel() == 0:
         for x in grads:
             if x is not None:

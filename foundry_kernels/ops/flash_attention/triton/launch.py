@@ -6,7 +6,7 @@ cu_seqlens give each sequence's part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from foundry_kernels._triton.rows import contiguous, empty_like
 from foundry_kernels.core.layout import dense_strides, inverse, order_of, storage_order
 from foundry_kernels.core.registry import BackendUnavailable
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.score_program.gradients import empty_dscore
 from foundry_kernels.ops.flash_attention.triton.config import shared_needed
 from foundry_kernels.ops.flash_attention.triton.decode_launch import launch_decode
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
@@ -113,7 +114,7 @@ def empty_fwd(
     return out, lse, entropy, torch.empty_like(entropy)
 
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def empty_bwd(
@@ -126,15 +127,17 @@ def empty_bwd(
     need_dv: bool,
     need_dsinks: bool,
     need_dbias: bool,
+    dscore_slots: Sequence[int],
     rows: Rows = _empty_rows,
 ) -> Gradients:
-    """(dq, dk, dv, dsinks, dbias), with None for a gradient that is not needed."""
+    """(dq, dk, dv, dsinks, dbias, dscore), with None for a gradient that is not needed."""
     return (
         rows(q, q.shape[-1]) if need_dq else None,
         rows(k, k.shape[-1]) if need_dk else None,
         rows(v, v.shape[-1]) if need_dv else None,
         torch.empty_like(options.sinks) if need_dsinks and options.sinks is not None else None,
         torch.empty_like(options.attn_mask) if need_dbias and options.attn_mask is not None else None,
+        empty_dscore(q, options.score_tensors, dscore_slots),
     )
 
 
