@@ -20,7 +20,8 @@ def modified(code: tuple[int, ...], score: Tensor, places: Sequence[Tensor], ten
     Where the gradient of a result is 0, as it is for hidden pairs and for -inf, it adds nothing to any gradient,
     whatever the derivative is there.
     """
-    result: Tensor = _Modified.apply(code, score, *places, *tensors)
+    function = _Modified if torch.compiler.is_compiling() else _WithForwardMode
+    result: Tensor = function.apply(code, score, *places, *tensors)
     return result
 
 
@@ -58,6 +59,10 @@ class _Modified(torch.autograd.Function):
                     total = total + _gathered(torch.where(none, 0, grad * derivative), indices, x)
             found[slot] = total.to(x.dtype)
         return None, dscore, None, None, None, None, *found
+
+
+class _WithForwardMode(_Modified):
+    """Also differentiates in forward mode, which torch.compile does not trace."""
 
     @staticmethod
     def jvp(ctx: Any, _: None, dscore: Tensor | None, *others: Tensor | None) -> Tensor:

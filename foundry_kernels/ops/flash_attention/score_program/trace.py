@@ -234,7 +234,16 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = _recorder_of(tuple(kwargs.values()))
     if recorder is None:
         return func(*args, **kwargs)
-    return apply(recorder, func.__name__, args, kwargs)
+    return apply(recorder, _name_of(func), args, kwargs)
+
+
+def _name_of(func: Any) -> str:
+    name: str = func.__name__
+    return name
+
+
+# What torch.compiler.assume_constant_result sets, see `core.registry`.
+_name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _recorder_of(args: tuple[Any, ...]) -> Recorder | None:
