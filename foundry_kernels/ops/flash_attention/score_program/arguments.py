@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling
 
 from foundry_kernels.core.registry import is_dtensor, wide_dtype
 from foundry_kernels.ops.flash_attention.score_program.program import Instruction, Program
@@ -26,7 +26,7 @@ def program_of(
             sharded.
     """
     program, tensors = trace(score_mod, wide_dtype(q.dtype), q.device)
-    if not is_dynamo_compiling():
+    if not is_compiling():
         check_indices(program, tensors, sizes)
     if mesh is not None or any(is_dtensor(x) for x in tensors):
         tensors = tuple([_replicated(x, mesh) for x in tensors])
