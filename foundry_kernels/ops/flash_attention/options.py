@@ -84,5 +84,5 @@ class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
 #: calls that set one, and by name the backend refuses them.
 LACKS: dict[str, dict[str, tuple[str, ...]]] = {
     "triton": {"cuda": ("score_mod",), "cpu": ("score_mod",)},
-    "native": {"cuda": ("block_table", "score_mod"), "cpu": ("score_mod",)},
+    "native": {"cuda": ("block_table", "score_mod")},
 }
