@@ -11,8 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -67,7 +66,7 @@ class Impl:
     sources: tuple[str, ...] = ()  # native: the devices that csrc has kernels for, compiled into this build or not
     direct: Callable[..., Any] = no_direct_call  # native: see OpSpec.direct
     set_served: Callable[..., Any] = no_direct_call  # native: takes which calls on a GPU `direct` serves
-    lacks: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # by device: the options that it does not support there
+    lacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by device: options not supported there
 
     def why_not(self, device: str, dtype: torch.dtype | None = None, needs: tuple[str, ...] = ()) -> str | None:
         """The reason why a tensor of `dtype` on `device` is not supported, or None if it is. `needs`: options that the

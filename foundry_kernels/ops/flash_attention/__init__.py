@@ -3,15 +3,15 @@ r"""Softmax attention that never materializes the matrix of scores; dense and pa
 For a query :math:`q_i`, the keys :math:`k_j` and values :math:`v_j` of its head, a scale :math:`\alpha` and an offset
 :math:`o` that aligns queries with keys (``S - T`` for "bottom_right", 0 for "top_left")
 
-.. math:: s_{ij} = c \tanh(\alpha \, q_i \cdot k_j / c) - m \, |i + o - j| + b_{ij}, \qquad
+.. math:: s_{ij} = f \bigl(c \tanh(\alpha \, q_i \cdot k_j / c) - m \, |i + o - j| + b_{ij}\bigr), \qquad
           \ell_i = \log \Bigl(e^{\sigma} + \sum_{j \in W_i} e^{s_{ij}}\Bigr), \qquad
           p_{ij} = e^{s_{ij} - \ell_i}, \qquad y_i = \sum_{j \in W_i} z_{ij} p_{ij} v_j
 
 where :math:`W_i` are the keys ``i + o - left <= j <= i + o + right`` that a mask lets be seen. The soft cap :math:`c`,
 the ALiBi slope :math:`m`, the bias :math:`b`, the sink :math:`\sigma` and dropout are optional; the cap comes before
-ALiBi, then the bias, the mask last. :math:`z_{ij}` is 1 without dropout, else 0 or :math:`1 / (1 - p)`
-(`foundry_kernels.ops.flash_attention.dropout`). With the gradients :math:`g_i` of :math:`y_i` (``dout``) and
-:math:`\lambda_i` of :math:`\ell_i` (``dlse``)
+ALiBi, then the bias, then a function :math:`f` of score and place (`score_mod`), the mask last. :math:`z_{ij}` is 1
+without dropout, else 0 or :math:`1 / (1 - p)` (`foundry_kernels.ops.flash_attention.dropout`). With the gradients
+:math:`g_i` of :math:`y_i` (``dout``) and :math:`\lambda_i` of :math:`\ell_i` (``dlse``)
 
 .. math:: \delta_i = g_i \cdot y_i - \lambda_i, \quad
           \partial L / \partial s_{ij} = p_{ij} (z_{ij} \, g_i \cdot v_j - \delta_i), \quad
@@ -151,6 +151,8 @@ def flash_attention(
             are dropped. Equal seeds drop the weights of equal places (sequence, head, query and key) on every backend
             and device, dense or packed. None draws a seed from the default generator of q's device: `torch.manual_seed`
             and activation checkpointing reproduce it, and each replay of a CUDA graph draws a new one.
+        score_mod: a function of ``(score, b, h, q_idx, kv_idx)``, as FlexAttention takes it, to the score that enters
+            the softmax; see below.
         align: which query sees which key where T != S. "bottom_right" aligns the last query with the last key (as with
             a key-value cache), "top_left" the first with the first (as ``is_causal`` of torch's
             scaled_dot_product_attention does).
@@ -181,10 +183,24 @@ def flash_attention(
         entropy 0 and max_logit -inf. Statistics and lse are those of the weights before dropout.
 
     Raises:
-        TypeError: an argument does not have one of the types listed above.
-        ValueError: shapes, dtypes or devices do not match, an option is out of range, `alibi_slopes` requires a
+        TypeError: an argument does not have one of the types listed above; `score_mod` has control flow that depends on
+            its arguments, uses another operation, or returns something else than one number.
+        ValueError: an index of `score_mod` is out of range wherever the tensor is read, or its tensor is on another
+            device; shapes, dtypes or devices do not match, an option is out of range, `alibi_slopes` requires a
             gradient, q is a DTensor and `dropout_seed` is not given, or the backend's name is unknown.
-        BackendUnavailable: the named backend does not support this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype, or an option: native CUDA kernels
+            have no `score_mod`, for which "auto" takes Triton.
+
+    `score_mod` is called once per call of this function, with stand-ins for single numbers, and what it does with them
+    becomes a short program (:mod:`foundry_kernels.ops.flash_attention.score_program`) that kernels run on every score
+    in float32 (float64 for float64 q). `score` is the product after scale, soft cap, ALiBi and bias; masks come after
+    it, and -inf hides a pair. `b` is the batch entry (the sequence, if they are packed), `h` the query head, and
+    `q_idx` and `kv_idx` count from 0 whatever `align` is: in decoding q_idx is 0, and the function adds the offset. The
+    function may use arithmetic and comparisons, ``//``, ``%``, ``&``, ``|``, ``~``, ``torch.where``, abs, exp, exp2,
+    log, log2, sqrt, rsqrt, tanh, sigmoid, sin, cos, floor, ceil, minimum, maximum, clamp, pow, dtype casts (between
+    floats without rounding; integers have 32 bits), and tensors, indexed down to one number by integers. Floating
+    tensors that it reads get gradients, summed in a fixed order in float32 or wider and rounded once. An index below 0
+    counts from the end; one that may be out of range is moved to the nearest in range.
 
     Under ``torch.autocast``, q, k and v (unless float64) are cast to its dtype first, as torch does for its own
     attention. The softmax is always computed in float32 or wider.
@@ -301,9 +317,10 @@ def flash_attention_varlen(
             positions each sequence has. The last query is aligned with the last of these.
         leftpad_k: ``[B]`` int32 or int64, with `block_table`: positions before this one are not attended to; None is 0.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32.
-        attn_mask: must be None: packed sequences do not support a mask. causal, scale, window, softcap, sinks,
-        dropout_p, dropout_seed: as for :func:`flash_attention`; dropout drops the same weights of sequence n as of row
-            n of a padded batch.
+        attn_mask: must be None: packed sequences do not support a mask.
+        score_mod: `b` is the sequence's number, and q_idx and kv_idx count within it, from the end of `leftpad_k`.
+        causal, scale, window, softcap, sinks, dropout_p, dropout_seed: as for :func:`flash_attention`; dropout drops
+            the same weights of sequence n as of row n of a padded batch.
         align, deterministic, batch_invariant, return_lse, return_stats, backend: likewise; `align` applies within each
             sequence.
 

@@ -20,8 +20,22 @@ def modified(code: tuple[int, ...], score: Tensor, places: Sequence[Tensor], ten
     Where the gradient of a result is 0, as it is for hidden pairs and for -inf, it adds nothing to any gradient,
     whatever the derivative is there.
     """
-    result: Tensor = _Modified.apply(code, score, *places, *tensors)
+    function = _Modified if torch.compiler.is_compiling() else _WithForwardMode
+    result: Tensor = function.apply(code, score, *places, *tensors)
     return result
+
+
+def _decoded(code: tuple[int, ...]) -> Program:
+    return Program.decode(code)
+
+
+def _derived(code: tuple[int, ...]) -> Program:
+    return derive(Program.decode(code))
+
+
+# What torch.compiler.assume_constant_result sets, see `core.registry`.
+_decoded._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_derived._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Modified(torch.autograd.Function):
@@ -29,7 +43,7 @@ class _Modified(torch.autograd.Function):
 
     @staticmethod
     def forward(code: tuple[int, ...], score: Tensor, *others: Tensor) -> Tensor:
-        (result,) = evaluate(Program.decode(code), score, others[:4], others[4:])
+        (result,) = evaluate(_decoded(code), score, others[:4], others[4:])
         return result.expand(score.shape).contiguous()
 
     @staticmethod
@@ -42,7 +56,7 @@ class _Modified(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         score, *others = ctx.saved_tensors
         places, tensors = others[:4], others[4:]
-        program = derive(Program.decode(ctx.code))
+        program = _derived(ctx.code)
         _, by_score, *by_loads = evaluate(program, score, places, tensors)
         none = grad == 0
         dscore = torch.where(none, 0, grad * by_score) if ctx.needs_input_grad[1] else None
@@ -59,11 +73,15 @@ class _Modified(torch.autograd.Function):
             found[slot] = total.to(x.dtype)
         return None, dscore, None, None, None, None, *found
 
+
+class _WithForwardMode(_Modified):
+    """Also differentiates in forward mode, which torch.compile does not trace."""
+
     @staticmethod
     def jvp(ctx: Any, _: None, dscore: Tensor | None, *others: Tensor | None) -> Tensor:
         score, *saved = ctx.saved_tensors
         places, tensors, tangents = saved[:4], saved[4:], others[4:]
-        program = derive(Program.decode(ctx.code))
+        program = _derived(ctx.code)
         result, by_score, *by_loads = evaluate(program, score, places, tensors)
         along = torch.zeros_like(score) if dscore is None else dscore * by_score
         for at, derivative in zip(program.loads(), by_loads, strict=True):
@@ -79,8 +97,8 @@ def _indices(
 ) -> tuple[Tensor, ...]:
     """The elements that a load reads."""
     load = program.instructions[at]
-    indices = evaluate(program._replace(outputs=load.operands), score, places, tensors)
-    return at_indices(load, tensors[load.slot], indices)
+    wanted = Program(program.slots, program.instructions, load.operands)  # `_replace` is not traced on a constant
+    return at_indices(load, tensors[load.slot], evaluate(wanted, score, places, tensors))
 
 
 def _gathered(values: Tensor, indices: tuple[Tensor, ...], x: Tensor) -> Tensor:

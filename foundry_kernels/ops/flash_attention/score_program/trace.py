@@ -234,7 +234,16 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = _recorder_of(tuple(kwargs.values()))
     if recorder is None:
         return func(*args, **kwargs)
-    return apply(recorder, func.__name__, args, kwargs)
+    return apply(recorder, _name_of(func), args, kwargs)
+
+
+def _name_of(func: Any) -> str:
+    name: str = func.__name__
+    return name
+
+
+# What torch.compiler.assume_constant_result sets, see `core.registry`.
+_name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _recorder_of(args: tuple[Any, ...]) -> Recorder | None:
@@ -267,6 +276,10 @@ def apply(recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str
         return function(recorder, *args, **kwargs)
     except _Arguments as error:
         recorder.fail(f"uses {plain} with {error}")
+    except TypeError as error:
+        if "score_mod" in str(error):
+            raise
+        recorder.fail(f"uses {plain} with arguments that it does not support here: {error}")
 
 
 class _Arguments(Exception):

@@ -25,6 +25,7 @@ from foundry_kernels.ops.flash_attention.triton.config import shared_needed
 from foundry_kernels.ops.flash_attention.triton.decode_launch import launch_decode
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
 from foundry_kernels.ops.flash_attention.triton.kernel_options import (
+    captured_tensors,
     page_tensors,
     pair_tensors,
 )
@@ -106,7 +107,7 @@ def empty_fwd(
     if save_lse:
         # `lse_dtype` without the calls, which cost time on the host.
         biased = options.attn_mask is not None and options.attn_mask.dtype != torch.bool
-        wide = torch.float64 if biased or q.dtype.itemsize >= 4 else torch.float32
+        wide = torch.float64 if biased or options.score_mod or q.dtype.itemsize >= 4 else torch.float32
         lse = q.new_empty(shape, dtype=wide)
     if not save_stats:
         return out, lse, None, None
@@ -208,7 +209,8 @@ def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool
         *p.strides(out), p.stride_lseb,
     )  # fmt: skip
     lists = list_strides(p, config["BLOCK_M"], config["BLOCK_N"], False)
-    return p.plan(tiles * p.n_batch * p.n_heads, numbers, p.pages, lists, flags, config)
+    functions = p.score_functions()
+    return p.plan(tiles * p.n_batch * p.n_heads, numbers, p.pages, lists, flags, functions, config)
 
 
 def launch_fwd(
@@ -227,10 +229,11 @@ def launch_fwd(
         p = _problem(q, k, v, options)
     target = _target(result, p.head_dim_v)
     sinks, slopes = contiguous(options.sinks), contiguous(options.alibi_slopes)
-    pairs, pages = pair_tensors(options), page_tensors(options)
+    pairs, pages, captured = pair_tensors(options), page_tensors(options), captured_tensors(options, q)
     lengths, results = (contiguous(options.cu_seqlens_q), contiguous(keys)), (lse, entropy, max_logit)
     if p.few_queries:
-        launch_decode(p, (q, k, v), (target, *results), lengths, slopes, sinks, pairs, pages, save_lse, save_stats)
+        tensors = (target, *results), lengths, slopes, sinks, pairs, pages, captured
+        launch_decode(p, (q, k, v), *tensors, save_lse, save_stats)
     else:
         plan = _plan_fwd(p, target.stride(), sinks is not None, save_lse, save_stats)
         if "STAGES" in plan.constants:
@@ -239,7 +242,7 @@ def launch_fwd(
             gluon_launch.launch_gluon(plan, q, k, v, target, lse)
         else:
             lists = launch_lists(p, plan, options.mask_tiles, False)
-            others = (*results, *lengths, slopes, sinks, *pairs, lists, *pages)
+            others = (*results, *lengths, slopes, sinks, *pairs, lists, *pages, captured)
             launch(flash_attention_fwd_kernel, plan, q, k, v, target, *others)
     _copy_back(target, result)
     return out, lse, entropy, max_logit
