@@ -83,5 +83,5 @@ class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
 #: The options of `AttentionOptions.needs` that a backend does not support, by device: "auto" passes over the backend in
 #: calls that set one, and by name the backend refuses them.
 LACKS: dict[str, dict[str, tuple[str, ...]]] = {
-    "native": {"cuda": ("block_table", "score_mod"), "cpu": ("score_mod",)},
+    "native": {"cuda": ("block_table", "score_mod")},
 }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from foundry_kernels.core.registry import is_dtensor, wide_dtype
+from foundry_kernels.ops.flash_attention.score_program.derive import derive
 from foundry_kernels.ops.flash_attention.score_program.program import Instruction, Program
 from foundry_kernels.ops.flash_attention.score_program.trace import ScoreFunction, trace
 
@@ -30,7 +32,13 @@ def program_of(
         check_indices(program, tensors, sizes)
     if mesh is not None or any(is_dtensor(x) for x in tensors):
         tensors = tuple([_replicated(x, mesh) for x in tensors])
-    return tuple(program.encode()), tensors
+    return _encoded(program), tensors
+
+
+@lru_cache(maxsize=256)
+def _encoded(program: Program) -> tuple[int, ...]:
+    """The program, then its derivatives, which the C++ kernels interpret; `Program.decode` reads the first."""
+    return (*program.encode(), *derive(program).encode())
 
 
 def _replicated(x: Tensor, mesh: Any) -> Tensor:
