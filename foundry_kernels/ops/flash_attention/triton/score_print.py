@@ -1,8 +1,8 @@
 """Prints a score program as functions of Triton, which the attention kernels get as constants.
 
-`prepare(m)` loads what does not change in a kernel's loop: what depends on neither the score nor the moving index, which
-is the key in kernels that own queries, and the query where keys are owned. `modify(score, moving, m)` computes the
-program's results for a tile. `m` is a `Modifier`. The text is a module of its own in `linecache`, where Triton and
+`prepare(m)` loads what does not change in a kernel's loop: what depends on neither the score nor the moving index,
+which is the key in kernels that own queries, and the query where keys are owned. `modify(score, moving, m)` computes
+the program's results for a tile. `m` is a `Modifier`. The text is a module of its own in `linecache`, where Triton and
 debuggers find it; its name has a hash of the text, so that Triton's own cache on disk serves later processes.
 """
 
