@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import math
 import pickle
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from score_functions import EXAMPLES, Sizes, whole
 from torch import Tensor
 
 from foundry_kernels.ops.flash_attention.score_program import Program, derive, evaluate, trace
+from foundry_kernels.ops.flash_attention.score_program.arguments import check_indices
 
 CPU = torch.device("cpu")
 TABLE = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
+SIZES = Sizes()
 
 
-def at(fn, score: float, b: int, h: int, q: int, k: int) -> list[float]:
+def places_of(sizes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.arange(n).view([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(sizes)]
+
+
+def at(fn: Any, score: float, b: int, h: int, q: int, k: int) -> list[float]:
     """The result of the traced function at one place, its derivative by the score and by each load."""
     program, tensors = trace(fn, torch.float32, CPU)
-    assert Program.decode(program.encode()) == program
-    assert pickle.loads(pickle.dumps(program)) == program
     places = [torch.tensor(i) for i in (b, h, q, k)]
     found = evaluate(derive(program), torch.tensor(score, dtype=torch.float64), places, tensors)
     assert evaluate(program, torch.tensor(score, dtype=torch.float64), places, tensors) == found[:1]
     return [float(x) for x in found]
 
 
-def test_by_hand():
+def test_by_hand() -> None:
     assert at(lambda s, b, h, q, k: s - 0.5 * (q - k).abs(), 3.0, 0, 0, 2, 6) == [1.0, 1.0]
     assert at(lambda s, b, h, q, k: s * s + b + 10 * h, 3.0, 1, 2, 0, 0) == [30.0, 6.0]
     assert at(lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf), 3.0, 0, 0, 1, 2) == [-math.inf, 0.0]
@@ -34,13 +44,240 @@ def test_by_hand():
     assert at(lambda s, b, h, q, k: s + TABLE[h, q - k], 3.0, 0, 0, 0, 1) == [7.0, 1.0, 1.0]  # the last of the row
     assert at(lambda s, b, h, q, k: s + TABLE[h, q], 3.0, 0, 0, 7, 0) == [7.0, 1.0, 1.0]  # likewise: nearest inside
     assert at(lambda s, b, h, q, k: torch.where(q > k, torch.sqrt(s), 1.0), -3.0, 0, 0, 0, 1) == [1.0, 0.0]
+    assert at(lambda s, b, h, q, k: s + q // k + q % k, 3.0, 0, 0, 7, 0) == [3.0, 1.0]  # by 0 both are 0
+    assert at(lambda s, b, h, q, k: (s * math.nan).long() + (s / 0).int(), 3.0, 0, 0, 0, 0) == [2.0**30, 0.0]
 
 
-def test_what_a_value_depends_on():
-    def fn(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return score + TABLE[h, k] * torch.exp2(-(q - k).float())
-
-    program, tensors = trace(fn, torch.float32, CPU)
+def test_what_a_value_depends_on() -> None:
+    program, tensors = trace(lambda s, b, h, q, k: s + TABLE[h, k] * torch.exp2(-(q - k).float()), torch.float32, CPU)
     depends = {x.op: x.depends for x in program.instructions}
     assert (depends["load"], depends["exp2"], depends["add"]) == (0b10100, 0b11000, 0b11101)
     assert [x is TABLE for x in tensors] == [True]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples(name: str) -> None:
+    """The value is that of the function on whole tensors, each derivative what autograd gives for it in float64."""
+    example = EXAMPLES[name]
+    fn = example.score_mod(example.captured(SIZES, torch.float64))
+    program, tensors = trace(fn, torch.float64, CPU)
+    assert Program.decode(program.encode()) == program
+    assert pickle.loads(pickle.dumps(program)) == program
+    score = torch.randn(SIZES, dtype=torch.float64, requires_grad=True)
+    places, loads = places_of(SIZES), program.loads()
+    with torch.no_grad():
+        value, *slopes = (x.expand(SIZES) for x in evaluate(derive(program), score, places, tensors))
+    torch.testing.assert_close(value, whole(fn, score, sizes=SIZES))
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
+    result = evaluate(program, score, places, leaves)[0].expand(SIZES)
+    hidden, weights = result == -math.inf, torch.randn(SIZES, dtype=torch.float64)
+    floating = [x for x in leaves if x.requires_grad]
+    wanted = torch.autograd.grad((result.masked_fill(hidden, 0.0) * weights).sum(), [score, *floating])
+    by_score, *by_loads = ((weights * x).masked_fill(hidden, 0.0) for x in slopes)
+    torch.testing.assert_close(by_score, wanted[0])
+    for slot, gradient in zip((i for i, x in enumerate(leaves) if x.requires_grad), wanted[1:], strict=True):
+        own = [x for x, at in zip(by_loads, loads, strict=True) if program.instructions[at].slot == slot]
+        torch.testing.assert_close(torch.stack(own).sum(), gradient.sum())
+
+
+# --- random programs --------------------------------------------------------------------------------------------------
+
+_FLOATS = torch.randn(3, 4, 7, dtype=torch.float64)
+_INTEGERS = torch.randint(-4, 9, (5, 6))
+
+
+class _Random:
+    """A random expression; the same choices each time that it is evaluated."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __call__(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        self.inputs, self.rng = (score, b, h, q, k), random.Random(self.seed)
+        return self.float(4) + 0.5 * score
+
+    def float(self, depth: int) -> Any:
+        r = self.rng
+        if depth == 0:
+            return r.choice([lambda: self.inputs[0], lambda: r.uniform(-2, 2), lambda: self.int(0) * 0.25])()
+        one = partial(self.float, depth - 1)
+        return r.choice([
+            lambda: one() + one(), lambda: one() - one(), lambda: one() * one(), lambda: one() / (abs_(one()) + 0.5),
+            lambda: torch.tanh(scalar(one())), lambda: torch.sigmoid(scalar(one())), lambda: torch.sin(scalar(one())),
+            lambda: torch.cos(scalar(one())), lambda: torch.exp(-abs_(one())), lambda: torch.log(abs_(one()) + 0.5),
+            lambda: torch.sqrt(abs_(one()) + 0.1), lambda: torch.rsqrt(abs_(one()) + 0.1),
+            lambda: torch.exp2(torch.clamp(scalar(one()), -3.0, 3.0)), lambda: torch.log2(abs_(one()) + 0.5),
+            lambda: (abs_(one()) + 0.5) ** r.choice([0.5, 1.5, 2, 3, -1]), lambda: torch.square(scalar(one())) * 0.1,
+            lambda: torch.where(self.bool(depth - 1), one(), one()),
+            lambda: torch.minimum(scalar(one()), scalar(one())), lambda: torch.maximum(scalar(one()), scalar(one())),
+            lambda: torch.floor(scalar(one())) * 0.5,
+            lambda: torch.clamp(scalar(one()), -0.7, 0.9), lambda: -one(),
+            lambda: _FLOATS[self.int(0) % 3, self.int(0) % 4, self.int(depth - 1) % 7],
+            lambda: self.int(depth - 1) * 0.125, lambda: scalar(one()).detach() * one(),
+        ])()  # fmt: skip
+
+    def int(self, depth: int) -> Any:
+        r = self.rng
+        if depth == 0:
+            return r.choice(self.inputs[1:])
+        one = partial(self.int, depth - 1)
+        return r.choice([
+            lambda: one() + one(), lambda: one() - one(), lambda: one() * r.randint(-3, 3), lambda: abs(one()),
+            lambda: one() // r.choice([-3, 2, 5]), lambda: one() % r.choice([-3, 2, 5]), lambda: -one(),
+            lambda: torch.where(self.bool(depth - 1), one(), one()), lambda: torch.minimum(one(), one()),
+            lambda: torch.clamp(one(), min=-3, max=6), lambda: _INTEGERS[one() % 5, one() % 6], lambda: one() & 7,
+            lambda: torch.floor(torch.clamp(scalar(self.float(depth - 1)), -5.0, 5.0)).to(torch.int64),
+        ])()  # fmt: skip
+
+    def bool(self, depth: int) -> Any:
+        r = self.rng
+        if depth == 0:
+            return r.choice([lambda: self.int(0) >= self.int(0), lambda: scalar(self.float(0)) < 0.25])()
+        one = partial(self.bool, depth - 1)
+        return r.choice([
+            lambda: one() & one(), lambda: one() | one(), lambda: ~one(), lambda: one() ^ one(),
+            lambda: scalar(self.float(depth - 1)) > 0.1, lambda: scalar(self.int(depth - 1)) == self.int(depth - 1),
+            lambda: scalar(self.int(depth - 1)) != 2, lambda: torch.logical_and(one(), one()),
+        ])()  # fmt: skip
+
+
+def scalar(x: Any) -> Any:
+    """A tensor in place of a number, which functions of torch do not take."""
+    return torch.tensor(x, dtype=torch.float64) if isinstance(x, float) else x
+
+
+def abs_(x: Any) -> Any:
+    return torch.abs(scalar(x))
+
+
+@pytest.mark.parametrize("seeds", [range(i, i + 15) for i in range(0, 60, 15)], ids=lambda r: f"from {r.start}")
+def test_random_programs(seeds: range) -> None:
+    """The value and the derivative by the score are those of PyTorch on whole tensors."""
+    for seed in seeds:
+        torch.manual_seed(seed)
+        score = torch.randn(2, 3, 6, 5, dtype=torch.float64, requires_grad=True)
+        fn, places = _Random(seed), places_of(score.shape)
+        program, tensors = trace(fn, torch.float64, CPU)
+        value, by_score, *_ = evaluate(derive(program), score.detach(), places, tensors)
+        wanted = fn(score, *places).expand(score.shape)
+        torch.testing.assert_close(value.expand(score.shape), wanted, msg=lambda text: f"seed {seed}: {text}")  # noqa: B023
+        slope = torch.autograd.grad(wanted.sum(), score)[0]
+        torch.testing.assert_close(by_score.expand(score.shape), slope, msg=lambda text: f"seed {seed}: {text}")  # noqa: B023
+
+
+# --- what functions of torch become -----------------------------------------------------------------------------------
+
+FUNCTIONS = {
+    "ceil": lambda s, q, k: torch.ceil(s) + torch.trunc(1.5 * s),
+    "round down": lambda s, q, k: s // 0.7 + s % 0.7 + (-7 // (k + 1)) + (7 % (k + 1)),
+    "div": lambda s, q, k: torch.div(q - k, 3, rounding_mode="trunc") + torch.div(s, 0.3, rounding_mode="trunc"),
+    "floor_divide": lambda s, q, k: torch.floor_divide(q - k, 3) + torch.remainder(q - k, 3) + s / (k + 1),
+    "reflected": lambda s, q, k: 1 - s + 2 / (k + 1) + 2.0**k + (3 ^ k) + (1 & q) + (4 | q) + 3**s,
+    "casts": lambda s, q, k: s.to(torch.int64) + (s > 0).float() + q.double() * s.bool() + (q > k).int() + q.type_as(s),
+    "clamps": lambda s, q, k: s.clamp_min(0.1) + s.clip(max=0.2) + torch.clamp(q, k, 5) + torch.nn.functional.relu(s),
+    "filled": lambda s, q, k: (
+        s.masked_fill(q > k, 2.5) + torch.zeros_like(s) + s.new_tensor(0.5) + torch.full_like(q, 3)
+    ),
+    "compared": lambda s, q, k: torch.where((q != k) & (s <= 0.5) & torch.gt(s, -1.0) & ~torch.eq(q, 3), s, 1 - s),
+    "logical": lambda s, q, k: torch.where(torch.logical_or(q > k, k == 2), s, torch.logical_not(q).to(s.dtype)),
+    "softplus": lambda s, q, k: torch.nn.functional.softplus(40 * s) + torch.nn.functional.logsigmoid(40 * s),
+    "silu": lambda s, q, k: torch.nn.functional.silu(s) + torch.special.expit(s) + s.sigmoid() + s.reciprocal(),
+    "powers": lambda s, q, k: torch.pow(s, 5) + s.square() + abs(s) ** 0.5 + abs(s) ** -0.5 + abs(s) ** 2.7 + q**3,
+    "shifts": lambda s, q, k: s + (q << 2) + (k >> 1),
+    "method": lambda s, q, k: s.where(q > k, s.exp()).add(s, alpha=2).mul(s).sub(q).div(3).abs().neg(),
+    "is": lambda s, q, k: torch.where(torch.isnan(s / (s - s)) | torch.isinf(1 / (s - s)), s, 0.0),
+    "rows": lambda s, q, k: TABLE[0][q % 3] + TABLE[..., :][1, k % 3] + TABLE[k % 2, :][-1] + TABLE.t()[q % 3, 1],
+    "embedding": lambda s, q, k: torch.nn.functional.embedding(q % 2, TABLE)[k % 3],
+    "numbers": lambda s, q, k: s * TABLE[0, 0] + TABLE[0, 1] - torch.tensor(2.0) * s + TABLE.sum() - s,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name: str) -> None:
+    fn = FUNCTIONS[name]
+    program, tensors = trace(lambda s, b, h, q, k: fn(s, q, k), torch.float64, CPU)
+    score = torch.randn(1, 1, 6, 5, dtype=torch.float64)
+    for i in range(6):
+        for j in range(5):
+            places = [torch.tensor(0), torch.tensor(0), torch.tensor(i), torch.tensor(j)]
+            (found,) = evaluate(program, score[0, 0, i, j], places, tensors)
+            wanted = fn(score[0, 0, i, j], *places[2:])
+            torch.testing.assert_close(found, wanted.double(), equal_nan=True)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+OTHER = torch.zeros(3, device="meta")
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "no function": (3, TypeError, "score_mod must be a function of"),
+    "control flow": (lambda s, b, h, q, k: s if s > 0 else -s, TypeError, "control flow .* in .*: .*if s > 0"),
+    "builtin": (lambda s, b, h, q, k: max(s, 0), TypeError, "control flow .*max"),
+    "value": (lambda s, b, h, q, k: s * math.exp(q), TypeError, "only known in the kernel .*math.exp"),
+    "item": (lambda s, b, h, q, k: s.item(), TypeError, "uses item, which is not among the operations .*s.item"),
+    "operation": (lambda s, b, h, q, k: torch.erf(s), TypeError, "uses erf, which is not among .*torch.erf"),
+    "in place": (lambda s, b, h, q, k: s.mul_(2), TypeError, r"changes a value in place \(mul_\)"),
+    "arguments": (lambda s, b, h, q, k: torch.div(s, 2, rounding_mode="up"), TypeError, "uses div with rounding_mode"),
+    "wrong arguments": (lambda s, b, h, q, k: s.exp(2), TypeError, "uses exp with arguments .*s.exp"),
+    "whole tensor": (
+        lambda s, b, h, q, k: s + TABLE,
+        TypeError,
+        r"single numbers; a tensor of shape \(2, 3\) was used",
+    ),
+    "row": (lambda s, b, h, q, k: s + TABLE[h], TypeError, r"single numbers; a tensor of shape \(3,\) was used"),
+    "returned row": (lambda s, b, h, q, k: TABLE[h], TypeError, r"a tensor of shape \(3,\) was returned"),
+    "returned tensor": (lambda s, b, h, q, k: TABLE, TypeError, r"a tensor of shape \(2, 3\) was returned"),
+    "returned pair": (lambda s, b, h, q, k: (s, s), TypeError, "must return one number; it returned tuple"),
+    "returned nothing": (lambda s, b, h, q, k: None, TypeError, "must return one number; it returned NoneType"),
+    "returned bool": (lambda s, b, h, q, k: q >= k, TypeError, "must return a score; it returned a bool"),
+    "float index": (lambda s, b, h, q, k: TABLE[h, s], TypeError, "indexes a tensor by a float"),
+    "indices": (lambda s, b, h, q, k: TABLE[h, q, k], TypeError, r"has 3 indices for a tensor of shape \(2, 3\)"),
+    "slice": (lambda s, b, h, q, k: TABLE[:, q], TypeError, "by a slice before an index"),
+    "none": (lambda s, b, h, q, k: TABLE[None, q, k], TypeError, "indexes a tensor by None"),
+    "constant index": (lambda s, b, h, q, k: TABLE[2, k], ValueError, "index 2 is out of range for dimension 0"),
+    "device": (lambda s, b, h, q, k: s + OTHER[q], ValueError, "tensor on meta; its tensors must be on q's device cpu"),
+    "complex": (
+        lambda s, b, h, q, k: s + torch.zeros(3, dtype=torch.complex64)[q],
+        TypeError,
+        "a tensor of torch.comp",
+    ),
+    "large integer": (lambda s, b, h, q, k: s + q * 2**40, TypeError, "integers have 32 bits"),
+    "text": (lambda s, b, h, q, k: s + "1", TypeError, "uses str as a number"),
+    "not a score": (lambda s, b, h, q, k: s & 1, TypeError, "uses and with a float, where a bool or an integer"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    fn, error, text = REFUSED[name]
+    with pytest.raises(error, match=f"(?s)score_mod.*{text}|{text}") as raised:
+        trace(fn, torch.float32, CPU)
+    if callable(fn) and "returned" not in name:
+        assert Path(__file__).name in str(raised.value), "the message has the line of the source"
+
+
+OUT_OF_RANGE = {
+    "h": lambda s, b, h, q, k: s + TABLE[h, 0],
+    "q": lambda s, b, h, q, k: s + TABLE[0, q],
+    "distance": lambda s, b, h, q, k: s + TABLE[0, q - k],
+    "away": lambda s, b, h, q, k: s + TABLE[0, abs(q - k) // 2],
+}
+NOT_KNOWN = {
+    "chosen": lambda s, b, h, q, k: s + TABLE[0, torch.where(q < 3, q, 0)],
+    "together": lambda s, b, h, q, k: s + TABLE[0, q - q // 2 * 2],
+    "in range": lambda s, b, h, q, k: s + TABLE[b, torch.clamp(q - k, -3, 2)],
+    "remainder": lambda s, b, h, q, k: s + TABLE[h % 2, (q * 5 - k) % 3],
+    "table": lambda s, b, h, q, k: s + TABLE[0, _INTEGERS[h, 0]],
+}
+
+
+@pytest.mark.parametrize("name", [*OUT_OF_RANGE, *NOT_KNOWN])
+def test_ranges_of_indices(name: str) -> None:
+    fn = (OUT_OF_RANGE | NOT_KNOWN)[name]
+    program, tensors = trace(fn, torch.float32, CPU)
+    if name in NOT_KNOWN:
+        check_indices(program, tensors, (2, 4, 8, 8))
+        return
+    with pytest.raises(
+        ValueError, match=r"score_mod: an index of .* is out of range for dimension [01] of a tensor of"
+    ):
+        check_indices(program, tensors, (2, 4, 8, 8))

@@ -315,7 +315,7 @@ def _isnan(r: Recorder, input: Any) -> Scalar:
 FUNCTIONS: dict[str, Function] = {
     **{op: _float_unary(op) for op in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos")},
     **{op: _signed_unary(op) for op in ("neg", "abs")},
-    "expit": _float_unary("sigmoid"), "negative": _signed_unary("neg"), "absolute": _signed_unary("abs"),
+    "special_expit": _float_unary("sigmoid"), "negative": _signed_unary("neg"), "absolute": _signed_unary("abs"),
     "floor": _rounding(_floor), "ceil": _rounding(_ceil), "trunc": _rounding(_trunc), "fix": _rounding(_trunc),
     "add": _add, "sub": _sub, "subtract": _sub, "rsub": _flipped(_sub), "mul": _mul, "multiply": _mul,
     "square": lambda r, input: _mul(r, input, input), "reciprocal": _reciprocal,

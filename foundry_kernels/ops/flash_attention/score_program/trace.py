@@ -276,6 +276,10 @@ def apply(recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str
         return function(recorder, *args, **kwargs)
     except _Arguments as error:
         recorder.fail(f"uses {plain} with {error}")
+    except TypeError as error:
+        if "score_mod" in str(error):
+            raise
+        recorder.fail(f"uses {plain} with arguments that it does not support here: {error}")
 
 
 class _Arguments(Exception):
