@@ -17,8 +17,8 @@ from foundry_kernels.ops.flash_attention.score_program.trace import ScoreFunctio
 
 def program_of(
     score_mod: ScoreFunction, q: Tensor, sizes: tuple[int, int, int, int], mesh: Any
-) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-    """The encoded program and its tensors, for scores of these sizes [B, H, T, S].
+) -> tuple[tuple[int, ...], tuple[Tensor, ...] | None]:
+    """The encoded program and its tensors (None for none), for scores of these sizes [B, H, T, S].
 
     mesh: q's, if it is a DTensor. Captured tensors are then the same on all devices, since a shard of heads reads them
     by the heads' numbers in the whole.
@@ -32,7 +32,7 @@ def program_of(
         check_indices(program, tensors, sizes)
     if mesh is not None or any(is_dtensor(x) for x in tensors):
         tensors = tuple([_replicated(x, mesh) for x in tensors])
-    return _encoded(program), tensors
+    return _encoded(program), tensors or None
 
 
 @lru_cache(maxsize=256)
