@@ -202,7 +202,31 @@ def test_functions(name: str) -> None:
             places = [torch.tensor(0), torch.tensor(0), torch.tensor(i), torch.tensor(j)]
             (found,) = evaluate(program, score[0, 0, i, j], places, tensors)
             wanted = fn(score[0, 0, i, j], *places[2:])
-            torch.testing.assert_close(found, wanted.double(), equal_nan=True)
+            torch.testing.assert_close(found.reshape(()), wanted.double(), equal_nan=True)
+
+
+class Learned(torch.nn.Module):
+    """A score function with parameters, of which one is a table of an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.gate = torch.nn.Embedding(8, 4), torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, far: int = 7) -> Tensor:
+        def away() -> Tensor:
+            return torch.clamp(abs(q_idx - kv_idx), max=far)
+
+        return score * self.gate[h] + self.bias(away())[h]
+
+
+def test_callables() -> None:
+    """Modules, methods and partial functions; what they read are the module's own parameters."""
+    module = Learned()
+    for fn in (module, module.forward, partial(module, far=3), lambda *args: module(*args)):
+        program, tensors = trace(fn, torch.float32, CPU)
+        assert [x is y for x, y in zip(tensors, (module.gate, module.bias.weight), strict=True)] == [True, True]
+        far = 3.0 if isinstance(fn, partial) else 7.0
+        assert any(x.value == far for x in program.instructions)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -275,9 +299,9 @@ def test_ranges_of_indices(name: str) -> None:
     fn = (OUT_OF_RANGE | NOT_KNOWN)[name]
     program, tensors = trace(fn, torch.float32, CPU)
     if name in NOT_KNOWN:
-        check_indices(program, tensors, (2, 4, 8, 8))
+        check_indices(program, tuple(x.shape for x in tensors), (2, 4, 8, 8))
         return
     with pytest.raises(
         ValueError, match=r"score_mod: an index of .* is out of range for dimension [01] of a tensor of"
     ):
-        check_indices(program, tensors, (2, 4, 8, 8))
+        check_indices(program, tuple(x.shape for x in tensors), (2, 4, 8, 8))
