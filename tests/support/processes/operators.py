@@ -149,8 +149,8 @@ def mixtures(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
 
 
 def attention(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """Attention with dropout, masks, a bias and a score function, with sharded sequences or heads: the collectives, the results and
-    gradients, and those of one process."""
+    """Attention with dropout, masks, a bias and a score function, with sharded sequences or heads: the collectives, the
+    results and gradients, and those of one process."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     import foundry_kernels as fk
