@@ -236,7 +236,7 @@ def _plan_sum(p: _Problem, splits: int, result: Strides, width: int, scale: floa
 def _launch_dkdv(
     p: _Problem,
     inputs: tuple[Tensor | None, ...],
-    others: tuple[Tensor | None, ...],
+    others: tuple[Any, ...],
     dk: Tensor | None,
     dv: Tensor | None,
 ) -> None:
