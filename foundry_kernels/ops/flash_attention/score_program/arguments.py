@@ -32,13 +32,21 @@ def program_of(
         check_indices(program, tuple([x.shape for x in tensors]), sizes)
     if mesh is not None or any(is_dtensor(x) for x in tensors):
         tensors = tuple([_replicated(x, mesh) for x in tensors])
-    return _encoded(program), tensors or None
+    return _with_derivatives(tuple(program.encode())), tensors or None
 
 
 @lru_cache(maxsize=256)
-def _encoded(program: Program) -> tuple[int, ...]:
+def _derived(code: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(derive(Program.decode(code)).encode())
+
+
+def _with_derivatives(code: tuple[int, ...]) -> tuple[int, ...]:
     """The program, then its derivatives, which the C++ kernels interpret; `Program.decode` reads the first."""
-    return (*program.encode(), *derive(program).encode())
+    return code + _derived(code)
+
+
+# What torch.compiler.assume_constant_result sets, see `core.registry`.
+_with_derivatives._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _replicated(x: Tensor, mesh: Any) -> Tensor:
