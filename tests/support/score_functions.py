@@ -223,7 +223,7 @@ EXAMPLES: dict[str, Example] = {
     "mla_rope": Example(
         _mla_rope,
         None,
-        lambda n: {"q_rope": torch.randn(*n[:3], 4), "k_rope": torch.randn(n.batch, n.keys, 4)},
+        lambda n: {"q_rope": torch.randn(*n[:3], 2), "k_rope": torch.randn(n.batch, n.keys, 2)},
         ("q_rope", "k_rope"),
     ),
     "sigmoid_gated": Example(_sigmoid_gated),

@@ -136,3 +136,10 @@ def test_heads_of_a_shard() -> None:
         found.append((out.detach(), *torch.autograd.grad(out.square().sum(), table)))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
     assert found[1][1].nonzero()[:, :2].unique(dim=0).tolist() == [[3, 8 + i] for i in range(4)]
+
+
+def test_a_function_that_changes_nothing_is_none() -> None:
+    from foundry_kernels.ops.flash_attention.score_program.arguments import program_of
+
+    q = torch.randn(1, 2, 3, 4)
+    assert program_of(lambda score, b, h, q_idx, kv_idx: score.to(torch.float32), q, (1, 2, 3, 3), None) == (None, None)

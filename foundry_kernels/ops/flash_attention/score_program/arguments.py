@@ -17,8 +17,9 @@ from foundry_kernels.ops.flash_attention.score_program.trace import ScoreFunctio
 
 def program_of(
     score_mod: ScoreFunction, q: Tensor, sizes: tuple[int, int, int, int], mesh: Any
-) -> tuple[tuple[int, ...], tuple[Tensor, ...] | None]:
-    """The encoded program and its tensors (None for none), for scores of these sizes [B, H, T, S].
+) -> tuple[tuple[int, ...] | None, tuple[Tensor, ...] | None]:
+    """The encoded program and its tensors (None for none), for scores of these sizes [B, H, T, S]. A function that
+    returns its score, as transformers passes one to FlexAttention, has no program.
 
     mesh: q's, if it is a DTensor. Captured tensors are then the same on all devices, since a shard of heads reads them
     by the heads' numbers in the whole.
@@ -28,6 +29,8 @@ def program_of(
             sharded.
     """
     program, tensors = trace(score_mod, wide_dtype(q.dtype), q.device)
+    if program.instructions[program.outputs[0]].op == "score":
+        return None, None
     if not is_compiling():
         check_indices(program, tuple([x.shape for x in tensors]), sizes)
     if mesh is not None or any(is_dtensor(x) for x in tensors):
