@@ -263,8 +263,11 @@ def _plan_dq(p: _Problem, dout: tuple[int, ...], dq: tuple[int, ...]) -> Plan:
     few = p.max_seqlen_q <= 64 or p.batch_invariant
     if config["BLOCK_M"] == 128 and few and p.constants["BLOCK_D"] <= 128:
         config["BLOCK_M"] = 64  # the large tile spills for few queries, which would leave half of it empty
-    if p.constants["HAS_LEFT"] and p.constants["BLOCK_D"] == 128:
-        config["BLOCK_N"] = min(config["BLOCK_N"], 32)  # with one more masked loop, 64 keys spill on 9.0
+    modified, wide = p.constants["HAS_MODIFIED"], p.constants["BLOCK_D"] == 128
+    if (p.constants["HAS_LEFT"] and wide) or (modified and (wide or 0 < p.capability < 90)):
+        config["BLOCK_N"] = min(config["BLOCK_N"], 32)  # with a score function or one more masked loop, 64 keys spill
+    if modified and wide and 0 < p.capability < 90:
+        config["BLOCK_M"] = min(config["BLOCK_M"], 64)
     if p.constants["HAS_TILES"]:  # as in the forward pass
         config["BLOCK_N"] = min(config["BLOCK_N"], 64)
     lists = list_strides(p, config["BLOCK_M"], config["BLOCK_N"], False)
