@@ -125,7 +125,7 @@ class Arguments {
 
   // Readers of options, named as in their lists (torch/options.h). Allowed numbers are those of numbers.h.
   template <class T> void not_an_argument(T&) {}
-  template <class T> void none(std::optional<T>&) { need(take_none()); }
+  template <class T> void none(T&) { need(take_none()); }
   void boolean(bool& value) { value = boolean(); }
   void number(double& value) { need(is_number(value = real())); }
   void optional_positive(double& value) {  // None is 0

@@ -7,6 +7,7 @@
 
 #include "../common/score.h"
 #include "isa.h"
+#include "score_program.h"
 
 namespace foundry {
 
@@ -60,7 +61,9 @@ struct AttentionInputs {
   const void* bias;  // added to scores, or null
   Dtype bias_type;
   PairStrides bias_strides;
-  AttentionDropout dropout;
+  AttentionDropout dropout;         // its `heads` are also those of the score function
+  const ScorePlan* program;         // the score function, or null
+  const ScorePlan* decode_program;  // the same for attention_decode, in the forward pass
 
   // The position of query 0 of a sequence among its keys.
   int64_t offset(const AttentionSequence& s) const { return bottom_right ? s.k_len - s.q_len : 0; }
@@ -205,6 +208,9 @@ FK_DECLARE_PER_ISA_AND_AMX(void, attention_backward, const AttentionBackward& ar
                            float* scratch)
 FK_DECLARE_PER_ISA_AND_AMX(void, attention_bias_gradient, const AttentionBackward& args, const AttentionBiasTask& task,
                            float* scratch)
+// The gradients of the tensors that a score function reads, added to `sums`: those of the task's pairs. Keys are all.
+FK_DECLARE_PER_ISA_AND_AMX(void, attention_score_gradient, const AttentionBackward& args, const AttentionBiasTask& task,
+                           double* const* sums, float* scratch)
 FK_DECLARE_PER_ISA_AND_AMX(void, attention_delta, const AttentionDelta& args, int64_t sequence, int64_t token_begin,
                            int64_t token_end)
 FK_DECLARE_PER_ISA_AND_AMX(float, attention_dsink, const AttentionDelta& args, int64_t n_sequences, int64_t head,

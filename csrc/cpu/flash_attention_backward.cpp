@@ -121,6 +121,7 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
     if (a.dq && task.first_of_rows) std::fill_n(dq, padded_d * kAttentionRows, 0.0f);
     Tile<E> queries{}, dout{};
     if (a.drops()) b.words.dropout.set(a, b, task.sequence, head);
+    if (a.program) begin_scores(a, *a.program, task.sequence, head, b, scratch.program.blocks[0]);
     const bool decoded = is_decoded(a, row, n_rows);
     if (b.key_begin < b.key_end) {
       read_block<E>(a, s, head, b, decoded, scratch);

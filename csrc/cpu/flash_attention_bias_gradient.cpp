@@ -101,36 +101,15 @@ struct BiasSums {
 };
 
 template <class E>
-void add_block(const AttentionBackward& a, const AttentionBiasTask& task, int64_t sequence, int64_t kv_head,
-               int64_t row, const GradientScratch& scratch, BiasSums& sums) {
-  const AttentionSequence& s = a.sequences[sequence];
-  const int64_t head = kv_head * a.group;
-  const KeyTiles<E> tiles(a, s, kv_head);
-  GradientBlock b;
-  b.set(a, s, sequence, head, row, task.row_end, task.key_begin, task.key_end);
-  if (b.key_begin >= b.key_end) return;
-  if (a.drops()) b.words.dropout.set(a, b, sequence, head);
-  const bool decoded = is_decoded(a, row, s.q_len * a.group);
-  read_block<E>(a, s, head, b, decoded, scratch);
-  for (int64_t key = b.key_begin; key < b.key_end; key += kAttentionKeys) {
-    const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - key);
-    const auto counted = int32_t(key - task.key_begin);
-    if (!looks_at(a, s, head, b, key, n, counted)) continue;
-    tiles.multiply_keys_of(b, decoded, key, n, tiles.keys(key, n, scratch.keys), scratch);
-    tiles.multiply_values_of(b, decoded, key, n, tiles.values(key, n, scratch.values), scratch);
-    differentiate<E>(a, s, head, b, scratch, key, n, counted, true);
-    sums.add(b, scratch.bias_rows, key, n);
-  }
-}
-
-template <class E>
 void bias_gradient(const AttentionBackward& a, const AttentionBiasTask& task, float* memory) {
   const GradientScratch scratch(a, memory);
   BiasSums sums(a, task, scratch.sums);
   for (int64_t n = task.sequence_begin; n < task.sequence_end; ++n)
     for (int64_t kv_head = task.kv_head_begin; kv_head < task.kv_head_end; ++kv_head)
       for (int64_t row = task.row_begin; row < task.row_end; row += kAttentionRows)
-        add_block<E>(a, task, n, kv_head, row, scratch, sums);
+        for_each_gradient_tile<E>(
+            a, n, kv_head, row, task.row_end, task.key_begin, task.key_end, scratch,
+            [&](const GradientBlock& b, int64_t key, int64_t n_keys) { sums.add(b, scratch.bias_rows, key, n_keys); });
   sums.write(scratch.bias_rows);
 }
 

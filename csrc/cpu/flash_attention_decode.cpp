@@ -3,6 +3,7 @@
 // isa.h).
 #include "flash_attention_bias.h"
 #include "flash_attention_dot.h"
+#include "flash_attention_scores.h"
 #include "flash_attention_softmax.h"
 #include "flash_attention_words.h"
 #include "transpose.h"
@@ -84,25 +85,32 @@ inline Vec pick_keys(uint64_t word, int64_t j, Vec x, float other) {
   return PickedLanes(0).pick(bits, x, other);
 }
 
+// Calls f(p, numbers of the keys, j) for the registers of a row of n scores from p on.
+template <class F> inline FK_INLINE void each_register(float* scores, int64_t n, F&& f) {
+  Vec index;
+  for (int i = 0; i < kLanes; ++i) index[i] = float(i);
+  for (int64_t j = 0; j < n; j += kLanes, index += float(kLanes)) f(scores + j, index, j);
+}
+
+// The logits of a register of products without the bias. `index` and `q_pos` count from the tile's first key.
+inline Vec row_logit(const AttentionForward& a, const DecodeRows& b, int row, Vec s, Vec index, Vec q_pos) {
+  if (has_bias(a)) s = bent(a, s);
+  if (a.alibi_slopes) s -= b.slope[row] * (index > q_pos ? index - q_pos : q_pos - index);
+  return s;
+}
+
 // Turns a row's scores of keys [key, key + n) into weights, as softmax_tile of the other kernel does.
 template <bool kOptions>
 void softmax_row(const AttentionForward& a, DecodeRows& b, int row, const RowOptions& with, float* scores, int64_t n,
                  int32_t key) {
   const Vec q_pos = splat(float(b.q_pos[row] - key)), first = splat(float(b.first[row] - key)),
             last = splat(float(b.last[row] - key));
-  const auto each = [&](auto&& f) FK_INLINE {
-    Vec index;
-    for (int i = 0; i < kLanes; ++i) index[i] = float(i);
-    for (int64_t j = 0; j < n; j += kLanes, index += float(kLanes)) f(scores + j, index, j);
-  };
+  const auto each = [&](auto&& f) FK_INLINE { each_register(scores, n, f); };
   const Vec end = splat(float(n));
-  const bool bias = has_bias(a);
-  const float unit = bias ? 1.0f : a.scale;  // scale of the values in `scores`
+  const float unit = has_bias(a) ? 1.0f : a.scale;  // scale of the values in `scores`
   Vec top = splat(kNone);
   each([&](float* p, Vec index, [[maybe_unused]] int64_t j) FK_INLINE {
-    Vec s = Whole::load(p);
-    if (bias) s = bent(a, s);
-    if (a.alibi_slopes) s -= b.slope[row] * (index > q_pos ? index - q_pos : q_pos - index);
+    Vec s = row_logit(a, b, row, Whole::load(p), index, q_pos);
     if constexpr (kOptions) {
       if (with.bias) s += Whole::load(with.bias + j);
       s = pick_keys(with.seen, j, s, kNone);
@@ -149,6 +157,24 @@ void softmax_rows(const AttentionForward& a, const AttentionTask& task, DecodeRo
   }
 }
 
+// Replaces the products of all rows by what a score function makes of them.
+void apply_program(const AttentionForward& a, const AttentionTask& task, const DecodeRows& b,
+                   const ScoreScratch& scratch, float* scores, int64_t ld, int64_t tile, int64_t n) {
+  constexpr int64_t kRoom = kAttentionDecodeKeys + kLanes;
+  float bias[kAttentionDecodeRows * kRoom];
+  if (a.bias) read_bias_rows(a, a.sequences[task.sequence], task.kv_head * a.group, b, tile, n, bias, kRoom);
+  for (int r = 0; r < b.count; ++r) {
+    const Vec q_pos = splat(float(b.q_pos[r] - int32_t(tile - task.key_begin)));
+    const float scale = has_bias(a) ? 1.0f : a.scale;
+    each_register(scores + r * ld, n, [&](float* p, Vec index, int64_t j) FK_INLINE {
+      Vec s = row_logit(a, b, r, Whole::load(p), index, q_pos) * scale;
+      if (a.bias) s += Whole::load(bias + r * kRoom + j);
+      Whole::store(p, s);
+    });
+  }
+  score_tile(*a.decode_program, scratch.blocks[0], scratch.tile, scores, ld, b.count, tile, n);
+}
+
 // The addresses of a tile's keys or values.
 template <class T> struct TileRows {
   const T* at[kAttentionDecodeKeys + kSums];
@@ -168,14 +194,17 @@ template <class T> struct TileRows {
 };
 
 template <int kRows, class T>
-void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b, const float* queries, float* out,
-            float* scores) {
+void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b, const ScoreScratch& program,
+            const float* queries, float* out, float* scores) {
   constexpr int kVecs = std::min(8, kSums / kRows);
   constexpr int64_t ld = kAttentionDecodeKeys + kSums;
   const AttentionSequence& s = a.sequences[task.sequence];
   const int64_t dv = round_up(a.head_dim_v, kAttentionPad);
   TileRows<T> rows_of_keys[2], values, *keys = rows_of_keys, *next = rows_of_keys + 1;
   int64_t tile_of_next = -1;
+  std::optional<AttentionForward> with_logits;
+  if (a.program) with_logits = finished(a);
+  const AttentionForward& after = a.program ? *with_logits : a;  // the options of softmax_row
   for (int64_t tile = b.key_begin; tile < b.key_end; tile += kAttentionDecodeKeys) {
     const int64_t n = std::min<int64_t>(kAttentionDecodeKeys, b.key_end - tile);
     const auto first_key = int32_t(tile - task.key_begin);
@@ -188,9 +217,10 @@ void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b,
     tile_of_next = next_tile;
     multiply_keys<kRows>(queries, round_up(a.head_dim, kAttentionPad), a.head_dim,
                          ScatteredStream<T>{keys->at, values.at}, n, scores, ld);
-    if (a.bias || a.aligned()) softmax_rows(a, task, b, scores, ld, tile, n);
+    if (a.program) apply_program(a, task, b, program, scores, ld, tile, n);
+    if (after.bias || a.aligned()) softmax_rows(after, task, b, scores, ld, tile, n);
     else
-      for (int r = 0; r < b.count; ++r) softmax_row<false>(a, b, r, {}, scores + r * ld, n, first_key);
+      for (int r = 0; r < b.count; ++r) softmax_row<false>(after, b, r, {}, scores + r * ld, n, first_key);
     for (int r = int(b.count); r < kRows; ++r) std::fill(scores + r * ld, scores + r * ld + n, 0.0f);
     add_all_values<kRows, kVecs>(scores, ld, ScatteredStream<T>{values.at, next->at}, n, b.scale, out, dv, 0,
                                  a.head_dim_v);
@@ -206,9 +236,12 @@ void attention_decode(const AttentionForward& a, const AttentionTask& task, floa
   const int64_t head = task.kv_head * a.group;
   const int64_t d = round_up(a.head_dim, kAttentionPad), dv = round_up(a.head_dim_v, kAttentionPad);
   float *queries = scratch, *out = queries + kAttentionDecodeRows * d, *scores = out + kAttentionDecodeRows * dv;
+  const ScoreScratch program(a.decode_program,
+                             scratch + attention_forward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr));
   DecodeRows b;
   b.set(a, s, task.sequence, head, task.row_begin, task.row_end, task.key_begin, task.key_end);
   if (a.drops()) b.words.dropout.set(a, b, task.sequence, head);
+  if (a.program) begin_scores(a, *a.decode_program, task.sequence, head, b, program.blocks[0]);
   std::fill(queries, scores, 0.0f);
   std::fill(b.scale, b.scale + kAttentionDecodeRows, 0.0f);
   std::fill(b.sums, b.sums + kAttentionDecodeRows, RowSums{kNone, 0.0f, 0.0f});
@@ -218,10 +251,10 @@ void attention_decode(const AttentionForward& a, const AttentionTask& task, floa
       read_row<float>(a.type, a.q, row_offset(a.q_strides, s, head, a.group, b.row + i), a.head_dim, queries + i * d,
                       d);
     order_queries<T>(queries, b.count, a.head_dim, d);
-    if (b.count > 4) attend<8, T>(a, task, b, queries, out, scores);
-    else if (b.count > 2) attend<4, T>(a, task, b, queries, out, scores);
-    else if (b.count > 1) attend<2, T>(a, task, b, queries, out, scores);
-    else attend<1, T>(a, task, b, queries, out, scores);
+    if (b.count > 4) attend<8, T>(a, task, b, program, queries, out, scores);
+    else if (b.count > 2) attend<4, T>(a, task, b, program, queries, out, scores);
+    else if (b.count > 1) attend<2, T>(a, task, b, program, queries, out, scores);
+    else attend<1, T>(a, task, b, program, queries, out, scores);
   });
   for (int64_t i = 0; i < b.count; ++i) write_row(a, task, b.row + i, b.sums[i], out + i * dv);
 }

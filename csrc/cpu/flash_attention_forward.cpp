@@ -1,5 +1,8 @@
 // Attention's forward pass. Compiled once per instruction set (see isa.h).
+#include <optional>
+
 #include "flash_attention_bias.h"
+#include "flash_attention_scores.h"
 #include "flash_attention_softmax.h"
 #include "flash_attention_weights.h"
 #include "transpose.h"
@@ -11,8 +14,10 @@ namespace {
 
 struct Scratch {
   float *queries, *out, *by_rows, *scores[2], *keys, *values, *value_pairs, *values_t[2], *bias, *bias_rows;
+  ScoreScratch program;
 
-  Scratch(const AttentionForward& a, float* p) {
+  Scratch(const AttentionForward& a, float* p)
+      : program(a.program, p + attention_forward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr)) {
     const int64_t d = round_up(a.head_dim, kAttentionPad), dv = round_up(a.head_dim_v, kAttentionPad);
     const auto take = [&](int64_t n) { return std::exchange(p, p + n); };
     queries = take(kAttentionBlocks * kAttentionRows * d);
@@ -69,7 +74,9 @@ template <class E> class Parts {
   Parts(const AttentionForward& a, const AttentionTask& task, const Scratch& scratch)
       : a_(a),
         task_(task),
-        scratch_(scratch) {}
+        scratch_(scratch) {
+    if (a.program) finished_ = finished(a);
+  }
 
   // Whether whole parts consist of whole tiles, as `add` needs.
   static bool tiled(const AttentionForward& a) {
@@ -120,7 +127,7 @@ template <class E> class Parts {
     Block& b = *part.block;
     const AttentionSequence& s = a_.sequences[task_.sequence];
     Hidden hidden = part.begin < b.full_begin || part.begin + part.n > b.full_end ? Hidden::edge : Hidden::nothing;
-    TileOptions with{b.words.seen, b.words.kept, nullptr, nullptr};
+    TileOptions with{b.words.seen, b.words.kept};
     if (a_.aligned()) {
       if (!a_.masked()) look(a_, task_, b, part.tile);
       hidden = b.words.finish(a_, b, part.tile);
@@ -129,13 +136,20 @@ template <class E> class Parts {
       read_bias_tile(a_, s, task_.kv_head * a_.group, b, part.begin, part.n, scratch_.bias_rows, scratch_.bias);
       with.bias = scratch_.bias;
     }
+    if (a_.program) {
+      finish_logits(a_, b, with.bias, part.scores, part.n, int32_t(part.begin - task_.key_begin), nullptr);
+      score_tile(*a_.program, b.program, scratch_.program.tile, part.scores, kAttentionRows, b.count, part.begin,
+                 part.n);
+      with.bias = nullptr;
+    }
+    const AttentionForward& a = a_.program ? *finished_ : a_;
     with_hidden(hidden, a_.drops(), [&](auto by, auto drops) {
       with_bools(
           [&](auto bias, auto entropy) {
             softmax_tile<E, by.value, drops.value, bias.value, entropy.value>(
-                a_, b, with, part.scores, part.n, int32_t(part.begin - task_.key_begin), scale_, queue_);
+                a, b, with, part.scores, part.n, int32_t(part.begin - task_.key_begin), scale_, queue_);
           },
-          has_bias(a_), a_.entropy != nullptr);
+          has_bias(a) || a_.program, a.entropy != nullptr);
     });
   }
 
@@ -172,6 +186,7 @@ template <class E> class Parts {
 #endif
 
   const AttentionForward& a_;
+  std::optional<AttentionForward> finished_;  // with a score function
   const AttentionTask& task_;
   const Scratch& scratch_;
   TileQueue queue_;
@@ -200,6 +215,10 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
     std::fill(b.out, b.out + dv * kAttentionRows, 0.0f);
     if (b.key_begin < b.key_end) read_queries<E>(a, s, head, b, scratch.by_rows);
     if (a.drops()) b.words.dropout.set(a, b, task.sequence, head);
+    if (a.program) {
+      b.program = scratch.program.blocks[n_blocks];
+      begin_scores(a, *a.program, task.sequence, head, b, b.program);
+    }
     key_begin = std::min(key_begin, b.key_begin);
     key_end = std::max(key_end, b.key_end);
   }

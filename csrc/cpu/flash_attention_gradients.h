@@ -5,6 +5,7 @@
 #include "flash_attention_bias.h"
 #include "flash_attention_dot.h"
 #include "flash_attention_pairs.h"
+#include "flash_attention_scores.h"
 #include "flash_attention_softmax.h"
 #include "flash_attention_words.h"
 #include "transpose.h"
@@ -20,9 +21,11 @@ struct GradientScratch {
   BFloat16* dscores_rows;    // with pairs: the same gradients, one row per key
   float *keys, *key_pairs, *values;
   float *bias, *bias_rows;  // if there is a bias: a tile, and the same in memory order or its gradient
+  ScoreScratch program;
   float* sums;
 
-  GradientScratch(const AttentionBackward& a, float* p) {
+  GradientScratch(const AttentionBackward& a, float* p)
+      : program(a.program, p + attention_backward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr)) {
     const int64_t d = round_up(a.head_dim, kAttentionPad), dv = round_up(a.head_dim_v, kAttentionPad);
     const auto take = [&](int64_t n) { return std::exchange(p, p + n); };
     queries = take(kAttentionRows * d);
@@ -40,7 +43,7 @@ struct GradientScratch {
     values = take(kAttentionKeys * dv);
     bias = take(a.bias ? kAttentionKeys * kAttentionRows : 0);
     bias_rows = take(a.bias ? kAttentionKeys * kAttentionRows : 0);
-    sums = p;
+    sums = p + score_scratch(a.program);
   }
 };
 
@@ -106,10 +109,14 @@ inline void multiply_decoded(const AttentionBackward& a, const GradientBlock& b,
 
 // Turns a tile's scores, in `weights`, into weights, and its matmul of output gradients and values, in `dscores`, into
 // score gradients without the factor `scale`. With E bfloat16 each takes half the memory; weights stay one row per key.
-template <class E, Hidden kHidden, bool kDrops, bool kBias>
+// How logits follow from the numbers of a tile: by the scale; as common/score.h defines; or they are there already.
+enum class Logits { scaled, biased, finished };
+
+template <class E, Hidden kHidden, bool kDrops, Logits kLogits>
 void differentiate_tile(const AttentionBackward& a, const GradientBlock& b, const GradientScratch& scratch,
                         const TileOptions& with, int64_t n, int32_t key) {
-  const Vec unit = splat(kBias ? 1.0f : a.scale);
+  constexpr bool kBias = kLogits == Logits::biased;
+  const Vec unit = splat(kLogits == Logits::scaled ? a.scale : 1.0f);
   for (int v = 0; v < b.vecs; ++v) {
     const Vec lse = Whole::load(b.lse + v * kLanes), lse_rest = Whole::load(b.lse_rest + v * kLanes);
     const Vec delta = Whole::load(b.delta + v * kLanes);
@@ -134,6 +141,14 @@ void differentiate_tile(const AttentionBackward& a, const GradientBlock& b, cons
       if constexpr (kBias) {
         if (with.dbias) Whole::store(with.dbias + j * kAttentionRows + v * kLanes, ds);
         if (FK_BENDS(a)) ds *= slope;
+      }
+      if constexpr (kLogits == Logits::finished) {
+        const auto at = [&](auto* tile) { return tile + j * kAttentionRows + v * kLanes; };
+        if (with.dresult) Whole::store(at(with.dresult), ds);
+        // What no gradient reaches adds none, whatever the derivative is.
+        if (with.slope) ds = ds == Vec{} ? ds : ds * Whole::load(at(with.slope));
+        if (with.dbias) Whole::store(at(with.dbias), ds);
+        if (with.bend) ds *= Whole::load(at(with.bend));
       }
       if constexpr (kDrops) p = lanes.pick(with.kept + j, p * a.dropout.scale, 0.0f);
     };
@@ -205,7 +220,7 @@ template <class E>
 void differentiate(const AttentionBackward& a, const AttentionSequence& s, int64_t head, GradientBlock& b,
                    const GradientScratch& scratch, int64_t key, int64_t n, int32_t counted, bool dbias) {
   Hidden hidden = key < b.full_begin || key + n > b.full_end ? Hidden::edge : Hidden::nothing;
-  TileOptions with{b.words.seen, b.words.kept, nullptr, nullptr};
+  TileOptions with{b.words.seen, b.words.kept};
   if (a.aligned()) {
     if (!a.masked()) b.words.look(a, s, head, b, key, n, counted);
     hidden = b.words.finish(a, b, key);
@@ -215,11 +230,50 @@ void differentiate(const AttentionBackward& a, const AttentionSequence& s, int64
     with.bias = scratch.bias;
     if (dbias) with.dbias = scratch.bias_rows;
   }
+  if (const ScorePlan* program = a.program) {
+    const ScoreScratch& of = scratch.program;
+    with.bend = FK_BENDS(a) ? of.tiles[0] : nullptr;
+    finish_logits(a, b, with.bias, scratch.weights, n, counted, of.tiles[0]);
+    score_tile(*program, of.blocks[0], of.tile, scratch.weights, kAttentionRows, b.count, key, n);
+    if (program->slope >= 0) with.slope = of.tile + program->registers[program->slope].offset;
+    if (!program->gradients.empty()) with.dresult = of.tiles[1];
+  }
   with_hidden(hidden, a.drops(), [&](auto by, auto drops) {
+    if (a.program)
+      return differentiate_tile<E, by.value, drops.value, Logits::finished>(a, b, scratch, with, n, counted);
     with_bools(
-        [&](auto bias) { differentiate_tile<E, by.value, drops.value, bias.value>(a, b, scratch, with, n, counted); },
+        [&](auto bias) {
+          constexpr Logits kLogits = bias.value ? Logits::biased : Logits::scaled;
+          differentiate_tile<E, by.value, drops.value, kLogits>(a, b, scratch, with, n, counted);
+        },
         has_bias(a));
   });
+}
+
+// Visits the tiles of a block of rows, from `row` on and before row_end, with keys [key_begin, key_end): calls
+// f(block, key, n) once weights and score gradients are in scratch, and the bias gradient if there is a bias.
+template <class E, class F>
+void for_each_gradient_tile(const AttentionBackward& a, int64_t sequence, int64_t kv_head, int64_t row, int64_t row_end,
+                            int64_t key_begin, int64_t key_end, const GradientScratch& scratch, F&& f) {
+  const AttentionSequence& s = a.sequences[sequence];
+  const int64_t head = kv_head * a.group;
+  const KeyTiles<E> tiles(a, s, kv_head);
+  GradientBlock b;
+  b.set(a, s, sequence, head, row, row_end, key_begin, key_end);
+  if (b.key_begin >= b.key_end) return;
+  if (a.drops()) b.words.dropout.set(a, b, sequence, head);
+  if (a.program) begin_scores(a, *a.program, sequence, head, b, scratch.program.blocks[0]);
+  const bool decoded = is_decoded(a, row, s.q_len * a.group);
+  read_block<E>(a, s, head, b, decoded, scratch);
+  for (int64_t key = b.key_begin; key < b.key_end; key += kAttentionKeys) {
+    const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - key);
+    const auto counted = int32_t(key - key_begin);
+    if (!looks_at(a, s, head, b, key, n, counted)) continue;
+    tiles.multiply_keys_of(b, decoded, key, n, tiles.keys(key, n, scratch.keys), scratch);
+    tiles.multiply_values_of(b, decoded, key, n, tiles.values(key, n, scratch.values), scratch);
+    differentiate<E>(a, s, head, b, scratch, key, n, counted, a.dbias != nullptr);
+    f(b, key, n);
+  }
 }
 
 }  // namespace FK_ISA

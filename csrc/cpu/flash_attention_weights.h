@@ -12,6 +12,7 @@ struct Block : BlockRows {
   float *queries, *out;  // transposed: [D, kAttentionRows], [Dv, kAttentionRows]
   alignas(64) float max[kAttentionRows], sum[kAttentionRows], entropy[kAttentionRows];
   BlockWords words;
+  float* program;  // what the rows determine of the score function
 };
 
 // How far a later logit may exceed the maximum that weights are relative to before earlier sums are rescaled. With AMX

@@ -273,6 +273,10 @@ struct TileOptions {
   const uint64_t *seen, *kept;  // words of keys
   const float* bias;            // [keys, kAttentionRows], or null
   float* dbias;                 // same for its gradient
+  // In the backward pass with a score function, the same or null: the derivatives of the result by the score and of the
+  // score by the product, and, written, the gradient of the result.
+  const float *slope, *bend;
+  float* dresult;
 };
 
 template <Hidden hidden> using HiddenBy = std::integral_constant<Hidden, hidden>;

@@ -43,6 +43,9 @@ inline void refuse_second_derivative(const char* op) {
 }
 
 inline bool requires_grad(const Tensor& t) { return t.requires_grad(); }
+inline bool requires_grad(at::TensorList ts) {
+  return std::any_of(ts.begin(), ts.end(), [](const Tensor& t) { return t.requires_grad(); });
+}
 inline bool requires_grad(const OptionalTensor& t) { return t.has_value() && t->requires_grad(); }
 
 // Whether autograd must record a call.

@@ -20,10 +20,10 @@ FourTensors fwd_meta(const Tensor& q, const Tensor& k, const Tensor& v, const At
   return empty_attention_fwd(q, v, options.packed(), save_lse, save_stats);
 }
 
-FiveTensors bwd_meta(const Tensor&, const OptionalTensor&, const Tensor& q, const Tensor& k, const Tensor& v,
-                     const Tensor&, const Tensor&, const AttentionOptions& options, bool need_dq, bool need_dk,
-                     bool need_dv, bool need_dsinks, bool need_dbias) {
-  return empty_attention_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias);
+SixTensors bwd_meta(const Tensor&, const OptionalTensor&, const Tensor& q, const Tensor& k, const Tensor& v,
+                    const Tensor&, const Tensor&, const AttentionOptions& options, bool need_dq, bool need_dk,
+                    bool need_dv, bool need_dsinks, bool need_dbias, Slots dscore_slots) {
+  return empty_attention_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias, dscore_slots);
 }
 
 FourTensors call_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options, bool save_lse,
@@ -35,15 +35,15 @@ FourTensors call_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const At
 class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
  public:
   // Indices in autograd's lists: forward's arguments, its results and the tensors that it saves.
-  enum Argument { kQ, kK, kV, kSinks, kBias, kOptions, kReturnLse, kReturnStats, kArguments };
+  enum Argument { kQ, kK, kV, kSinks, kBias, kOptions, kReturnLse, kReturnStats, kScoreTensors };
   enum Result { kOut, kLse, kEntropy, kMaxLogit };
   enum Saved { kSavedQ, kSavedK, kSavedV, kSavedOut, kSavedLse, kSavedOptions };
 
-  // The sinks and attn_mask are separate arguments: autograd looks for tensors that require gradients only among the
-  // arguments.
+  // The sinks, attn_mask and score_tensors are separate arguments: autograd looks for tensors that require gradients
+  // only among the arguments.
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                                const OptionalTensor& sinks, const OptionalTensor& bias, const AttentionOptions& options,
-                               bool return_lse, bool return_stats) {
+                               bool return_lse, bool return_stats, at::TensorList score_tensors) {
     ctx->set_materialize_grads(false);  // zeros would cost a pass, and would not be DTensors where the outputs are
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, lse, entropy, max_logit] = call_fwd(q, k, v, options, true, return_stats);
@@ -53,7 +53,8 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     // Through the dispatcher, unlike absent(): here tensors may be fake.
     lse = return_lse ? lse.to(at::kFloat) : at::empty({0}, q.options().dtype(at::kFloat));
     variable_list constants{entropy, max_logit};
-    const bool depends_on_inputs = requires_grad(q) || requires_grad(k) || requires_grad(sinks) || requires_grad(bias);
+    const bool depends_on_inputs = requires_grad(q) || requires_grad(k) || requires_grad(sinks) ||
+                                   requires_grad(bias) || requires_grad(score_tensors);
     if (!return_lse || !depends_on_inputs) constants.push_back(lse);  // lse does not depend on v
     ctx->mark_non_differentiable(constants);
     return {out, lse, entropy, max_logit};
@@ -67,7 +68,7 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
         load_options<AttentionOptions>(&saved[kSavedOptions], ctx->saved_data.at("options"));
     const OptionalTensor dlse = wrap(grads[kLse]);
     const bool has_dout = grads[kOut].defined();
-    variable_list result(kArguments);
+    variable_list result(kScoreTensors + options.score_tensors.size());
     if (!has_dout && !dlse.has_value()) return result;
     const Tensor dout = has_dout ? grads[kOut] : at::zeros_like(saved[kSavedOut]);
     NeedsGrad needs(ctx);
@@ -75,14 +76,24 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     const bool need_dv = needs.next() && has_dout;  // the gradient of lse does not reach v
     const bool need_dsinks = needs.next_if(options.sinks.has_value());
     const bool need_dbias = needs.next_if(options.attn_mask.has_value());
-    auto [dq, dk, dv, dsinks, dbias] =
+    Slots dscore_slots;
+    for (size_t slot = 0; slot < options.score_tensors.size(); ++slot)
+      if (needs.next()) dscore_slots.push_back(static_cast<int64_t>(slot));
+    auto [dq, dk, dv, dsinks, dbias, dscore] =
         op(dout, dlse, saved[kSavedQ], saved[kSavedK], saved[kSavedV], saved[kSavedOut], saved[kSavedLse], options,
-           need_dq, need_dk, need_dv, need_dsinks, need_dbias);
+           need_dq, need_dk, need_dv, need_dsinks, need_dbias, dscore_slots);
     if (need_dq) result[kQ] = dq;
     if (need_dk) result[kK] = dk;
     if (need_dv) result[kV] = dv;
     if (need_dsinks) result[kSinks] = dsinks;
     if (need_dbias) result[kBias] = dbias;
+    c10::SymInt at = 0;
+    for (int64_t slot : dscore_slots) {
+      const Tensor& t = options.score_tensors[slot];
+      const c10::SymInt end = at + t.sym_numel();
+      result[kScoreTensors + slot] = dscore.slice_symint(0, at, end).view_symint(t.sym_sizes()).to(t.scalar_type());
+      at = end;
+    }
     return result;
   }
 };
@@ -92,13 +103,14 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
 FourTensors flash_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options,
                             bool return_lse, bool return_stats) {
   using F = flash_attention_schema::AttentionFunction;
-  if (!any_requires_grad(q, k, v, options.sinks, options.attn_mask)) {
+  if (!any_requires_grad(q, k, v, options.sinks, options.attn_mask, at::TensorList(options.score_tensors))) {
     auto results = flash_attention_schema::call_fwd(q, k, v, options, return_lse, return_stats);
     if (return_lse) std::get<F::kLse>(results) = std::get<F::kLse>(results).to(at::kFloat);
     return results;
   }
   TORCH_CHECK_VALUE(!options.paged(), "block_table does not support gradients");
-  const auto results = F::apply(q, k, v, options.sinks, options.attn_mask, options, return_lse, return_stats);
+  const auto results = F::apply(q, k, v, options.sinks, options.attn_mask, options, return_lse, return_stats,
+                                at::TensorList(options.score_tensors));
   return {results[F::kOut], results[F::kLse], results[F::kEntropy], results[F::kMaxLogit]};
 }
 
@@ -108,8 +120,9 @@ TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   define_operator(m, "flash_attention(" + inputs + options + ", bool return_lse, bool return_stats)" + results);
   define_operator(m, "flash_attention_fwd(" + inputs + options + ", bool save_lse, bool save_stats)" + results);
   define_operator(m, "flash_attention_bwd(Tensor dout, Tensor? dlse, " + inputs + "Tensor out, Tensor lse, " + options +
-                         ", bool need_dq, bool need_dk, bool need_dv, bool need_dsinks, bool need_dbias) "
-                         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias)");
+                         ", bool need_dq, bool need_dk, bool need_dv, bool need_dsinks, bool need_dbias, "
+                         "int[] dscore_slots) "
+                         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias, Tensor dscore)");
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {

@@ -14,7 +14,8 @@
 namespace foundry {
 
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using SixTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Slots = std::vector<int64_t>;  // which of score_tensors
 
 // The tensor must broadcast to these four sizes.
 inline void check_broadcasts(const char* name, const Tensor& t, const std::vector<c10::SymInt>& sizes) {
@@ -76,6 +77,16 @@ inline void check_pages(const AttentionOptions& options, const c10::SymInt& batc
   if (options.leftpad_k.has_value()) check("leftpad_k", options.leftpad_k, 1);
 }
 
+// score_mod is a program of ops/flash_attention/score_program, which begins with the number of its tensors.
+inline void check_score_mod(const AttentionOptions& options, const Tensor& q) {
+  const size_t wanted = options.score_mod.empty() ? 0 : static_cast<size_t>(options.score_mod[0]);
+  TORCH_CHECK_VALUE(options.score_tensors.size() == wanted, "score_tensors must be ", wanted, " tensors; got ",
+                    options.score_tensors.size());
+  for (const Tensor& t : options.score_tensors)
+    TORCH_CHECK_VALUE(t.device() == q.device(), "score_tensors must be on q's device ", q.device(), "; got ",
+                      t.device());
+}
+
 // q is [B, H, T, D], or packed [total_q, H, D] with cu_seqlens. Dimension 1 indexes heads in both.
 inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options) {
   const OptionalTensor &cu_seqlens_q = options.cu_seqlens_q, &cu_seqlens_k = options.cu_seqlens_k;
@@ -116,6 +127,7 @@ inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
                       sinks->sym_sizes());
   check_masks(q, k, options);
   check_dropout(options, batch, q.sym_size(1));
+  check_score_mod(options, q);
 }
 
 // [B, H, T, Dv] of q's dtype, dense in q's storage order; [total_q, H, Dv] contiguous.
@@ -140,19 +152,32 @@ inline FourTensors empty_attention_fwd(const Tensor& q, const Tensor& v, bool pa
           row_tensor(save_stats, at::kFloat), row_tensor(save_stats, at::kFloat)};
 }
 
-// dq, dk, dv, dsinks and dbias, each with the layout of its input. A gradient that is not needed is empty.
-inline FiveTensors empty_attention_bwd(const Tensor& q, const Tensor& k, const Tensor& v,
-                                       const AttentionOptions& options, bool need_dq, bool need_dk, bool need_dv,
-                                       bool need_dsinks, bool need_dbias) {
+// dq, dk, dv, dsinks and dbias, each with the layout of its input. A gradient that is not needed is empty. dscore is
+// float, the gradients of these slots of score_tensors one after the other, each as if its tensor were contiguous.
+inline SixTensors empty_attention_bwd(const Tensor& q, const Tensor& k, const Tensor& v,
+                                      const AttentionOptions& options, bool need_dq, bool need_dk, bool need_dv,
+                                      bool need_dsinks, bool need_dbias, const Slots& dscore_slots) {
   const OptionalTensor &sinks = options.sinks, &bias = options.attn_mask;
   TORCH_CHECK_VALUE(!need_dsinks || sinks.has_value(), "there are no sinks to give a gradient for");
   TORCH_CHECK_VALUE(!need_dbias || (bias.has_value() && bias->is_floating_point()),
                     "there is no bias to give a gradient for");
+  c10::SymInt numbers = 0;
+  for (int64_t slot : dscore_slots) {
+    TORCH_CHECK_VALUE(0 <= slot && slot < static_cast<int64_t>(options.score_tensors.size()),
+                      "dscore_slots must be indices of score_tensors; got ", slot);
+    numbers += options.score_tensors[slot].sym_numel();
+  }
+  const Tensor dscore =
+      dscore_slots.empty() ? absent(q, at::kFloat) : at::empty_symint({numbers}, q.options().dtype(at::kFloat));
   const auto like = [&](const Tensor& t, bool wanted) {
     return wanted ? empty_in_storage_order(t) : absent(t, t.scalar_type());
   };
-  return {like(q, need_dq), like(k, need_dk), like(v, need_dv), like(sinks.value_or(q), need_dsinks),
-          like(bias.value_or(q), need_dbias)};
+  return {like(q, need_dq),
+          like(k, need_dk),
+          like(v, need_dv),
+          like(sinks.value_or(q), need_dsinks),
+          like(bias.value_or(q), need_dbias),
+          dscore};
 }
 
 inline HeadStrides head_strides(const Tensor& t) {

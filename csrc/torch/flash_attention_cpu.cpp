@@ -12,6 +12,7 @@
 #include "../cpu/processor.h"
 #include "cpu_common.h"
 #include "flash_attention.h"
+#include "score_program.h"
 #include "task_queue.h"
 
 namespace foundry {
@@ -91,6 +92,8 @@ std::vector<AttentionSequence> sequences_of(const Tensor& q, const Tensor& k, co
 struct KeepAlive {
   Tensor q, k, v, block_table, alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_heads;
   std::vector<AttentionSequence> sequences;
+  std::vector<ScoreTensor> score_tensors;
+  ScorePlan program, decode_program;
 };
 
 void set_masks(AttentionInputs& a, KeepAlive& keep, const OptionalTensor& attn_mask, const OptionalTensor& mask_tiles,
@@ -114,25 +117,38 @@ void set_masks(AttentionInputs& a, KeepAlive& keep, const OptionalTensor& attn_m
   }
 }
 
-AttentionDropout dropout_of(KeepAlive& keep, double p, const Tensor& seed, const OptionalTensor& heads,
-                            int64_t n_heads) {
+AttentionDropout dropout_of(double p, const Tensor& seed) {
   constexpr double kWords = 65536;
   const double threshold = std::min(std::nearbyint(p * kWords), kWords - 1);
-  AttentionDropout dropout{static_cast<uint64_t>(*seed.const_data_ptr<int64_t>()), static_cast<uint32_t>(threshold),
-                           static_cast<float>(kWords / (kWords - threshold)), nullptr, n_heads};
-  if (heads.has_value()) {
-    keep.dropout_heads = heads->contiguous();
-    dropout.heads = keep.dropout_heads.const_data_ptr<int64_t>();
-  }
-  return dropout;
+  return {static_cast<uint64_t>(*seed.const_data_ptr<int64_t>()), static_cast<uint32_t>(threshold),
+          static_cast<float>(kWords / (kWords - threshold)), nullptr, 0};
+}
+
+// `slope`: the backward pass, which reads the derivative by the score too.
+void set_program(AttentionInputs& a, KeepAlive& keep, const AttentionOptions& options, bool slope) {
+  keep.score_tensors = score_tensors_of(options.score_tensors);
+  const auto plan = [&](bool keys_in_lanes) {
+    return plan_scores(options.score_mod, keep.score_tensors, {a.group > 1, keys_in_lanes, slope, {}});
+  };
+  keep.program = plan(false);
+  a.program = &keep.program;
+  if (slope) return;
+  keep.decode_program = plan(true);
+  a.decode_program = &keep.decode_program;
+}
+
+// Floats of scratch for a score function.
+int64_t program_scratch(const AttentionInputs& a) {
+  return std::max(score_scratch(a.program), score_scratch(a.decode_program));
 }
 
 void set_inputs(AttentionInputs& a, KeepAlive& keep, const Tensor& q, const Tensor& k, const Tensor& v,
-                const AttentionOptions& options) {
+                const AttentionOptions& options, bool backward) {
   // Names every option, so that adding one that is not handled here does not compile.
   const auto& [cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k, scale,
                window_left, window_right, softcap, alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_p,
-               dropout_seed, dropout_heads, bottom_right, deterministic, batch_invariant] = options;
+               dropout_seed, dropout_heads, score_mod, score_tensors, bottom_right, deterministic, batch_invariant] =
+      options;
   keep.q = unit_last_stride(q);
   keep.k = unit_last_stride(k);
   keep.v = unit_last_stride(v);
@@ -165,7 +181,13 @@ void set_inputs(AttentionInputs& a, KeepAlive& keep, const Tensor& q, const Tens
     a.sinks = keep.sinks.const_data_ptr<float>();
   }
   set_masks(a, keep, attn_mask, mask_tiles, mask_bits);
-  if (dropout_p.has_value()) a.dropout = dropout_of(keep, *dropout_p, *dropout_seed, dropout_heads, q.size(1));
+  if (dropout_p.has_value()) a.dropout = dropout_of(*dropout_p, *dropout_seed);
+  if (dropout_heads.has_value()) {
+    keep.dropout_heads = dropout_heads->contiguous();
+    a.dropout.heads = keep.dropout_heads.const_data_ptr<int64_t>();
+    a.dropout.n_heads = q.size(1);
+  }
+  if (!score_mod.empty()) set_program(a, keep, options, backward);
   const auto side = [](const OptionalInt& n) {
     return n.has_value() ? std::min(n->guard_int(__FILE__, __LINE__), kUnbounded) : kUnbounded;
   };
@@ -193,7 +215,7 @@ FourTensors fwd_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Att
   advise_huge_pages(out);
   AttentionForward a{};
   KeepAlive keep;
-  set_inputs(a, keep, q, k, v, options);
+  set_inputs(a, keep, q, k, v, options, false);
   a.out = out.mutable_data_ptr();
   a.out_strides = head_strides(out);
   a.lse = save_lse ? lse.mutable_data_ptr<double>() : nullptr;
@@ -211,16 +233,17 @@ FourTensors fwd_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Att
   const auto combine = FK_CHOOSE_ISA(attention_combine);
   std::vector<std::atomic<int64_t>> done(num_splits > 1 ? n_tasks / num_splits : 0);
   std::atomic<int64_t> next{0};
-  on_threads(n_tasks, work_of(a, keep), attention_forward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr),
-             [&](float* scratch) {
-               for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
-                 kernel(a, all.tasks[i], scratch);
-                 // The thread that finishes the last split of some rows combines them: waking threads again would cost
-                 // more.
-                 if (num_splits > 1 && done[i / num_splits].fetch_add(1, std::memory_order_acq_rel) == num_splits - 1)
-                   combine(a, all.tasks[i / num_splits * num_splits], num_splits);
-               }
-             });
+  const int64_t scratch_floats =
+      attention_forward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr) + program_scratch(a);
+  on_threads(n_tasks, work_of(a, keep), scratch_floats, [&](float* scratch) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
+      kernel(a, all.tasks[i], scratch);
+      // The thread that finishes the last split of some rows combines them: waking threads again would cost
+      // more.
+      if (num_splits > 1 && done[i / num_splits].fetch_add(1, std::memory_order_acq_rel) == num_splits - 1)
+        combine(a, all.tasks[i / num_splits * num_splits], num_splits);
+    }
+  });
   return {out, lse, entropy, max_logit};
 }
 
@@ -274,7 +297,7 @@ void compute_dqkv(AttentionBackward& a, const KeepAlive& keep) {
   for (const auto& task : all.tasks)
     if (task.sums < 0) own_keys = std::max(own_keys, task.key_end);
   const int64_t scratch = attention_backward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr) +
-                          a.dk_sums(own_keys) + a.dv_sums(own_keys);
+                          a.dk_sums(own_keys) + a.dv_sums(own_keys) + program_scratch(a);
   const auto kernel = FK_CHOOSE_ISA_OF(attention_isa(a.batch_invariant), attention_backward);
   TaskQueue queue(all.tasks);
   on_threads(static_cast<int64_t>(all.tasks.size()), work, scratch, [&](float* memory) {
@@ -292,7 +315,8 @@ bool is_own(const Tensor& dbias, const Tensor& q, const Tensor& k) {
 void compute_dbias(const AttentionBackward& a, const KeepAlive& keep) {
   const auto tasks = bias_tasks(a, static_cast<int64_t>(keep.sequences.size()), keep.k.size(1));
   const auto n_tasks = static_cast<int64_t>(tasks.size());
-  const int64_t scratch = attention_backward_scratch(a.head_dim, a.head_dim_v, true) + attention_bias_sums(a.group);
+  const int64_t scratch =
+      attention_backward_scratch(a.head_dim, a.head_dim_v, true) + attention_bias_sums(a.group) + program_scratch(a);
   const auto kernel = FK_CHOOSE_ISA_OF(attention_isa(a.batch_invariant), attention_bias_gradient);
   std::atomic<int64_t> next{0};
   on_threads(n_tasks, work_of(a, keep), scratch, [&](float* memory) {
@@ -300,24 +324,125 @@ void compute_dbias(const AttentionBackward& a, const KeepAlive& keep) {
   });
 }
 
-FiveTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tensor& q, const Tensor& k, const Tensor& v,
-                    const Tensor& out, const Tensor& lse, const AttentionOptions& options, bool need_dq, bool need_dk,
-                    bool need_dv, bool need_dsinks, bool need_dbias) {
+// How the gradients of captured tensors are split into tasks and summed. A task adds to sums of its own in a fixed
+// order; sums that several tasks have a copy of are added at the end, in the order of the tasks. The split depends on
+// shapes alone.
+struct ScoreSums {
+  static constexpr int64_t kMostCopied = 1 << 21;  // numbers, 16 MiB: beyond, tasks that share elements are one
+  static constexpr int64_t kParts = 3;             // sequences, key-value heads, rows
+
+  std::vector<AttentionBiasTask> tasks;
+  std::vector<std::vector<int64_t>> copy_of;  // [task][which tensor]
+  std::vector<int64_t> numel, copies;
+
+  ScoreSums(const AttentionBackward& a, const KeepAlive& keep, const AttentionOptions& options, const Slots& slots) {
+    int64_t rows = 0;
+    for (const AttentionSequence& s : keep.sequences) rows = std::max(rows, s.q_len * a.group);
+    const auto n_sequences = static_cast<int64_t>(keep.sequences.size());
+    const int64_t kv_heads = keep.k.size(1), n_heads = kv_heads * a.group;
+    const int64_t row_step =
+        kTaskRows * a.group;  // whole tokens, and a multiple of the rows that attention_decode takes
+    const int64_t most[kParts] = {n_sequences, kv_heads, (rows + row_step - 1) / row_step};
+    const int64_t numbers[kParts] = {n_sequences, n_heads, rows / a.group};
+    for (int64_t slot : slots) numel.push_back(options.score_tensors[slot].numel()), copies.push_back(1);
+    int64_t parts[kParts];
+    std::vector<bool> shared[kParts];
+    for (int part = 0; part < kParts; ++part) {
+      int64_t copied = 0;
+      for (size_t i = 0; i < slots.size(); ++i) {
+        shared[part].push_back(!has_own(a, options.score_tensors[slots[i]], int(i), part, numbers[part]));
+        if (shared[part][i]) copied += numel[i] * copies[i];
+      }
+      parts[part] = copied * most[part] <= kMostCopied ? std::max<int64_t>(1, most[part]) : 1;
+      for (size_t i = 0; i < slots.size(); ++i)
+        if (shared[part][i]) copies[i] *= parts[part];
+    }
+    int64_t at[kParts];
+    for (at[0] = 0; at[0] < parts[0]; ++at[0])
+      for (at[1] = 0; at[1] < parts[1]; ++at[1])
+        for (at[2] = 0; at[2] < parts[2]; ++at[2]) {
+          const auto range = [&](int part, int64_t all, int64_t step) {
+            return parts[part] == 1 ? std::pair(int64_t(0), all)
+                                    : std::pair(at[part] * step, std::min((at[part] + 1) * step, all));
+          };
+          const auto sequence = range(0, n_sequences, 1), head = range(1, kv_heads, 1), row = range(2, rows, row_step);
+          tasks.push_back({sequence.first, sequence.second, head.first, head.second, row.first, row.second, 0, 0});
+          std::vector<int64_t> copy(slots.size(), 0);
+          for (size_t i = 0; i < slots.size(); ++i)
+            for (int part = 0; part < kParts; ++part)
+              if (shared[part][i]) copy[i] = copy[i] * parts[part] + at[part];
+          copy_of.push_back(std::move(copy));
+        }
+  }
+
+  // Whether different sequences, heads or queries (the part) read different elements of tensor i. `n`: how many there
+  // are.
+  static bool has_own(const AttentionBackward& a, const Tensor& tensor, int i, int part, int64_t n) {
+    if (a.dropout.heads && part < 2) return false;  // they have other numbers
+    int dim = -1;
+    for (const ScoreGradient& g : a.program->gradients) {
+      if (g.sums != i) continue;
+      if (g.indexed_by[part] < 0 || (dim >= 0 && dim != g.indexed_by[part])) return false;
+      dim = g.indexed_by[part];
+    }
+    return dim >= 0 && tensor.size(dim) >= n;
+  }
+};
+
+void compute_dscore(AttentionBackward a, const KeepAlive& keep, const AttentionOptions& options, const Slots& slots,
+                    const Tensor& dscore) {
+  const ScorePlan program = plan_scores(options.score_mod, keep.score_tensors, {a.group > 1, false, true, slots});
+  a.program = &program;
+  a.dbias = nullptr;
+  const ScoreSums split(a, keep, options, slots);
+  std::vector<Tensor> sums;
+  for (size_t i = 0; i < slots.size(); ++i) sums.push_back(at::zeros({split.copies[i], split.numel[i]}, at::kDouble));
+  const auto n_tasks = static_cast<int64_t>(split.tasks.size());
+  const int64_t scratch =
+      attention_backward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr) + score_scratch(a.program);
+  const auto kernel = FK_CHOOSE_ISA_OF(attention_isa(a.batch_invariant), attention_score_gradient);
+  std::atomic<int64_t> next{0};
+  on_threads(n_tasks, work_of(a, keep), scratch, [&](float* memory) {
+    std::vector<double*> own(slots.size());
+    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
+      for (size_t i = 0; i < slots.size(); ++i)
+        own[i] = sums[i].mutable_data_ptr<double>() + split.copy_of[task][i] * split.numel[i];
+      kernel(a, split.tasks[task], own.data(), memory);
+    }
+  });
+  float* out = dscore.mutable_data_ptr<float>();
+  for (size_t i = 0; i < slots.size(); out += split.numel[i++]) {
+    const int64_t n = split.numel[i], copies = split.copies[i];
+    const double* from = sums[i].const_data_ptr<double>();
+    at::parallel_for(0, n, kGrain, [&](int64_t begin, int64_t end) {
+      for (int64_t e = begin; e < end; ++e) {
+        double sum = 0.0;
+        for (int64_t c = 0; c < copies; ++c) sum += from[c * n + e];
+        out[e] = static_cast<float>(sum);
+      }
+    });
+  }
+}
+
+SixTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const Tensor& out, const Tensor& lse, const AttentionOptions& options, bool need_dq, bool need_dk,
+                   bool need_dv, bool need_dsinks, bool need_dbias, Slots dscore_slots) {
   check_attention(q, k, v, options);
   TORCH_CHECK_VALUE(!options.paged(), "block_table does not support gradients");
-  auto [dq, dk, dv, dsinks, dbias] =
-      empty_attention_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias);
-  if (q.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_(), dbias.zero_()};
+  auto [dq, dk, dv, dsinks, dbias, dscore] =
+      empty_attention_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias, dscore_slots);
+  if (q.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_(), dbias.zero_(), dscore.zero_()};
   for (const Tensor* t : {&dq, &dk, &dv}) advise_huge_pages(*t);
   AttentionBackward a{};
   KeepAlive keep;
-  set_inputs(a, keep, q, k, v, options);
+  set_inputs(a, keep, q, k, v, options, true);
   const Tensor dout = unit_last_stride(dout_), dlse = dlse_.has_value() ? dlse_->contiguous() : Tensor();
   const Tensor delta = at::empty_like(lse, at::kFloat);
   const AttentionDelta d = delta_args(a, q, out, dout, lse, dlse, delta);
   compute_delta(d, keep);
   if (need_dsinks) compute_dsinks(d, keep, dsinks);
-  if (!need_dq && !need_dk && !need_dv && !need_dbias) return {dq, dk, dv, dsinks, dbias};
+  if (!need_dq && !need_dk && !need_dv && !need_dbias && dscore_slots.empty())
+    return {dq, dk, dv, dsinks, dbias, dscore};
 
   a.dout = d.dout;
   a.dout_strides = d.dout_strides;
@@ -341,7 +466,8 @@ FiveTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tens
     if (!a.own_dbias) compute_dbias(a, keep);
   }
   if (need_dqkv) compute_dqkv(a, keep);
-  return {dq, dk, dv, dsinks, dbias};
+  if (!dscore_slots.empty()) compute_dscore(a, keep, options, dscore_slots, dscore);
+  return {dq, dk, dv, dsinks, dbias, dscore};
 }
 
 }  // namespace flash_attention_cpu

@@ -65,7 +65,9 @@ void set_inputs(cuda::AttentionInputs& a, KeepAlive& keep, const Tensor& q_, con
   // Names every option, so that adding one that is not handled here does not compile.
   const auto& [cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k, scale,
                window_left, window_right, softcap, alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_p,
-               dropout_seed, dropout_heads, bottom_right, deterministic, batch_invariant] = options;
+               dropout_seed, dropout_heads, score_mod, score_tensors, bottom_right, deterministic, batch_invariant] =
+      options;
+  TORCH_CHECK_NOT_IMPLEMENTED(score_mod.empty(), "the CUDA kernels of attention do not support score_mod");
   const Tensor q = unit_last_stride(q_), k = unit_last_stride(k_), v = unit_last_stride(v_);
   a.q = keep("q", q), a.k = keep("k", k), a.v = keep("v", v);
   a.q_strides = head_strides(q), a.k_strides = head_strides(k), a.v_strides = head_strides(v);
@@ -131,13 +133,13 @@ FourTensors fwd_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const At
   return {out, lse, entropy, max_logit};
 }
 
-FiveTensors bwd_cuda(const Tensor& dout_, const OptionalTensor& dlse, const Tensor& q, const Tensor& k, const Tensor& v,
-                     const Tensor& out, const Tensor& lse, const AttentionOptions& options, bool need_dq, bool need_dk,
-                     bool need_dv, bool need_dsinks, bool need_dbias) {
+SixTensors bwd_cuda(const Tensor& dout_, const OptionalTensor& dlse, const Tensor& q, const Tensor& k, const Tensor& v,
+                    const Tensor& out, const Tensor& lse, const AttentionOptions& options, bool need_dq, bool need_dk,
+                    bool need_dv, bool need_dsinks, bool need_dbias, Slots dscore_slots) {
   check_attention(q, k, v, options);
-  auto [dq, dk, dv, dsinks, dbias] =
-      empty_attention_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias);
-  if (q.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_(), dbias.zero_()};
+  auto [dq, dk, dv, dsinks, dbias, dscore] =
+      empty_attention_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias, dscore_slots);
+  if (q.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_(), dbias.zero_(), dscore.zero_()};
   const OnDevice device(q);
   cuda::AttentionBackward a{};
   KeepAlive keep;
@@ -170,7 +172,7 @@ FiveTensors bwd_cuda(const Tensor& dout_, const OptionalTensor& dlse, const Tens
   }
   if (hopper_attention::backward(a, options.deterministic, device, q, keep.named)) {
     if (need_dsinks) dsinks.copy_(sink_sums);
-    return {dq, dk, dv, dsinks, dbias};
+    return {dq, dk, dv, dsinks, dbias, dscore};
   }
   Tensor numbers;
   if (cuda::backward_in_tiles(a)) {
@@ -179,7 +181,7 @@ FiveTensors bwd_cuda(const Tensor& dout_, const OptionalTensor& dlse, const Tens
   }
   check_cuda(cuda::attention_backward(a, device.stream()), "attention backward");
   if (need_dsinks) dsinks.copy_(sink_sums);
-  return {dq, dk, dv, dsinks, dbias};
+  return {dq, dk, dv, dsinks, dbias, dscore};
 }
 
 // How many passes the kernels of csrc/cuda/hopper have run, for tests of dispatch.

@@ -67,7 +67,7 @@ class Plan:
 
 
 def launch(kernel: Any, plan: Plan, *tensors: Any) -> None:
-    """``kernel[plan.grid](*tensors, *plan.numbers, **plan.constants)``; a tensor may be None."""
+    """``kernel[plan.grid](*tensors, *plan.numbers, **plan.constants)``; a tensor may be None, or a tuple of tensors."""
     if not (DIRECT and type(kernel) is JITFunction and _undisturbed(kernel)):
         # The interpreter ignores arguments that a kernel does not have; a compiled kernel refuses them.
         if unknown := plan.constants.keys() - _OPTIONS - set(getattr(kernel, "arg_names", plan.constants)):
@@ -105,7 +105,10 @@ def _pointers_in_python(kernel: Any, device: int, tensors: tuple[Any, ...]) -> P
     kinds: list[Any] = []
     taken: list[Any] = []
     for x in tensors:
-        if isinstance(x, Tensor):
+        if isinstance(x, tuple):
+            for many, one in zip((kinds, taken), _pointers_in_python(kernel, device, x), strict=True):
+                many.append(one)
+        elif isinstance(x, Tensor):
             address = x.data_ptr()
             kinds += (x.dtype, address % 16 == 0, x.is_cpu)
             taken.append(x if x.is_cpu else address)  # Triton's launcher refuses a tensor on a CPU

@@ -75,7 +75,7 @@ def define(
     tensors: list[tuple[int, int | None]] = []  # (argument, its field if it is an object)
     for i, kind in enumerate(layout):
         if kind is not None:
-            tensors += [(i, at) for at in kind._tensors_at]
+            tensors += [(i, at) for at in (*kind._tensors_at, *kind._lists_at)]
         elif "Tensor" in types[taken[i]]:
             tensors.append((i, None))
 
@@ -112,8 +112,8 @@ def _asked_by_position(tensors: list[tuple[int, int | None]]) -> Callable[[tuple
             return None
         first = None
         for i, at in tensors:
-            x = args[i] if at is None else args[i][at]
-            if x is not None:
+            given = args[i] if at is None else args[i][at]
+            for x in given if type(given) is tuple else () if given is None else (given,):
                 if type(x) not in _PLAIN_TYPES or _keys(x).raw_repr() & _FOREIGN:
                     return None
                 first = x if first is None else first

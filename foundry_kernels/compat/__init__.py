@@ -2,16 +2,18 @@
 
 The functions `flash_attn_*`, `apply_rotary_emb*` and those of `bert_padding` have flash-attn 2's signatures, with
 tokens before heads; those of `flash_attn_3` have FlashAttention 3's; `scaled_dot_product_attention`, `varlen_attn`,
-`cross_entropy`, `linear_cross_entropy` and `layer_norm` have PyTorch's; `selective_log_softmax` and
-`entropy_from_logits` have TRL's. `use_sdpa` replaces PyTorch's
-`scaled_dot_product_attention` in the whole process. Functions that compute take one more argument, `backend`, and are a
-thin layer over :func:`foundry_kernels.flash_attention` and similar functions. They refuse unsupported arguments, and
+`flex_attention`, `cross_entropy`, `linear_cross_entropy` and `layer_norm` have PyTorch's; `selective_log_softmax` and
+`entropy_from_logits` have TRL's. `use_sdpa` replaces PyTorch's `scaled_dot_product_attention` in the whole process,
+`use_flex_attention` its `flex_attention`. Functions that compute take one more argument, `backend`, and are a thin
+layer over :func:`foundry_kernels.flash_attention` and similar functions. They refuse unsupported arguments, and
 the error names an alternative.
 """
 
 from foundry_kernels.compat import bert_padding, flash_attn_3, torch_flash
 from foundry_kernels.compat.activation import gelu, silu
 from foundry_kernels.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
+from foundry_kernels.compat.flex import flex_attention
+from foundry_kernels.compat.flex_switch import use_flex_attention
 from foundry_kernels.compat.kvcache import flash_attn_with_kvcache
 from foundry_kernels.compat.log_probs import entropy_from_logits, selective_log_softmax
 from foundry_kernels.compat.loss import cross_entropy, linear_cross_entropy
@@ -44,6 +46,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
     "gelu",
     "layer_norm",
     "linear_cross_entropy",
@@ -51,6 +54,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "selective_log_softmax",
     "silu",
+    "use_flex_attention",
     "use_sdpa",
     "varlen_attn",
 ]

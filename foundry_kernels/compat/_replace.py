@@ -12,14 +12,14 @@ import torch.nn.functional as F
 
 
 class Replacement:
-    """The function `own` of `torch.nn.functional`, and `routed`, which replaces it.
+    """The function `own` of PyTorch's module `home`, and `routed`, which replaces it.
 
-    It is replaced in `torch.nn.functional`, where torch's own modules look it up at each call, and under any name in
-    modules that have imported it. TorchScript is not routed: it compiles the builtin `own`.
+    It is replaced in `home`, where torch's own modules look it up at each call, and under any name in modules that have
+    imported it. TorchScript is not routed: it compiles the builtin `own`.
     """
 
-    def __init__(self, own: Any, routed: Any) -> None:
-        self.own, self.routed = own, routed
+    def __init__(self, own: Any, routed: Any, home: ModuleType = F) -> None:
+        self.own, self.routed, self.home = own, routed, home
         self.replaced: list[tuple[ModuleType, str]] = []
         # This is permanent and not part of `put`, because a module that imported `routed` keeps it.
         _name_for_torchscript(own, routed)
@@ -27,7 +27,7 @@ class Replacement:
     def put(self) -> None:
         # torch's own modules compare functions with what is in torch._C.
         modules = [m for n, m in list(sys.modules.items()) if n.split(".")[0] not in ("torch", "foundry_kernels")]
-        for module in (F, *modules):
+        for module in (self.home, *modules):
             for name, value in list(getattr(module, "__dict__", {}).items()):
                 if value is self.own:
                     setattr(module, name, self.routed)

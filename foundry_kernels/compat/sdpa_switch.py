@@ -61,7 +61,7 @@ def routed(
     """This package's function while a switch is on. A module that imports it then keeps it afterwards, so it checks the
     switch."""
     tensors = (query, key, value, attn_mask)
-    if _backend is None or _stays(query, key, value):
+    if _backend is None or stays(query, key, value):
         return TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if has_torch_function(tensors):
         return handle_torch_function(
@@ -73,7 +73,7 @@ def routed(
     )
 
 
-def _stays(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def stays(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether PyTorch's function is called, which then raises its own errors."""
     if not isinstance(query, Tensor) or no_kernel(query, key, value):
         return True

@@ -33,6 +33,8 @@ SCHEMA_TYPES: dict[Any, str] = {
     float | None: "float?",
     bool: "bool",
     str: "str",
+    tuple[int, ...] | None: "int[]?",
+    tuple[Tensor, ...] | None: "Tensor[]?",
 }
 
 
@@ -60,7 +62,10 @@ class _OptionsMeta(type):
             raise TypeError(f"{name}: its fields must have the types of SCHEMA_TYPES; got {made.__annotations__}")
         made.SCHEMA = ", ".join(f"{kind} {field}{_default(made, field)}" for field, kind in kinds.items())
         made._n_in_schema = len(in_schema)
-        made._tensors_at = tuple(i for i, kind in enumerate(kinds.values()) if kind.startswith("Tensor"))
+        made._tensors_at = tuple(i for i, kind in enumerate(kinds.values()) if kind in ("Tensor", "Tensor?"))
+        made._lists_at = tuple(i for i, kind in enumerate(kinds.values()) if kind == "Tensor[]?")
+        if len(made._lists_at) > 1:
+            raise TypeError(f"{name}: at most one field may be a list of tensors")
         for method, function in vars(Options).items():
             if not method.startswith("__") and method not in namespace:
                 setattr(made, method, function)
@@ -81,6 +86,7 @@ class Options(tuple[Any, ...], metaclass=_OptionsMeta):
     SCHEMA: ClassVar[str]  #: The fields as an operator's schema lists them.
     _n_in_schema: ClassVar[int]
     _tensors_at: ClassVar[tuple[int, ...]]
+    _lists_at: ClassVar[tuple[int, ...]]  # of a field that is a tuple of tensors; at most one
 
     if TYPE_CHECKING:  # of NamedTuple
         _fields: ClassVar[tuple[str, ...]]
@@ -97,17 +103,21 @@ class Options(tuple[Any, ...], metaclass=_OptionsMeta):
     @classmethod
     def from_operator_args(cls, args: Sequence[Any]) -> tuple[Self, tuple[Any, ...]]:
         """The options that an operator's arguments begin with, and the arguments that follow."""
-        return cls(*args[: cls._n_in_schema]), tuple(args[cls._n_in_schema :])
+        own = [tuple(x) if isinstance(x, list) else x for x in args[: cls._n_in_schema]]
+        return cls(*own), tuple(args[cls._n_in_schema :])
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors that autograd has to save with `save_for_backward`."""
-        return tuple([self[i] for i in self._tensors_at])
+        return (*[self[i] for i in self._tensors_at], *[x for i in self._lists_at for x in self[i] or ()])
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> Self:
         """The options with these in place of their tensors, in the order of `tensors`."""
         values = list(self)
-        for at, tensor in zip(self._tensors_at, tensors, strict=True):
+        single = len(self._tensors_at)
+        for at, tensor in zip(self._tensors_at, tensors[:single], strict=True):
             values[at] = tensor
+        for at in self._lists_at:
+            values[at] = tuple(tensors[single:]) or None
         return self._make(values)
 
     def without_tensors(self) -> Self:
@@ -118,8 +128,11 @@ class Options(tuple[Any, ...], metaclass=_OptionsMeta):
 
     def has_tensors(self) -> bool:
         """Whether any of its tensors is given; most calls of an operation give none."""
-        for at in self._tensors_at:  # noqa: SIM110  (a generator takes twice as long)
+        for at in self._tensors_at:
             if self[at] is not None:
+                return True
+        for at in self._lists_at:  # noqa: SIM110  (a generator takes twice as long)
+            if self[at]:
                 return True
         return False
 

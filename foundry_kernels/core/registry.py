@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,15 +66,20 @@ class Impl:
     sources: tuple[str, ...] = ()  # native: the devices that csrc has kernels for, compiled into this build or not
     direct: Callable[..., Any] = no_direct_call  # native: see OpSpec.direct
     set_served: Callable[..., Any] = no_direct_call  # native: takes which calls on a GPU `direct` serves
+    lacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by device: options not supported there
 
-    def why_not(self, device: str, dtype: torch.dtype | None = None) -> str | None:
-        """The reason why a tensor of `dtype` on `device` is not supported, or None if it is."""
+    def why_not(self, device: str, dtype: torch.dtype | None = None, needs: tuple[str, ...] = ()) -> str | None:
+        """The reason why a tensor of `dtype` on `device` is not supported, or None if it is. `needs`: options that the
+        call sets."""
         if self.missing is not None:
             return self.missing
         if self.devices is not None and device not in self.devices:
             return f"runs on {' and '.join(self.devices) or 'no device'}, not on {device}{self.hint}"
         if dtype is not None and dtype not in self.dtypes:
             return f"takes {', '.join(map(short_dtype, self.dtypes))}, not {short_dtype(dtype)}"
+        for option in needs:
+            if option in self.lacks.get(device, ()):
+                return f"does not support {option} on {device}"
         return None
 
 
@@ -140,10 +145,10 @@ class OpSpec:
         )
         return native_, auto, sum(bit for bit, dtype in bits if native_ & bit and not self.is_measured("cuda", dtype))
 
-    def _first(self, backend: str, device: str, dtype: torch.dtype) -> Impl | None:
-        """The first implementation that `backend` allows and that supports such a tensor."""
+    def _first(self, backend: str, device: str, dtype: torch.dtype, needs: tuple[str, ...] = ()) -> Impl | None:
+        """The first implementation that `backend` allows and that supports such a tensor and these options."""
         for name in self.order(device, dtype) if backend == "auto" else (backend,):
-            if (impl := self.impl(name)) is not None and impl.why_not(device, dtype) is None:
+            if (impl := self.impl(name)) is not None and impl.why_not(device, dtype, needs) is None:
                 return impl
         return None
 
@@ -163,10 +168,12 @@ class OpSpec:
                 return impl
         return None
 
-    def why_not(self, backend: str, device: str, dtype: torch.dtype | None = None) -> str | None:
-        """The reason why `backend` does not support such a tensor, or None if it does."""
+    def why_not(
+        self, backend: str, device: str, dtype: torch.dtype | None = None, needs: tuple[str, ...] = ()
+    ) -> str | None:
+        """The reason why `backend` does not support such a tensor with these options, or None if it does."""
         impl = self.impl(backend)
-        return f"{self.name} has no {backend} kernel" if impl is None else impl.why_not(device, dtype)
+        return f"{self.name} has no {backend} kernel" if impl is None else impl.why_not(device, dtype, needs)
 
     def backends(self, device: str, dtype: torch.dtype | None = None) -> tuple[str, ...]:
         """The backends that support such a tensor."""
@@ -237,9 +244,12 @@ def override(spec: OpSpec, backend: str, **changes: Any) -> Iterator[Impl]:
         spec.choose()
 
 
-def resolve(spec: OpSpec, backend: str, x: Tensor, first: str | None = None) -> Callable[..., Any]:
+def resolve(
+    spec: OpSpec, backend: str, x: Tensor, first: str | None = None, needs: tuple[str, ...] = ()
+) -> Callable[..., Any]:
     """Returns the function that computes `x`: for "auto" that of the first usable backend; for a named backend its own,
-    or an error. `first`: the backend that "auto" tries first for this call, unless an order was measured."""
+    or an error. `first`: the backend that "auto" tries first for this call, unless an order was measured. `needs`:
+    options that the call sets, of those that not every backend supports."""
     if is_subclass(x):
         _know_dtensor()
     if _transformed() and backend != "reference":
@@ -247,17 +257,17 @@ def resolve(spec: OpSpec, backend: str, x: Tensor, first: str | None = None) -> 
     device = "cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type  # a device's type is a new string each time
     dtype = x.dtype
     if first is not None and backend == "auto" and not spec.is_measured(device, dtype):
-        backend = backend if spec.why_not(first, device, dtype) else first
-    if isinstance(backend, str):
+        backend = backend if spec.why_not(first, device, dtype, needs) else first
+    if isinstance(backend, str) and not needs:
         if (chosen := spec.chosen.get((backend, device, dtype))) is not None:
             return chosen
         if (stand_in := spec.stand_ins.get((backend, device, dtype))) is not None:
             _warn_of_stand_in(spec.name, stand_in[1], spec.why_not("triton", "cuda") is None)
             return stand_in[0]
     check_backend(backend)
-    if (impl := spec._first(backend, device, dtype)) is not None:
+    if (impl := spec._first(backend, device, dtype, needs)) is not None:
         return impl.fn
-    raise BackendUnavailable(_refusal(spec, backend, device, dtype))
+    raise BackendUnavailable(_refusal(spec, backend, device, dtype, needs))
 
 
 def is_subclass(x: Tensor) -> bool:
@@ -328,10 +338,11 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend must be one of {', '.join(('auto', *BACKENDS))}; got {backend!r}")
 
 
-def _refusal(spec: OpSpec, backend: str, device: str, dtype: torch.dtype) -> str:
-    reasons = [f"  {b}: {spec.why_not(b, device, dtype) or 'usable'}" for b in BACKENDS]
+def _refusal(spec: OpSpec, backend: str, device: str, dtype: torch.dtype, needs: tuple[str, ...]) -> str:
+    reasons = [f"  {b}: {spec.why_not(b, device, dtype, needs) or 'usable'}" for b in BACKENDS]
     asked = "no backend" if backend == "auto" else f"backend {backend!r}"
-    return "\n".join([f"{spec.name}: {asked} does not support {short_dtype(dtype)} on {device}", *reasons])
+    options = f" with {', '.join(needs)}" if needs else ""
+    return "\n".join([f"{spec.name}: {asked} does not support {short_dtype(dtype)} on {device}{options}", *reasons])
 
 
 def short_dtype(dtype: torch.dtype) -> str:

@@ -75,7 +75,11 @@ def strategies(op: torch._ops.OpOverload, rule: Rule, given: Sequence[Any]) -> l
         found.append(
             (
                 [place(found, letter, Partial()) for found in outputs],
-                [place(inputs[n], letter, Replicate()) if n in inputs else None for n in names],
+                [
+                    place(inputs[n], letter, Replicate()) if n in inputs else one
+                    for n in names
+                    for one in ([Replicate()] * len(args[n]) if _are_specs(args[n]) else [None])
+                ],
             )
         )
     return found
@@ -85,9 +89,20 @@ def _is_spec(value: Any) -> bool:
     return hasattr(value, "placements") and hasattr(value, "tensor_meta")
 
 
+def _are_specs(value: Any) -> bool:
+    """Whether the value is a list of tensors, which are the same on all devices."""
+    return isinstance(value, (tuple, list)) and len(value) > 0 and all(_is_spec(x) for x in value)
+
+
+def _fake(value: Any) -> Any:
+    if _are_specs(value):
+        return [_fake(x) for x in value]
+    return torch.empty(value.shape, dtype=value.tensor_meta.dtype, device="meta") if _is_spec(value) else value
+
+
 def _outputs(op: torch._ops.OpOverload, dims: Mapping[str, str], given: Sequence[Any]) -> list[tuple[str, ...] | None]:
     """Returns the letters of each output; None for an output that was not asked for, which is an empty tensor."""
-    fakes = op(*(torch.empty(v.shape, dtype=v.tensor_meta.dtype, device="meta") if _is_spec(v) else v for v in given))
+    fakes = op(*map(_fake, given))
     fakes = fakes if isinstance(fakes, tuple) else (fakes,)
     found: list[tuple[str, ...] | None] = []
     for fake, output in zip(fakes, op._schema.returns, strict=True):
@@ -121,7 +136,9 @@ def _register(op: torch._ops.OpOverload, rule: Rule) -> None:
     register_sharding(op)(lambda *given: strategies(op, rule, given))
     # Other arguments than tensors matter too: which tensors are absent, and which outputs are requested.
     # `register_sharding` caches by integers only, and would return an earlier call's outputs for a later call.
-    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = RuntimeSchemaInfo(0)
+    lists = any("List" in str(argument.type) for argument in op._schema.arguments)
+    info = RuntimeSchemaInfo(0, needs_pytree=lists)  # without which DTensor sees no tensors in lists
+    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = info
 
 
 def composed(name: str) -> bool:

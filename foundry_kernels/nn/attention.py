@@ -20,6 +20,7 @@ from foundry_kernels.nn.positions import AlibiSlopes
 from foundry_kernels.nn.rotary import RotaryEmbedding
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
+from foundry_kernels.ops.flash_attention.score_program.trace import ScoreFunction
 from foundry_kernels.ops.rope import qk_norm_rope
 from foundry_kernels.ops.swiglu import glu
 
@@ -155,6 +156,7 @@ class Attention(torch.nn.Module):
         lengths: Tensor | None = None,
         context: Tensor | ContextKeyValues | None = None,
         context_lengths: Tensor | None = None,
+        score_mod: ScoreFunction | None = None,
         return_lse: bool = False,
         return_stats: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
@@ -183,6 +185,7 @@ class Attention(torch.nn.Module):
                 cache, packed sequences, `lengths`, or a module with its own positions or a window.
             context_lengths: ``[B]`` int32 or int64: the positions of context b from ``context_lengths[b]`` on are
                 padding, which no query sees. They are combined with a mask in the same way as `lengths`.
+            score_mod: as of :func:`flash_attention`: kv_idx counts the keys in the cache, q_idx the tokens of x.
             return_lse, return_stats: also return what :func:`flash_attention` returns for them, ``[B, H, T]`` each.
 
         Returns:
@@ -195,16 +198,17 @@ class Attention(torch.nn.Module):
                 unsupported argument; or an error of the rotary embedding, the cache or the operations.
         """
         check_input(x, self.dim, cache, cu_seqlens, max_seqlen)
+        wanted = {"score_mod": score_mod, "return_lse": return_lse, "return_stats": return_stats}
         if context is not None:
             self._check_context({"positions": positions, "cache": cache, "cu_seqlens": cu_seqlens, "lengths": lengths})
-            return self._attend_to_context(x, context, attn_mask, context_lengths, return_lse, return_stats)
+            return self._attend_to_context(x, context, attn_mask, context_lengths, wanted)
         if context_lengths is not None:
             raise ValueError("context_lengths needs a context; got context_lengths alone")
         if self.context_dim != self.dim:
             raise ValueError(f"context must be given: keys are made of width {self.context_dim}, x has {self.dim}")
         if isinstance(cache, PagedKeyValues):
             given: dict[str, Any] = {"positions": positions, "attn_mask": attn_mask, "lengths": lengths}
-            return self._attend_to_pages(x, cache, given, return_lse, return_stats)
+            return self._attend_to_pages(x, cache, given, wanted)
         if attn_mask is not None or lengths is not None:
             n_keys = x.shape[1] if cache is None else cache.length + x.shape[1]
             check_masks(attn_mask, lengths, cu_seqlens, (x.shape[0], self.n_heads, x.shape[1], n_keys), x, "x")
@@ -212,19 +216,19 @@ class Attention(torch.nn.Module):
                 attn_mask = hide_padding(attn_mask, lengths, n_keys)
         layers = layers_for(x, self.backends["flash_attention"])
         q, k, v = self._queries_keys_values(layers, x, positions, cache, cu_seqlens, max_seqlen)
-        options = self._options(self.causal, return_lse, return_stats)
+        options = self._options(self.causal, wanted)
         found = self._attend(q, k, v, attn_mask, cu_seqlens, max_seqlen, options)
         return self._merge_heads(layers, x, *found)
 
     def _attend_to_pages(
-        self, x: Tensor, cache: PagedKeyValues, given: dict[str, Any], return_lse: bool, return_stats: bool
+        self, x: Tensor, cache: PagedKeyValues, given: dict[str, Any], wanted: dict[str, Any]
     ) -> Tensor | tuple[Tensor, ...]:
         for name, value in given.items():
             if value is not None:
                 raise ValueError(f"{name} and a cache in pages exclude each other; got both")
         layers = layers_for(x, self.backends["flash_attention"])
         q, k, v = self._queries_keys_values(layers, x, cache.positions, None, None, cache.step.max_seqlen_k)
-        options = self._options(self.causal, return_lse, return_stats)
+        options = self._options(self.causal, wanted)
         return self._merge_heads(layers, x, *cache.attend(q, k, v, options))
 
     def keys_values(self, context: Tensor) -> ContextKeyValues:
@@ -251,8 +255,7 @@ class Attention(torch.nn.Module):
         context: Tensor | ContextKeyValues,
         attn_mask: Tensor | AttentionMask | None,
         context_lengths: Tensor | None,
-        return_lse: bool,
-        return_stats: bool,
+        wanted: dict[str, Any],
     ) -> Tensor | tuple[Tensor, ...]:
         k, v = context if isinstance(context, ContextKeyValues) else self.keys_values(context)
         if k.shape[0] != x.shape[0]:
@@ -264,7 +267,7 @@ class Attention(torch.nn.Module):
                 attn_mask = hide_padding(attn_mask, context_lengths, k.shape[2])
         layers = layers_for(x, self.backends["flash_attention"])
         q = self._heads(layers.linear(x, self.wq), self.q_norm)
-        options = self._options(False, return_lse, return_stats)
+        options = self._options(False, wanted)
         return self._merge_heads(layers, x, *self._attend(q, k, v, attn_mask, None, None, options))
 
     def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
@@ -339,14 +342,14 @@ class Attention(torch.nn.Module):
         assert self.rope is not None
         return total if max_seqlen is None and not self.rope.follows_length else max_seqlen
 
-    def _options(self, causal: bool, return_lse: bool, return_stats: bool) -> dict[str, Any]:
+    def _options(self, causal: bool, wanted: dict[str, Any]) -> dict[str, Any]:
         """The operation's keyword arguments."""
         window = None if self.sliding_window is None else (self.sliding_window - 1, self.sliding_window - 1)
         return {
             "causal": causal, "scale": self.scale, "window": window,
             "alibi_slopes": None if self.alibi is None else self.alibi.slopes,
             "dropout_p": self.dropout if self.training else 0.0,
-            "return_lse": return_lse, "return_stats": return_stats, "backend": self.backends["flash_attention"],
+            "backend": self.backends["flash_attention"], **wanted,
         }  # fmt: skip
 
     def _attend(
@@ -361,8 +364,10 @@ class Attention(torch.nn.Module):
     ) -> tuple[Tensor, ...]:
         """The heads' results ``[B, H, T, D]``, and what is returned for each row ``[B, H, T]``."""
         if self.attend is not None:
-            if attn_mask is not None:
-                raise ValueError("attn_mask must be None if a sequence is sharded over processes; got a mask")
+            score_mod = options.pop("score_mod")
+            for name, value in (("attn_mask", attn_mask), ("score_mod", score_mod)):
+                if value is not None:
+                    raise ValueError(f"{name} must be None if a sequence is sharded over processes; got {value!r}")
             result = self.attend(q, k, v, cu_seqlens, **options)
             return result if isinstance(result, tuple) else (result,)
         if cu_seqlens is None:

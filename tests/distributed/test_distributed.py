@@ -156,7 +156,7 @@ def test_norm_under_sequence_parallelism_reduces_the_gradient_of_its_weight_and_
 def test_sharded_attention_drops_what_the_whole_does(results):
     """Each device the weights of its own sequences and heads, and a mask that all share is on each."""
     for found in outcome(results, "attention"):
-        assert len(found) == 8
+        assert len(found) >= 9
         for name, (collectives, sharded, whole) in found.items():
             assert collectives == {}, name
             for a, e in zip(sharded, whole, strict=True):

@@ -212,11 +212,11 @@ def triton_paths() -> dict[str, Callable[[], Any]]:
 
     def backward(deterministic: bool) -> Any:
         options = attention_options(20)._replace(deterministic=deterministic)
-        return backward_launch.launch_bwd(q, None, q, q, q, q, lse, options, True, True, True, False, False)
+        return backward_launch.launch_bwd(q, None, q, q, q, q, lse, options, True, True, True, False, False, ())
 
     def bias() -> Any:
         options = attention_options(20)._replace(attn_mask=torch.zeros(1, 1, 20, 20))
-        return backward_launch.launch_bwd(q, None, q, q, q, q, lse, options, False, False, False, False, True)
+        return backward_launch.launch_bwd(q, None, q, q, q, q, lse, options, False, False, False, False, True, ())
 
     few = q[:, :, :2]
     return {

@@ -3,15 +3,15 @@ r"""Softmax attention that never materializes the matrix of scores; dense and pa
 For a query :math:`q_i`, the keys :math:`k_j` and values :math:`v_j` of its head, a scale :math:`\alpha` and an offset
 :math:`o` that aligns queries with keys (``S - T`` for "bottom_right", 0 for "top_left")
 
-.. math:: s_{ij} = c \tanh(\alpha \, q_i \cdot k_j / c) - m \, |i + o - j| + b_{ij}, \qquad
+.. math:: s_{ij} = f \bigl(c \tanh(\alpha \, q_i \cdot k_j / c) - m \, |i + o - j| + b_{ij}\bigr), \qquad
           \ell_i = \log \Bigl(e^{\sigma} + \sum_{j \in W_i} e^{s_{ij}}\Bigr), \qquad
           p_{ij} = e^{s_{ij} - \ell_i}, \qquad y_i = \sum_{j \in W_i} z_{ij} p_{ij} v_j
 
 where :math:`W_i` are the keys ``i + o - left <= j <= i + o + right`` that a mask lets be seen. The soft cap :math:`c`,
 the ALiBi slope :math:`m`, the bias :math:`b`, the sink :math:`\sigma` and dropout are optional; the cap comes before
-ALiBi, then the bias, the mask last. :math:`z_{ij}` is 1 without dropout, else 0 or :math:`1 / (1 - p)`
-(`foundry_kernels.ops.flash_attention.dropout`). With the gradients :math:`g_i` of :math:`y_i` (``dout``) and
-:math:`\lambda_i` of :math:`\ell_i` (``dlse``)
+ALiBi, then the bias, then a function :math:`f` of score and place (`score_mod`), the mask last. :math:`z_{ij}` is 1
+without dropout, else 0 or :math:`1 / (1 - p)` (`foundry_kernels.ops.flash_attention.dropout`). With the gradients
+:math:`g_i` of :math:`y_i` (``dout``) and :math:`\lambda_i` of :math:`\ell_i` (``dlse``)
 
 .. math:: \delta_i = g_i \cdot y_i - \lambda_i, \quad
           \partial L / \partial s_{ij} = p_{ij} (z_{ij} \, g_i \cdot v_j - \delta_i), \quad
@@ -45,8 +45,9 @@ from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.flash_attention import hopper, reference
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.checks import cast, check_dense, check_paged, check_varlen, make_options
-from foundry_kernels.ops.flash_attention.options import AttentionArguments
+from foundry_kernels.ops.flash_attention.options import LACKS, AttentionArguments
 from foundry_kernels.ops.flash_attention.pages import NO_PAGES
+from foundry_kernels.ops.flash_attention.score_program.trace import ScoreFunction
 
 
 # Both functions list all arguments for editors and documentation; a test compares these lists with AttentionArguments.
@@ -62,6 +63,7 @@ class Options(TypedDict, total=False):
     attn_mask: Tensor | AttentionMask | None
     dropout_p: float
     dropout_seed: Tensor | int | None
+    score_mod: ScoreFunction | None
     align: str
     deterministic: bool
     batch_invariant: bool
@@ -114,6 +116,7 @@ def flash_attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | int | None = None,
+    score_mod: ScoreFunction | None = None,
     align: str = "bottom_right",
     deterministic: bool = True,
     batch_invariant: bool = False,
@@ -148,6 +151,8 @@ def flash_attention(
             are dropped. Equal seeds drop the weights of equal places (sequence, head, query and key) on every backend
             and device, dense or packed. None draws a seed from the default generator of q's device: `torch.manual_seed`
             and activation checkpointing reproduce it, and each replay of a CUDA graph draws a new one.
+        score_mod: a function of ``(score, b, h, q_idx, kv_idx)``, as FlexAttention takes it, to the score that enters
+            the softmax; see below.
         align: which query sees which key where T != S. "bottom_right" aligns the last query with the last key (as with
             a key-value cache), "top_left" the first with the first (as ``is_causal`` of torch's
             scaled_dot_product_attention does).
@@ -178,10 +183,24 @@ def flash_attention(
         entropy 0 and max_logit -inf. Statistics and lse are those of the weights before dropout.
 
     Raises:
-        TypeError: an argument does not have one of the types listed above.
-        ValueError: shapes, dtypes or devices do not match, an option is out of range, `alibi_slopes` requires a
+        TypeError: an argument does not have one of the types listed above; `score_mod` has control flow that depends on
+            its arguments, uses another operation, or returns something else than one number.
+        ValueError: an index of `score_mod` is out of range wherever the tensor is read, or its tensor is on another
+            device; shapes, dtypes or devices do not match, an option is out of range, `alibi_slopes` requires a
             gradient, q is a DTensor and `dropout_seed` is not given, or the backend's name is unknown.
-        BackendUnavailable: the named backend does not support this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype, or an option: native CUDA kernels
+            have no `score_mod`, for which "auto" takes Triton.
+
+    `score_mod` is called once per call of this function, with stand-ins for single numbers, and what it does with them
+    becomes a short program (:mod:`foundry_kernels.ops.flash_attention.score_program`) that kernels run on every score
+    in float32 (float64 for float64 q). `score` is the product after scale, soft cap, ALiBi and bias; masks come after
+    it, and -inf hides a pair. `b` is the batch entry (the sequence, if they are packed), `h` the query head, and
+    `q_idx` and `kv_idx` count from 0 whatever `align` is: in decoding q_idx is 0, and the function adds the offset. The
+    function may use arithmetic and comparisons, ``//``, ``%``, ``&``, ``|``, ``~``, ``torch.where``, abs, exp, exp2,
+    log, log2, sqrt, rsqrt, tanh, sigmoid, sin, cos, floor, ceil, minimum, maximum, clamp, pow, dtype casts (between
+    floats without rounding; integers have 32 bits), and tensors, indexed down to one number by integers. Floating
+    tensors that it reads get gradients, summed in a fixed order in float32 or wider and rounded once. An index below 0
+    counts from the end; one that may be out of range is moved to the nearest in range.
 
     Under ``torch.autocast``, q, k and v (unless float64) are cast to its dtype first, as torch does for its own
     attention. The softmax is always computed in float32 or wider.
@@ -189,8 +208,8 @@ def flash_attention(
     if batch_invariant is False and invariance.on:
         batch_invariant = True
     given = (
-        causal, scale, window, softcap, alibi_slopes, sinks, attn_mask, dropout_p, dropout_seed, align, deterministic,
-        batch_invariant, return_lse, return_stats,
+        causal, scale, window, softcap, alibi_slopes, sinks, attn_mask, dropout_p, dropout_seed, score_mod, align,
+        deterministic, batch_invariant, return_lse, return_stats,
     )  # fmt: skip
     if not is_dynamo_compiling():
         out = FLASH_ATTENTION.direct(backend, q, k, v, *given)
@@ -199,7 +218,8 @@ def flash_attention(
     q, k, v = cast(q, k, v)
     check_dense(q, k, v)
     options = make_options(q, (None, None, q.shape[2], k.shape[2]), AttentionArguments(*given))
-    return resolve(FLASH_ATTENTION, backend, q, hopper.first_backend(q, k, v, options))(q, k, v, options)
+    first = hopper.first_backend(q, k, v, options)
+    return resolve(FLASH_ATTENTION, backend, q, first, options.needs())(q, k, v, options)
 
 
 @overload
@@ -265,6 +285,7 @@ def flash_attention_varlen(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | int | None = None,
+    score_mod: ScoreFunction | None = None,
     align: str = "bottom_right",
     deterministic: bool = True,
     batch_invariant: bool = False,
@@ -296,9 +317,10 @@ def flash_attention_varlen(
             positions each sequence has. The last query is aligned with the last of these.
         leftpad_k: ``[B]`` int32 or int64, with `block_table`: positions before this one are not attended to; None is 0.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32.
-        attn_mask: must be None: packed sequences do not support a mask. causal, scale, window, softcap, sinks,
-        dropout_p, dropout_seed: as for :func:`flash_attention`; dropout drops the same weights of sequence n as of row
-            n of a padded batch.
+        attn_mask: must be None: packed sequences do not support a mask.
+        score_mod: `b` is the sequence's number, and q_idx and kv_idx count within it, from the end of `leftpad_k`.
+        causal, scale, window, softcap, sinks, dropout_p, dropout_seed: as for :func:`flash_attention`; dropout drops
+            the same weights of sequence n as of row n of a padded batch.
         align, deterministic, batch_invariant, return_lse, return_stats, backend: likewise; `align` applies within each
             sequence.
 
@@ -323,7 +345,7 @@ def flash_attention_varlen(
         pages = check_paged(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k
         )
-        keys, backend = None, _for_pages(backend, q)
+        keys = None
         wanted, (q, k, v, sinks, alibi_slopes) = cut(q, k, v, sinks, alibi_slopes)
     else:
         for name, x in (("seqused_k", seqused_k), ("leftpad_k", leftpad_k)):
@@ -331,11 +353,15 @@ def flash_attention_varlen(
                 raise ValueError(f"{name} must be None without block_table; put the lengths into cu_seqlens_k")
         check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     given = AttentionArguments(
-        causal, scale, window, softcap, alibi_slopes, sinks, attn_mask, dropout_p, dropout_seed, align, deterministic,
-        batch_invariant, return_lse, return_stats,
+        causal, scale, window, softcap, alibi_slopes, sinks, attn_mask, dropout_p, dropout_seed, score_mod, align,
+        deterministic, batch_invariant, return_lse, return_stats,
     )  # fmt: skip
     options = make_options(q, (cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k), given, pages)
-    results = resolve(FLASH_ATTENTION_VARLEN, backend, q, hopper.first_backend(q, k, v, options))(q, k, v, options)
+    if block_table is not None and options.score_tensors is not None:
+        more, captured = cut(*options.score_tensors)
+        wanted, options = wanted + more, options._replace(score_tensors=captured)
+    first = hopper.first_backend(q, k, v, options)
+    results = resolve(FLASH_ATTENTION_VARLEN, backend, q, first, options.needs())(q, k, v, options)
     if not wanted:
         return results
     found = results if isinstance(results, tuple) else (results,)
@@ -347,14 +373,5 @@ def flash_attention_varlen(
 _PAGES = "pages are for inference: no gradient flows with block_table; use torch.no_grad() or detach"
 
 
-def _for_pages(backend: str, q: Tensor) -> str:
-    """The backend that "auto" means for keys in pages, which the native CUDA kernels do not support."""
-    if backend != "auto" or not q.is_cuda:
-        return backend
-    return "reference" if FLASH_ATTENTION_VARLEN.why_not("triton", "cuda", q.dtype) else "triton"
-
-
-FLASH_ATTENTION = register_op(flash_attention, reference.flash_attention, native_devices=("cpu", "cuda"))
-FLASH_ATTENTION_VARLEN = register_op(
-    flash_attention_varlen, reference.flash_attention_varlen, native_devices=("cpu", "cuda")
-)
+FLASH_ATTENTION = register_op(flash_attention, reference.flash_attention, lacks=LACKS)
+FLASH_ATTENTION_VARLEN = register_op(flash_attention_varlen, reference.flash_attention_varlen, lacks=LACKS)

@@ -61,7 +61,7 @@ class AttentionMask:
         b, h, t, s = mask.shape
         rows, cols = (TILE if n == 1 else n for n in (t, s))  # one row or column is that of any number of them
         whole = mask.expand(b, h, rows, cols)
-        fixed = _pack(lambda begin, end: whole[:, :, begin:end], (b, h, rows, cols))
+        fixed = pack(lambda begin, end: whole[:, :, begin:end], (b, h, rows, cols))
         self._set((b, h, None if t == 1 else t, None if s == 1 else s), mask.device, fixed)
 
     def _set(
@@ -115,7 +115,7 @@ class AttentionMask:
                 raise TypeError(f"fn must return a bool tensor; got {kind}")
             return seen.expand(shape[0], shape[1], end - begin, S)
 
-        return cls._of(shape, device, _pack(rows, shape))
+        return cls._of(shape, device, pack(rows, shape))
 
     @classmethod
     def documents(cls, cu_seqlens: Tensor) -> AttentionMask:
@@ -260,7 +260,7 @@ def _number(strips: list[_Strip]) -> Tiles:
     return Tiles(torch.cat(parts, 2), _with_constants(torch.cat([strip.words for strip in strips])))
 
 
-def _pack(rows: Callable[[int, int], Tensor], shape: tuple[int, int, int, int]) -> Tiles:
+def pack(rows: Callable[[int, int], Tensor], shape: tuple[int, int, int, int]) -> Tiles:
     """The tiles of a mask of which ``rows(begin, end)`` are the queries begin .. end - 1 ``[b, h, end - begin, S]``."""
     b, h, t, s = shape
     step = max(1, _AT_ONCE // max(b * h * s * TILE, 1)) * TILE
@@ -272,6 +272,17 @@ def _pack(rows: Callable[[int, int], Tensor], shape: tuple[int, int, int, int]) 
         mixed = some.flatten(4).any(-1) & ~full
         strips.append(_Strip(mixed, full, _words(some[mixed])))
     return _number(strips)
+
+
+def pack_at_once(rows: Callable[[int, int], Tensor], shape: tuple[int, int, int, int]) -> Tiles:
+    """The same by operations whose shapes do not depend on values, for graphs; the bits of all tiles are kept."""
+    seen = rows(0, shape[2])
+    words = _words(_by_tile(seen, False))
+    full = _by_tile(seen, True).flatten(4).all(-1)
+    number = torch.arange(2, 2 + full.numel(), device=full.device).view(full.shape)
+    empty = (words == 0).all(-1).view(full.shape)
+    tiles = torch.where(full, FULL, torch.where(empty, EMPTY, number)).to(torch.int32)
+    return Tiles(tiles, _with_constants(words))
 
 
 def _by_tile(seen: Tensor, beyond: bool) -> Tensor:

@@ -22,6 +22,8 @@ from foundry_kernels.ops.flash_attention.case_makers import (
 )
 from foundry_kernels.ops.flash_attention.cases_masked import MASKED, masked_cases_to_compile
 from foundry_kernels.ops.flash_attention.cases_paged import PAGED, paged_cases_to_compile
+from foundry_kernels.ops.flash_attention.cases_score import SCORED, SCORED_PACKED
+from foundry_kernels.ops.flash_attention.options import LACKS
 from foundry_kernels.ops.flash_attention.scales import FROM_OUTPUT, of_output, scales
 from foundry_kernels.testing import Case, normal
 
@@ -191,16 +193,17 @@ def field_cases() -> Iterator[Case]:
 
 
 CASES: dict[str, tuple[Case, ...]] = {
-    "flash_attention": (*_DENSE, *MASKED, *_paired()),
-    "flash_attention_varlen": (*_PACKED, *PAGED),
+    "flash_attention": (*_DENSE, *MASKED, *SCORED, *_paired()),
+    "flash_attention_varlen": (*_PACKED, *PAGED, *SCORED_PACKED),
 }
 
 SAVED = dict.fromkeys(CASES, Saved(outputs=(0, 1), per_row={"q": 1}))
 
 
 def why_not(case: Case, backend: str, device: str, dtype: torch.dtype | None = None) -> str | None:
-    if case.args.get("block_table") is not None and backend == "native" and device == "cuda":
-        return "reads no pages"
+    for option in LACKS.get(backend, {}).get(device, ()):
+        if case.args.get(option) is not None or case.options.get(option) is not None:
+            return f"does not support {option} on {device}"
     bias = None if (arg := case.args.get("attn_mask")) is None else arg.values
     lost = isinstance(bias, PartlyBiased) and abs(bias.value) > 2**31
     if lost and backend == "triton" and dtype == torch.float64:

@@ -28,6 +28,7 @@ from foundry_kernels.core.registry import FLOATS, is_dtensor
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.options import AttentionArguments, AttentionOptions
 from foundry_kernels.ops.flash_attention.pages import NO_PAGES, Pages, check_pages
+from foundry_kernels.ops.flash_attention.score_program.arguments import program_of
 
 ALIGNMENTS = ("bottom_right", "top_left")
 MAX_HEAD_DIM = 512
@@ -235,7 +236,7 @@ def make_options(q: Tensor, lengths: Lengths, given: AttentionArguments, pages: 
     alibi_slopes, sinks, attn_mask = given.alibi_slopes, given.sinks, given.attn_mask
     bias = tiles = bits = seed = heads = mesh = None
     drops = dropout_p != 0.0 or given.dropout_seed is not None or type(dropout_p) is not float
-    if drops or not alibi_slopes is sinks is attn_mask is None:
+    if drops or not alibi_slopes is sinks is attn_mask is given.score_mod is None:
         packed, n_heads = lengths[0] is not None, q.shape[1]
         batch = q.shape[0] if lengths[0] is None else lengths[0].shape[0] - 1
         scores = Scores(batch, n_heads, lengths[2], lengths[3], q.dtype, q.device)
@@ -253,8 +254,11 @@ def make_options(q: Tensor, lengths: Lengths, given: AttentionArguments, pages: 
         )
     if drop:
         seed = drop[1]
-        if mesh is not None:
-            heads = _global_heads(scores, mesh)
+    if mesh is not None and (drop or given.score_mod is not None):
+        heads = _global_heads(scores, mesh)
+    code = captured = None
+    if given.score_mod is not None:
+        code, captured = program_of(given.score_mod, q, scores[:4], mesh)
     batch_invariant = given.batch_invariant or invariance.on
     return AttentionOptions(
         *lengths,
@@ -271,6 +275,8 @@ def make_options(q: Tensor, lengths: Lengths, given: AttentionArguments, pages: 
         dropout_p=drop[0] if drop else None,
         dropout_seed=seed,
         dropout_heads=heads,
+        score_mod=code,
+        score_tensors=captured,
         bottom_right=given.align == "bottom_right",
         deterministic=given.deterministic or batch_invariant,
         batch_invariant=batch_invariant,

@@ -39,7 +39,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
         return False
     if options.attn_mask is not None or options.mask_tiles is not None or options.dropout_p is not None:
         return False
-    if options.block_table is not None or options.return_stats:
+    if options.block_table is not None or options.score_mod or options.return_stats:
         return False
     if q.shape[-1] > MAX_HEAD_DIM or v.shape[-1] > MAX_HEAD_DIM or q.shape[-1] % STEP or v.shape[-1] % STEP:
         return False

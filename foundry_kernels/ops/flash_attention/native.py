@@ -8,20 +8,16 @@ from torch import Tensor
 
 from foundry_kernels._triton.devices import too_old
 from foundry_kernels.core.registry import BackendUnavailable
-from foundry_kernels.ops.flash_attention.options import SUPPORTED, AttentionOptions
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
 _ATTEND = torch.ops.foundry_kernels.flash_attention.default
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
-    options.refuse_others(SUPPORTED["native"], "flash_attention", "native")
+    options.refuse_others(AttentionOptions._fields, "flash_attention", "native")
     ask = q.is_cuda and not torch.compiler.is_compiling()
     if ask and (reason := too_old(q.device.index)) is not None:  # mma.sync of bfloat16, cp.async
         raise BackendUnavailable(f"flash_attention: backend 'native': {reason}. Use backend 'reference'")
-    if q.is_cuda and options.block_table is not None:
-        raise BackendUnavailable(
-            "flash_attention_varlen: backend 'native': its CUDA kernels read no pages (block_table). Use 'triton'"
-        )
     # The operator takes all options in the order of the fields, and returns an empty tensor for each result that is not
     # requested.
     return options.select(*_ATTEND(q, k, v, *options))

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from foundry_kernels.core.options import Options
-from foundry_kernels.core.registry import BACKENDS
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
+from foundry_kernels.ops.flash_attention.score_program.trace import ScoreFunction
 
 
 class AttentionArguments(NamedTuple):
@@ -27,6 +27,7 @@ class AttentionArguments(NamedTuple):
     attn_mask: Tensor | AttentionMask | None = None
     dropout_p: float = 0.0
     dropout_seed: Tensor | int | None = None
+    score_mod: ScoreFunction | None = None
     align: str = "bottom_right"
     deterministic: bool = True
     batch_invariant: bool = False
@@ -54,6 +55,8 @@ class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
     dropout_p: float | None  # None for no dropout, see `dropout`
     dropout_seed: Tensor | None
     dropout_heads: Tensor | None  # [B, H]: batch << 32 | head of each head in the whole of which this is a shard
+    score_mod: tuple[int, ...] | None  # the encoded program, see `score_program`
+    score_tensors: tuple[Tensor, ...] | None  # what it reads, one for each slot of the program; None if nothing
     bottom_right: bool
     deterministic: bool
     batch_invariant: bool
@@ -64,6 +67,12 @@ class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
     def packed(self) -> bool:
         return self.cu_seqlens_q is not None
 
+    def needs(self) -> tuple[str, ...]:
+        """The options that the call sets, of those that not every backend supports."""
+        if self.block_table is None and self.score_mod is None:
+            return ()
+        return tuple([name for name in ("block_table", "score_mod") if getattr(self, name) is not None])
+
     def select(self, out: Tensor, lse: Tensor, entropy: Tensor, max_logit: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The requested results."""
         if self.return_lse:
@@ -71,12 +80,8 @@ class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
         return (out, entropy, max_logit) if self.return_stats else out
 
 
-#: The backends that support an option, if not all do: ``{"an_option": ("reference", "triton")}``. The others refuse
-#: calls that set it.
-ONLY: dict[str, tuple[str, ...]] = {}
-
-#: The options that a backend supports.
-SUPPORTED = {
-    backend: tuple(name for name in AttentionOptions._fields if backend in ONLY.get(name, BACKENDS))
-    for backend in BACKENDS
+#: The options of `AttentionOptions.needs` that a backend does not support, by device: "auto" passes over the backend in
+#: calls that set one, and by name the backend refuses them.
+LACKS: dict[str, dict[str, tuple[str, ...]]] = {
+    "native": {"cuda": ("block_table", "score_mod")},
 }

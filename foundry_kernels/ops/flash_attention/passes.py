@@ -87,7 +87,7 @@ def backward(
     """
     if backend == "auto":
         backend = serving(backend, q, k, v, options)
-    need = (True, True, True, False, False)
+    need = (True, True, True, False, False, ())
     if backend == "reference":
         return reference.backward(dout, dlse, q, k, v, out, lse, options)
     if backend == "triton":

@@ -17,19 +17,20 @@ from foundry_kernels.core.layout import inverse, storage_order
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.flash_attention.attention_mask import dense
 from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_pairs, keep_scale
-from foundry_kernels.ops.flash_attention.options import SUPPORTED, AttentionOptions
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.ops.flash_attention.pages import rows_of_all, rows_of_sequence
+from foundry_kernels.ops.flash_attention.score_program.differentiable import modified
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
-    options.refuse_others(SUPPORTED["reference"], "flash_attention", "reference")
+    options.refuse_others(AttentionOptions._fields, "flash_attention", "reference")
     out, *rows = (_each_by_itself if options.batch_invariant else _dense)(q, k, v, options)
     order = storage_order(q)
     return options.select(out.permute(order).contiguous().permute(inverse(order)), *rows)
 
 
 def flash_attention_varlen(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
-    options.refuse_others(SUPPORTED["reference"], "flash_attention", "reference")
+    options.refuse_others(AttentionOptions._fields, "flash_attention", "reference")
     unknown = torch.compiler.is_compiling() or (options.cu_seqlens_q is not None and options.cu_seqlens_q.is_meta)
     attend = _in_one_matrix if unknown else _one_by_one
     return options.select(*(x.contiguous() for x in attend(q, k, v, options)))
@@ -80,6 +81,7 @@ class _Bias(NamedTuple):
     slopes: Tensor | None  # of ALiBi
     added: Tensor | None = None  # a floating mask
     factor: Tensor | None = None  # what dropout multiplies the weights by
+    places: tuple[Tensor, ...] = ()  # of score_mod: b, h, q and k
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
@@ -96,7 +98,7 @@ def _each_by_itself(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
     if q.shape[0] < 2:
         return _dense(q, k, v, options)
     heads = options.dropout_heads
-    if options.dropout_p is not None and heads is None:
+    if _needs_heads(options) and heads is None:
         heads = torch.stack([_heads(options, n, q)[0] for n in range(q.shape[0])])
     slopes = options.alibi_slopes
     found = []
@@ -131,7 +133,23 @@ def _dense_bias(q: Tensor, k: Tensor, options: AttentionOptions) -> _Bias:
         shape = (*q.shape[:3], k.shape[2])
         kept = keep_mask(shape, options.dropout_p, options.dropout_seed, options.dropout_heads)
         factor = kept * keep_scale(options.dropout_p)
-    return _Bias(rel_pos, hidden, slopes, added, factor)
+    return _Bias(rel_pos, hidden, slopes, added, factor, _places(q, k, options) if options.score_mod else ())
+
+
+def _places(q: Tensor, k: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
+    """The numbers of the sequences, heads, queries and keys, which broadcast to ``[B, H, T, S]``."""
+    sizes = (*q.shape[:3], k.shape[2])
+    ranges = [torch.arange(n, device=q.device).view([-1 if i == d else 1 for i in range(4)])
+              for d, n in enumerate(sizes)]  # fmt: skip
+    if options.dropout_heads is not None:
+        heads = options.dropout_heads[..., None, None]
+        ranges[:2] = heads >> 32, heads & 0xFFFFFFFF
+    return tuple(ranges)
+
+
+def _needs_heads(options: AttentionOptions) -> bool:
+    """Whether a part of the batch must know the numbers that its heads have in the whole."""
+    return options.dropout_p is not None or options.score_mod is not None
 
 
 def _either(hidden: Tensor | None, other: Tensor) -> Tensor:
@@ -160,7 +178,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, bias: _B
 
 
 def _scores(q: Tensor, k: Tensor, options: AttentionOptions, bias: _Bias) -> Tensor:
-    rel_pos, hidden, slopes, added, _ = bias
+    rel_pos, hidden, slopes, added, _, places = bias
     b, h, t, d = q.shape
     hk, s = k.shape[1:3]
     folded = q.reshape(b, hk, (h // hk) * t, d)
@@ -171,6 +189,8 @@ def _scores(q: Tensor, k: Tensor, options: AttentionOptions, bias: _Bias) -> Ten
         scores = scores - slopes.to(scores.dtype) * rel_pos.abs()
     if added is not None:
         scores = scores + added.to(scores.dtype)
+    if options.score_mod:
+        scores = modified(options.score_mod, scores, places, options.score_tensors or ())
     return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
 
@@ -234,7 +254,7 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> t
         tokens_q = slice(*cu_seqlens_q[n : n + 2])
         qn, kn, vn = (x.transpose(0, 1).unsqueeze(0) for x in (q[tokens_q], *keys[n]))
         slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        heads = None if options.dropout_p is None else _heads(options, n, q)
+        heads = _heads(options, n, q) if _needs_heads(options) else None
         out, *rows = _dense(qn, kn, vn, options._replace(alibi_slopes=slopes, dropout_heads=heads))
         found.append((out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in rows)))
     outs, *each = (list(x) for x in zip(*found, strict=True))
@@ -265,13 +285,15 @@ def _heads(options: AttentionOptions, n: int, q: Tensor) -> Tensor:
 def _in_one_matrix(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
     """All sequences as one, with the pairs of different ones hidden: torch.compile can trace it, as nothing is read."""
     if options.block_table is not None:
-        k, v, options = _packed_pages(k, v, options)
+        k, v, options = _packed_pages(q.shape[1], k, v, options)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out, *rows = _attend(q, k, v, options, _packed_bias(q.shape[1], q.shape[2], k.shape[2], options))
     return (out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in rows))
 
 
-def _packed_pages(k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor, AttentionOptions]:
+def _packed_pages(
+    n_heads: int, k: Tensor, v: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor, AttentionOptions]:
     """Pages as packed sequences of one length, that of the table. What a sequence does not attend to is a sequence that
     has no query, and 0, so that nothing in it spoils a sum."""
     table, ends, begins = options.block_table, options.seqused_k, options.leftpad_k
@@ -293,6 +315,9 @@ def _packed_pages(k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tens
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes.repeat_interleave(3, 0)
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    if options.score_mod:
+        heads = (torch.arange(n_batch, device=k.device)[:, None] << 32) + torch.arange(n_heads, device=k.device)
+        options = options._replace(dropout_heads=heads.repeat_interleave(3, 0))
     return k, v, options._replace(**lengths, alibi_slopes=slopes, block_table=None, seqused_k=None, leftpad_k=None)
 
 
@@ -317,12 +342,15 @@ def _packed_bias(n_heads: int, n_queries: int, n_keys: int, options: AttentionOp
     if slopes is not None:
         slopes = slopes[:, None, None] if slopes.dim() == 1 else slopes[sequence_q].t()[..., None]
     factor = None
-    if options.dropout_p is not None and options.dropout_seed is not None:
+    places: tuple[Tensor, ...] = ()
+    if _needs_heads(options):
         in_q, in_k = (index_q - cu_seqlens_q[sequence_q])[:, None], index_k - cu_seqlens_k[sequence_k]
         heads = torch.arange(n_heads, device=cu_seqlens_q.device)[:, None] + (sequence_q << 32)  # [H, T]
         if options.dropout_heads is not None:
             heads = options.dropout_heads[sequence_q].t()
         head, batch = heads[..., None] & 0xFFFFFFFF, heads[..., None] >> 32
+        places = tuple([x[None] if x.dim() == 3 else x[None, None] for x in (batch, head, in_q, in_k)])
+    if options.dropout_p is not None and options.dropout_seed is not None:
         kept = keep_pairs(in_q, in_k, head, batch, options.dropout_p, options.dropout_seed)
         factor = kept * keep_scale(options.dropout_p)
-    return _Bias(rel_pos, hidden, slopes, None, factor)
+    return _Bias(rel_pos, hidden, slopes, None, factor, places)

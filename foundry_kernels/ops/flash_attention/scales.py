@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -58,6 +59,7 @@ def scales(
     assert cu_seqlens_q is not None
     keys = _keys_of_sequences(k, v, tensors)
     options = {name: value for name, value in options.items() if not name.startswith("max_seqlen")}
+    score_mod = options.get("score_mod")
     most: dict[str, float] = {}
     for n, ((q0, q1), of_keys) in enumerate(zip(pairwise(cu_seqlens_q.tolist()), keys, strict=True)):
         one = [x.transpose(0, 1)[None] for x in (q[q0:q1], *of_keys, cotangents[0][q0:q1])]
@@ -66,9 +68,15 @@ def scales(
         slopes = own.get("alibi_slopes")
         if slopes is not None and slopes.dim() == 2:
             own["alibi_slopes"] = slopes[n]
+        if score_mod is not None:
+            options["score_mod"] = partial(_in_sequence, score_mod, n)
         found = _scales(one[0], one[1], one[2], {**options, **own}, (one[3], *into_lse), n)
         most |= {name: max(size, most.get(name, 0.0)) for name, size in found.items()}
     return most
+
+
+def _in_sequence(score_mod: Callable[..., Any], n: int, score: Any, b: Any, *places: Any) -> Any:
+    return score_mod(score, b + n, *places)
 
 
 def _keys_of_sequences(k: Tensor, v: Tensor, tensors: dict[str, Tensor | None]) -> list[tuple[Tensor, Tensor]]:
@@ -110,8 +118,9 @@ def _scales(
     hidden = scores == -torch.inf
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     error2 = scale**2 * q.square() @ k.square().transpose(-1, -2)  # of a score, as tiny() counts errors
-    error2 = error2 * reference.bent_slope(unbiased, asked) ** 2
-    error2 = error2 + (_ROUNDING * (unbiased - unmasked)).square()
+    capped = reference.scores(q, k, whole._replace(alibi_slopes=None, score_mod=()))
+    error2 = error2 * reference.bent_slope(capped, asked) ** 2
+    error2 = error2 + (_ROUNDING * (unbiased - unmasked)).square().nan_to_num(0.0)  # -inf of score_mod in both
     if bias is not None and bias.dtype != torch.bool:
         of_bias = (_ROUNDING * bias.nan_to_num(0.0, 0.0, 0.0)).square()
         error2 = torch.where(scores + unmasked == scores, 0.0, error2 + of_bias)

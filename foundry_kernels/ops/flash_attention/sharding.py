@@ -1,7 +1,8 @@
 """The dimensions of the tensors of the kernels' operators, of which `foundry_kernels.distributed` makes rules.
 
 Sequences and heads may be sharded, the query heads of a group together with their key-value head. Of packed sequences
-only heads may. A mask is sharded with them along the dimensions in which it is not broadcast.
+only heads may. What a score function reads is the same on all devices. A mask is sharded with sequences and heads along
+the dimensions in which it is not broadcast.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ _PACKED = {"q": "thd", "k": "shd", "v": "she", "out": "the", "sinks": "h", "cu_s
 _PACKED |= dict.fromkeys(("lse", "entropy", "max_logit"), "ht")
 _PAGES = {"k": "xyhd", "v": "xyhe", "block_table": "nm", "seqused_k": "n", "leftpad_k": "n"}
 _MASKS = ("attn_mask", "mask_tiles")
-_SAME = {"mask_bits": "nw", "dropout_seed": "..."}
+_SAME = {"mask_bits": "nw", "dropout_seed": "...", "dscore": "..."}
 
 
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:

@@ -240,7 +240,7 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: st
             return "constexpr"
         if isinstance(value, tuple):
             types = [type_of((name, i), each, False, specialized) for i, each in enumerate(value)]
-            return type(value)(*types)  # a NamedTuple
+            return type(value)(*types) if hasattr(value, "_fields") else tuple(types)  # a NamedTuple is one of types
         if hasattr(value, "block_shape"):  # a tensor descriptor
             return f"tensordesc<{_NAMES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
         if isinstance(value, Tensor):

@@ -75,21 +75,6 @@ def test_pages_are_read_where_they_lie(tokens: int) -> None:
     assert made.largest < 3900 * 64
 
 
-def test_a_gpu_reads_pages_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's native kernels refuse them by name, whatever "auto" is otherwise."""
-    from foundry_kernels.ops.flash_attention import _for_pages, native
-
-    q = torch.empty(1, 1, 8, device="meta")
-    assert _for_pages("auto", q) == "auto"
-    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _: True))
-    assert _for_pages("native", q) == "native"
-    assert _for_pages("auto", q) in ("triton", "reference")
-    monkeypatch.setattr(native, "too_old", lambda _: None)
-    paged, _ = paged_and_packed([1], [4], 4, torch.float32)
-    with pytest.raises(fk.BackendUnavailable, match=r"its CUDA kernels read no pages \(block_table\)"):
-        fk.flash_attention_varlen(**paged, backend="native")
-
-
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 TABLE, USED = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.tensor([5, 6], dtype=torch.int32)

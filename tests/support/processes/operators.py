@@ -149,8 +149,8 @@ def mixtures(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
 
 
 def attention(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """Attention with dropout, masks and a bias, with sharded sequences or heads: the collectives, the results and
-    gradients, and those of one process."""
+    """Attention with dropout, masks, a bias and a score function, with sharded sequences or heads: the collectives, the
+    results and gradients, and those of one process."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     import foundry_kernels as fk
@@ -164,11 +164,13 @@ def attention(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
         "shared": torch.randn(20, 30, generator=generator),
         "of heads": torch.randn(4, 20, 30, generator=generator),
     }
+    table = torch.randn(2, 4, 7, generator=generator)
     found: dict[str, Any] = {}
     for backend in ("native", "triton"):
-        for what, bias in (("mask", mask), *biases.items()):
+        scored = fk.OPS["flash_attention"].why_not(backend, "cpu", None, ("score_mod",)) is None
+        for what, bias in (("mask", mask), *biases.items(), *([("score", table)] if scored else [])):
             for axis in (0, 1):
-                if backend == "triton" and (what, axis) not in (("mask", 0), ("of heads", 1)):
+                if backend == "triton" and (what, axis) not in (("mask", 0), ("of heads", 1), ("score", 1)):
                     continue  # the interpreter is slow
                 results = []
                 for placement in (Shard(axis), None):
@@ -179,11 +181,15 @@ def attention(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
                             sharded = what == "of heads" and axis == 1
                             given["attn_mask"] = distribute_tensor(bias, mesh, [Shard(0) if sharded else Replicate()])
                     leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
-                    options = {"attn_mask": mask} if what == "mask" else {}
+                    options: dict[str, Any] = {"attn_mask": mask} if what == "mask" else {}
+                    if what == "score":
+                        read = leaves.pop("attn_mask")
+                        options["score_mod"] = lambda s, b, h, i, j, t=read: s + t[b, h, (i + j) % 7]
                     options |= {"dropout_p": 0.3, "dropout_seed": 5, "causal": True, "backend": backend}
                     with Collectives() as collectives:
                         out = fk.flash_attention(**leaves, **options)
-                        grads = torch.autograd.grad(out.square().sum(), [*leaves.values()])
+                        wanted = [*leaves.values(), *([read] if what == "score" else [])]
+                        grads = torch.autograd.grad(out.square().sum(), wanted)
                     if placement is not None:
                         counts = dict(collectives.counts)
                     results.append([full(x.detach()) for x in (out, *grads)])

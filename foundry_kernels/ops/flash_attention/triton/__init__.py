@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from foundry_kernels._triton.operators import apply, define, requires_grad
 from foundry_kernels.core.inference import refuse_second_derivative
-from foundry_kernels.ops.flash_attention.options import SUPPORTED, AttentionOptions
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.score_program.gradients import split_dscore
 from foundry_kernels.ops.flash_attention.triton.backward_launch import launch_bwd
 from foundry_kernels.ops.flash_attention.triton.launch import empty_bwd, empty_fwd, fake_rows, launch_fwd, refuse_wide
 
@@ -23,8 +25,10 @@ def _fake_fwd(
 def _fake_bwd(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     options: AttentionOptions, need_dq: bool, need_dk: bool, need_dv: bool, need_dsinks: bool, need_dbias: bool,
+    dscore_slots: Sequence[int],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    return empty_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias, fake_rows)
+    needed = need_dq, need_dk, need_dv, need_dsinks, need_dbias, dscore_slots
+    return empty_bwd(q, k, v, options, *needed, fake_rows)
 
 
 flash_attention_fwd = define(
@@ -36,8 +40,8 @@ flash_attention_fwd = define(
 )
 flash_attention_bwd = define(
     "triton_flash_attention_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{AttentionOptions.SCHEMA}, bool need_dq, bool need_dk, bool need_dv, bool need_dsinks, bool need_dbias) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias)",
+    f"{AttentionOptions.SCHEMA}, bool need_dq, bool need_dk, bool need_dv, bool need_dsinks, bool need_dbias, "
+    "int[] dscore_slots) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias, Tensor dscore)",
     launch_bwd,
     _fake_bwd,
     AttentionOptions,
@@ -50,17 +54,17 @@ def _returned(lse: Tensor, q: Tensor) -> Tensor:
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Returns a tuple of the requested results. The sinks and the mask are separate arguments, since autograd does not
-    look for tensors in `options`."""
+    """Returns a tuple of the requested results. The sinks, the mask and score_mod's tensors are separate arguments,
+    since autograd does not look for tensors in `options`."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, attn_mask: Tensor | None,
-        options: AttentionOptions,
+        options: AttentionOptions, *score_tensors: Tensor,
     ) -> Any:  # fmt: skip
         ctx.set_materialize_grads(False)  # zeros would cost a pass, and are no DTensors where the outputs are
-        if sinks is not None or attn_mask is not None:
-            options = options._replace(sinks=sinks, attn_mask=attn_mask)
+        if sinks is not None or attn_mask is not None or score_tensors:
+            options = options._replace(sinks=sinks, attn_mask=attn_mask, score_tensors=score_tensors or None)
         save_lse = True
         out, lse, entropy, max_logit = flash_attention_fwd(q, k, v, options, save_lse, options.return_stats)
         given = options.tensors() if options.has_tensors() else ()
@@ -68,7 +72,8 @@ class _FlashAttention(torch.autograd.Function):
         ctx.options = options.without_tensors()
         if options.return_lse:
             lse = _returned(lse, q)
-            if not any(x is not None and x.requires_grad for x in (q, k, sinks, attn_mask)):  # never on v
+            reaching = (q, k, sinks, attn_mask, *score_tensors)  # never v
+            if not any(x is not None and x.requires_grad for x in reaching):
                 ctx.mark_non_differentiable(lse)
         if options.return_stats:
             ctx.mark_non_differentiable(entropy, max_logit)
@@ -81,14 +86,15 @@ class _FlashAttention(torch.autograd.Function):
         `dlse`."""
         refuse_second_derivative("flash_attention")
         if dout is None and dlse is None:
-            return None, None, None, None, None, None
+            return (None,) * len(ctx.needs_input_grad)
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         options = ctx.options.with_tensors(tensors) if tensors else ctx.options
-        need_dq, need_dk, need_dv, need_dsinks, need_dbias, _ = ctx.needs_input_grad
+        need_dq, need_dk, need_dv, need_dsinks, need_dbias, _, *need_dscore = ctx.needs_input_grad
+        dscore_slots = tuple([slot for slot, needed in enumerate(need_dscore) if needed])
         if dout is None:
             dout, need_dv = torch.zeros_like(out), False  # lse does not depend on v
-        dq, dk, dv, dsinks, dbias = flash_attention_bwd(
-            dout, dlse, q, k, v, out, lse, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias
+        dq, dk, dv, dsinks, dbias, dscore = flash_attention_bwd(
+            dout, dlse, q, k, v, out, lse, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias, dscore_slots
         )
         return (
             dq if need_dq else None,
@@ -97,17 +103,20 @@ class _FlashAttention(torch.autograd.Function):
             dsinks if need_dsinks else None,
             dbias if need_dbias else None,
             None,
+            *split_dscore(dscore, options.score_tensors or (), dscore_slots),
         )
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
-    options.refuse_others(SUPPORTED["triton"], "flash_attention", "triton")
-    sinks, attn_mask = options.sinks, options.attn_mask
-    backward = requires_grad(q, k, v, sinks, attn_mask)
+    options.refuse_others(AttentionOptions._fields, "flash_attention", "triton")
+    sinks, attn_mask, score_tensors = options.sinks, options.attn_mask, options.score_tensors or ()
+    backward = requires_grad(q, k, v, sinks, attn_mask, *score_tensors)
     refuse_wide(q, v, backward)
     if backward:
-        bare = options if sinks is None and attn_mask is None else options._replace(sinks=None, attn_mask=None)
-        results = apply(_FlashAttention, q, k, v, sinks, attn_mask, bare)
+        bare = options
+        if sinks is not None or attn_mask is not None or score_tensors:
+            bare = options._replace(sinks=None, attn_mask=None, score_tensors=None)
+        results = apply(_FlashAttention, q, k, v, sinks, attn_mask, bare, *score_tensors)
         return results if len(results) > 1 else results[0]
     out, lse, entropy, max_logit = flash_attention_fwd(q, k, v, options, options.return_lse, options.return_stats)
     if options.return_lse:

@@ -29,7 +29,9 @@ from foundry_kernels.ops.flash_attention.triton.dropout import dropout_scale, ke
 from foundry_kernels.ops.flash_attention.triton.mask import in_window, seeing_queries
 from foundry_kernels.ops.flash_attention.triton.order import program_order
 from foundry_kernels.ops.flash_attention.triton.scores import (
+    changed_gradient,
     load_scoring,
+    modifier_of,
     of_head,
     product_gradient,
     score_factor,
@@ -117,7 +119,8 @@ def _hide(b_z, i0, k_pos, mask, bits, j0, n_keys, HAS: tl.constexpr, sizes):
 @triton.jit
 def _accumulate_dkdv(
     b_dk, b_dv, b_k, b_v, j0, k_pos, q, dout, saved, order, queries, seqlen_q, n_keys, scoring, mask, pairs,
-    dense, HAS: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, DELTA_FIRST: tl.constexpr, sizes,
+    dense, modifier, HAS: tl.constexpr, MODIFY: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
+    DELTA_FIRST: tl.constexpr, sizes,
 ):  # fmt: skip
     """Adds the queries of one head in the `Range` queries, or those of the tiles in the list `order`. k_pos [N, 1] is
     the position of each key among the queries.
@@ -142,9 +145,13 @@ def _accumulate_dkdv(
         places = tl.arange(0, sizes.BLOCK_M)[None, :]
         if HAS.bias:
             b_s = add_bias(b_s, dense, i0, places, seqlen_q, True)
-        b_z = powers(b_s, factor, b_lse, HAS.bias)
+        if HAS.modified:
+            b_s, b_slope = MODIFY(b_s, rows, modifier)
+        b_z = powers(b_s, factor, b_lse, HAS.natural)
         if saved.lse_low is not None:
             b_z -= tl.load(saved.lse_low + rows, mask=m_rows, other=0.0)
+        if HAS.modified:  # past the last query, a function may give NaN
+            b_z = tl.where(m_rows, b_z, -float("inf"))
         if HAS.mask:
             b_z = hide_by_dense(b_z, dense, i0, places, seqlen_q, True)
         if mask.left is not None or mask.right is not None or pairs.bits is not None:
@@ -169,7 +176,10 @@ def _accumulate_dkdv(
             b_dp = dot(b_v, tl.trans(b_dout))
             if pairs.dropout is not None:
                 b_dp = tl.where(m_kept, b_dp * pairs.dropout.scale, 0.0)
-            b_ds = round_to(product_gradient(b_p * (b_dp - b_delta), b_t, HAS), b_q.dtype)
+            b_ds = b_p * (b_dp - b_delta)
+            if HAS.modified:
+                b_ds = changed_gradient(b_ds, b_slope)
+            b_ds = round_to(product_gradient(b_ds, b_t, HAS), b_q.dtype)
             b_dk = dot(b_ds, b_q, b_dk)
     return b_dk, b_dv
 
@@ -178,12 +188,13 @@ def _accumulate_dkdv(
 def flash_attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_high_ptr, lse_low_ptr, delta_ptr, dk_ptr, dv_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
-    attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr, lists_ptr,
+    attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr, lists_ptr, score_pointers,
     n_batch, n_parts, members, num_splits, section, tokens_q, tokens_k,
     q_strides, k_strides, v_strides,
     do_strides, dk_strides, dv_strides,
     stride_lseb, score, natural_scale, window, mask_strides, tile_strides, list_strides, threshold, keep_scale,
-    HAS: tl.constexpr, VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, PTX: tl.constexpr, LSE_LOW: tl.constexpr,
+    score_layout, PREPARE: tl.constexpr, MODIFY: tl.constexpr, HAS: tl.constexpr, VARLEN: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, PTX: tl.constexpr, LSE_LOW: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -237,6 +248,9 @@ def flash_attention_dkdv_kernel(
             dropout_seed_ptr, dropout_heads_ptr, n, head, n_heads, threshold, keep_scale, HAS.dropout_heads, COMPUTE
         ) if HAS.dropout else None  # fmt: skip
         pairs = Pairs(bits, dropout)
+        modifier = modifier_of(
+            n, head, j_places, dropout_heads_ptr, n_heads, score_pointers, score_layout, HAS, PREPARE, COMPUTE
+        ) if HAS.modified else None  # fmt: skip
         head_scoring = of_head(scoring, score, alibi_slopes_ptr, n, head, HAS)
         if HAS.tiles:
             p_list = list_of(lists_ptr, list_strides.b, list_strides.h, list_strides.r, n, head, tile)
@@ -246,7 +260,7 @@ def flash_attention_dkdv_kernel(
         saved = Saved(lse_high_ptr + at, lse_low_ptr + at if LSE_LOW else None, delta_ptr + at)
         b_dk, b_dv = _accumulate_dkdv(
             b_dk, b_dv, b_k, b_v, j0, k_pos, q, dout, saved, order, visited, seqlen_q, seqlen_k, head_scoring, mask,
-            pairs, dense, HAS, NEED_DK, NEED_DV, DELTA_FIRST, sizes,
+            pairs, dense, modifier, HAS, MODIFY, NEED_DK, NEED_DV, DELTA_FIRST, sizes,
         )  # fmt: skip
     if NEED_DK:
         b_dk = round_to(b_dk * natural_scale, dk_ptr.dtype.element_ty)

@@ -13,7 +13,9 @@ from foundry_kernels.ops.flash_attention.triton.dropout import kept, load_dropou
 from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
 from foundry_kernels.ops.flash_attention.triton.order import program_order
 from foundry_kernels.ops.flash_attention.triton.scores import (
+    changed_gradient,
     load_scoring,
+    modifier_of,
     of_head,
     product_gradient,
     score_factor,
@@ -27,8 +29,8 @@ from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_rows, list_
 
 @triton.jit
 def _accumulate_dq(
-    b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, begin, end, scoring, mask, pairs, dense,
-    HAS: tl.constexpr, MASKED: tl.constexpr, sizes,
+    b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, begin, end, scoring, mask, pairs, dense, modifier,
+    HAS: tl.constexpr, MODIFY: tl.constexpr, MASKED: tl.constexpr, sizes,
 ):  # fmt: skip
     """Adds the keys begin .. end - 1, or the keys of the tiles at these places of the list `order`."""
     factor = score_factor(scoring, HAS)
@@ -44,7 +46,9 @@ def _accumulate_dq(
         places = tl.arange(0, sizes.BLOCK_N)[None, :]
         if HAS.bias:
             b_s = add_bias(b_s, dense, j0, places, keys.seqlen, MASKED)
-        b_z = powers(b_s, factor, saved.lse_high, HAS.bias)
+        if HAS.modified:
+            b_s, b_slope = MODIFY(b_s, cols, modifier)
+        b_z = powers(b_s, factor, saved.lse_high, HAS.natural)
         if saved.lse_low is not None:
             b_z -= saved.lse_low
         if HAS.mask:
@@ -58,7 +62,10 @@ def _accumulate_dq(
         if pairs.dropout is not None:
             rows = tl.arange(0, sizes.BLOCK_M)[:, None]
             b_dp = tl.where(kept(pairs.dropout, i0, rows, j0, places, sizes), b_dp * pairs.dropout.scale, 0.0)
-        b_ds = product_gradient(b_p * (b_dp - saved.delta), b_t, HAS)
+        b_ds = b_p * (b_dp - saved.delta)
+        if HAS.modified:
+            b_ds = changed_gradient(b_ds, b_slope)
+        b_ds = product_gradient(b_ds, b_t, HAS)
         b_dq = dot(round_to(b_ds, b_k.dtype), b_k, b_dq)
     return b_dq
 
@@ -67,12 +74,13 @@ def _accumulate_dq(
 def flash_attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_high_ptr, lse_low_ptr, delta_ptr, dq_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
-    attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr, lists_ptr,
+    attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr, lists_ptr, score_pointers,
     n_batch, n_heads, group, section, tokens_q, tokens_k,
     q_strides, k_strides, v_strides,
     do_strides, dq_strides,
     stride_lseb, score, natural_scale, window, mask_strides, tile_strides, list_strides, threshold, keep_scale,
-    HAS: tl.constexpr, VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, PTX: tl.constexpr, LSE_LOW: tl.constexpr,
+    score_layout, PREPARE: tl.constexpr, MODIFY: tl.constexpr, HAS: tl.constexpr, VARLEN: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, PTX: tl.constexpr, LSE_LOW: tl.constexpr,
     COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -118,6 +126,9 @@ def flash_attention_dq_kernel(
         dropout_seed_ptr, dropout_heads_ptr, n, head, n_heads, threshold, keep_scale, HAS.dropout_heads, COMPUTE
     ) if HAS.dropout else None  # fmt: skip
     pairs = Pairs(bits, dropout)
+    modifier = modifier_of(
+        n, head, rows, dropout_heads_ptr, n_heads, score_pointers, score_layout, HAS, PREPARE, COMPUTE
+    ) if HAS.modified else None  # fmt: skip
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], COMPUTE)
     if HAS.tiles:
         p_list = list_of(lists_ptr, list_strides.b, list_strides.h, list_strides.r, n, head, tile)
@@ -128,7 +139,7 @@ def flash_attention_dq_kernel(
     if HAS.left and not HAS.tiles:
         b_dq = _accumulate_dq(
             b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, cols.start, tl.minimum(full_start, stop), scoring, mask,
-            pairs, dense, HAS, True, sizes,
+            pairs, dense, modifier, HAS, MODIFY, True, sizes,
         )  # fmt: skip
     b_dq = _accumulate_dq(
         b_dq,
@@ -145,14 +156,17 @@ def flash_attention_dq_kernel(
         mask,
         pairs,
         dense,
+        modifier,
         HAS,
+        MODIFY,
         False,
         sizes,
     )
     start = tl.maximum(full_start, full_stop)
     b_dq = _accumulate_dq(
-        b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, start, stop, scoring, mask, pairs, dense, HAS, True, sizes
-    )
+        b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, start, stop, scoring, mask, pairs, dense, modifier, HAS,
+        MODIFY, True, sizes,
+    )  # fmt: skip
     b_dq = round_to(b_dq * natural_scale, dq_ptr.dtype.element_ty)
     dq = head_rows(dq_ptr, dq_strides, n, head, first)
     store_rows(dq, seqlen_q - i0, b_dq, BLOCK_M, BLOCK_D, D)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from foundry_kernels.ops.flash_attention.triton.backward import (
 from foundry_kernels.ops.flash_attention.triton.backward_dq import flash_attention_dq_kernel
 from foundry_kernels.ops.flash_attention.triton.bias_launch import launch_dbias
 from foundry_kernels.ops.flash_attention.triton.bundles import HeadStrides
-from foundry_kernels.ops.flash_attention.triton.kernel_options import pair_tensors
+from foundry_kernels.ops.flash_attention.triton.kernel_options import captured_tensors, pair_tensors
 from foundry_kernels.ops.flash_attention.triton.launch import (
     Gradients,
     _aligned,
@@ -33,6 +34,7 @@ from foundry_kernels.ops.flash_attention.triton.launch import (
     empty_bwd,
 )
 from foundry_kernels.ops.flash_attention.triton.problem import _Problem
+from foundry_kernels.ops.flash_attention.triton.score_launch import launch_dscore
 from foundry_kernels.ops.flash_attention.triton.tiles_launch import launch_lists, list_strides
 
 
@@ -50,8 +52,10 @@ def launch_bwd(
     need_dv: bool,
     need_dsinks: bool,
     need_dbias: bool,
+    dscore_slots: Sequence[int],
 ) -> Gradients:
-    dq, dk, dv, dsinks, dbias = grads = empty_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias)
+    needed = need_dq, need_dk, need_dv, need_dsinks, need_dbias, dscore_slots
+    dq, dk, dv, dsinks, dbias, dscore = grads = empty_bwd(q, k, v, options, *needed)
     if out.numel() == 0 or k.numel() == 0:
         for x in grads:
             if x is not None:
@@ -61,7 +65,7 @@ def launch_bwd(
     dout = _aligned(_batched(dout))
     rows = _launch_preprocess(p, dout, dlse, _aligned(_batched(out)), lse, options, dsinks)
     lengths = contiguous(options.cu_seqlens_q), contiguous(options.cu_seqlens_k), contiguous(options.alibi_slopes)
-    others = (*lengths, *pair_tensors(options))
+    others = (*lengths, *pair_tensors(options), captured_tensors(options, q))
     inputs = (q, k, v, dout, *rows)
     if p.apart and dk is not None and dv is not None:
         _launch_dkdv(p, inputs, others, dk, None)
@@ -71,7 +75,9 @@ def launch_bwd(
     if dq is not None:
         _launch_dq(p, inputs, others, dq)
     if dbias is not None:
-        launch_dbias(p, inputs, others[2:], dbias)
+        launch_dbias(p, inputs, others, dbias)
+    if dscore is not None:
+        launch_dscore(p, inputs, others, options, dscore_slots, dscore)
     return grads
 
 
@@ -99,7 +105,8 @@ def _plan_preprocess(
     strides = (HeadStrides(*each) for each in (dout[:3], out[:3], dlse_strides))
     numbers = (n_batch, p.n_heads, p.tokens_q, *strides)
     flags = {"HAS_DLSE": dlse is not None, "NEED_DSINKS": need_dsinks, "LSE_LOW": p.wide_lse}
-    shared = {name: p.constants[name] for name in ("HAS_BIAS", "COMPUTE", "DV", "BLOCK_DV")}
+    shared = {name: p.constants[name] for name in ("COMPUTE", "DV", "BLOCK_DV")}
+    shared["HAS_BIAS"] = p.constants["HAS_NATURAL"]
     return tiles, Plan((tiles * p.n_heads,), numbers, flags | shared | config)
 
 
@@ -201,8 +208,9 @@ def _plan_dkdv(p: _Problem, dout: tuple[int, ...], dk: Strides, dv: Strides) -> 
     )  # fmt: skip
     scale = {"natural_scale": 1.0 if splits > 1 else p.natural_scale}
     lists = list_strides(p, config["BLOCK_N"], config["BLOCK_M"], True)
+    functions = p.score_functions(by_keys=True, slope=0)
     tiles = triton.cdiv(p.max_seqlen_k, config["BLOCK_N"])
-    return p.plan(tiles * p.n_batch * parts, numbers, scale, lists, flags, config), splits, sums
+    return p.plan(tiles * p.n_batch * parts, numbers, scale, lists, flags, functions, config), splits, sums
 
 
 def _empty_parts(p: _Problem, target: Tensor, splits: int) -> Tensor:
@@ -228,7 +236,7 @@ def _plan_sum(p: _Problem, splits: int, result: Strides, width: int, scale: floa
 def _launch_dkdv(
     p: _Problem,
     inputs: tuple[Tensor | None, ...],
-    others: tuple[Tensor | None, ...],
+    others: tuple[Any, ...],
     dk: Tensor | None,
     dv: Tensor | None,
 ) -> None:
@@ -240,7 +248,7 @@ def _launch_dkdv(
     plan, splits, sums = _plan_dkdv(p, dout.stride(), *(strides_of(x) for x in targets))
     written = targets if splits == 1 else [None if x is None else _empty_parts(p, x, splits) for x in targets]
     lists = launch_lists(p, plan, others[_MASK_TILES], True)
-    launch(flash_attention_dkdv_kernel, plan, *inputs, *written, *others, lists)
+    launch(flash_attention_dkdv_kernel, plan, *inputs, *written, *others[:-1], lists, others[-1])
     for sum_plan, parts, target in zip(sums, written, targets, strict=False):  # `sums` is empty if nothing is split
         if target is not None:
             launch(flash_attention_sum_splits_kernel, sum_plan, parts, target)
@@ -255,23 +263,26 @@ def _plan_dq(p: _Problem, dout: tuple[int, ...], dq: tuple[int, ...]) -> Plan:
     few = p.max_seqlen_q <= 64 or p.batch_invariant
     if config["BLOCK_M"] == 128 and few and p.constants["BLOCK_D"] <= 128:
         config["BLOCK_M"] = 64  # the large tile spills for few queries, which would leave half of it empty
-    if p.constants["HAS_LEFT"] and p.constants["BLOCK_D"] == 128:
-        config["BLOCK_N"] = min(config["BLOCK_N"], 32)  # with one more masked loop, 64 keys spill on 9.0
+    modified, wide = p.constants["HAS_MODIFIED"], p.constants["BLOCK_D"] == 128
+    if (p.constants["HAS_LEFT"] and wide) or (modified and (wide or 0 < p.capability < 90)):
+        config["BLOCK_N"] = min(config["BLOCK_N"], 32)  # with a score function or one more masked loop, 64 keys spill
+    if modified and wide and 0 < p.capability < 90:
+        config["BLOCK_M"] = min(config["BLOCK_M"], 64)
     if p.constants["HAS_TILES"]:  # as in the forward pass
         config["BLOCK_N"] = min(config["BLOCK_N"], 64)
     lists = list_strides(p, config["BLOCK_M"], config["BLOCK_N"], False)
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
     numbers = (p.n_batch, p.n_heads, p.group, p.group * p.section(p.max_seqlen_k), *_numbers(p, dout, dq))
     fixed = {"natural_scale": p.natural_scale, "LSE_LOW": p.wide_lse}
-    return p.plan(tiles * p.n_batch * p.n_heads, numbers, lists, fixed, config)
+    return p.plan(tiles * p.n_batch * p.n_heads, numbers, lists, fixed, p.score_functions(slope=0), config)
 
 
-def _launch_dq(p: _Problem, inputs: tuple[Tensor | None, ...], others: tuple[Tensor | None, ...], dq: Tensor) -> None:
+def _launch_dq(p: _Problem, inputs: tuple[Tensor | None, ...], others: tuple[Any, ...], dq: Tensor) -> None:
     result = _batched(dq)
     target = _target(result, p.head_dim)
     dout = inputs[3]
     assert dout is not None
     plan = _plan_dq(p, dout.stride(), target.stride())
     lists = launch_lists(p, plan, others[_MASK_TILES], False)
-    launch(flash_attention_dq_kernel, plan, *inputs, target, *others, lists)
+    launch(flash_attention_dq_kernel, plan, *inputs, target, *others[:-1], lists, others[-1])
     _copy_back(target, result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import triton
 from torch import Tensor
@@ -14,9 +15,6 @@ from foundry_kernels.ops.flash_attention.triton.bias_gradient import flash_atten
 from foundry_kernels.ops.flash_attention.triton.bundles import PairStrides
 from foundry_kernels.ops.flash_attention.triton.problem import _Problem
 
-#: What the kernel has no parameter for: it has no packed sequences.
-_IMPLIED = ("VARLEN",)
-
 #: BLOCK_M, BLOCK_N, warps and stages for 16-bit inputs by the head dimension, for GPUs with asynchronous matmuls and
 #: for others. None of them spills registers.
 _ASYNCHRONOUS = {64: (64, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 1)}
@@ -24,7 +22,7 @@ _SYNCHRONOUS = {64: (32, 64, 8, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1)}
 _CDNA = {64: (64, 64, 4, 1), 128: (64, 64, 4, 1), 256: (64, 32, 4, 1)}
 
 
-def _config(p: _Problem) -> dict[str, int]:
+def dbias_config(p: _Problem) -> dict[str, int]:
     width = max(64, p.constants["BLOCK_D"], p.constants["BLOCK_DV"])
     name = device_of(p.capability).name
     if p.capability == 0:
@@ -47,24 +45,22 @@ def _config(p: _Problem) -> dict[str, int]:
 
 @planned
 def _plan_dbias(p: _Problem, shape: tuple[int, ...], dout: tuple[int, ...], dbias: tuple[int, ...]) -> Plan:
-    config = _config(p)
+    config = dbias_config(p)
     tiles = triton.cdiv(p.tokens_q, config["BLOCK_M"]), triton.cdiv(p.tokens_k, config["BLOCK_N"])
     every = (p.n_batch, p.n_heads, *tiles)
     own = [n if size > 1 else 1 for n, size in zip(every, shape, strict=True)]
     each = [n // m for n, m in zip(every, own, strict=True)]
     numbers = (
-        *own[1:], *each, p.n_heads, p.group, p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(dout),
+        None, None, *own[1:], *each, p.n_heads, p.group, p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(dout),
         PairStrides(*dbias), p.stride_lseb,
     )  # fmt: skip
-    flags = {"LSE_LOW": p.wide_lse}
-    return p.plan(math.prod(own), numbers, flags, config, without=_IMPLIED)
+    flags = {"LSE_LOW": p.wide_lse, "OWN_Q": shape[2] > 1, "OWN_K": shape[3] > 1}
+    return p.plan(math.prod(own), numbers, flags, p.score_functions(slope=0), config)
 
 
-def launch_dbias(
-    p: _Problem, inputs: tuple[Tensor | None, ...], others: tuple[Tensor | None, ...], dbias: Tensor
-) -> None:
-    """`inputs` are q, k, v, dout and the tensors of `_Rows`; `others` are the slopes and the results of
-    `pair_tensors`."""
+def launch_dbias(p: _Problem, inputs: tuple[Tensor | None, ...], others: tuple[Any, ...], dbias: Tensor) -> None:
+    """`inputs` are q, k, v, dout and the tensors of `_Rows`; `others` are lengths, slopes, the results of
+    `pair_tensors` and the captured tensors."""
     dout = inputs[3]
     assert dout is not None
     plan = _plan_dbias(p, tuple(dbias.shape), dout.stride(), dbias.stride())

@@ -51,6 +51,17 @@ class Dense(NamedTuple):
     stride: Any  # between the tile's columns, None if they are the same
 
 
+class Modifier(NamedTuple):
+    """What a printed score function reads, see `score_print`."""
+
+    b: Any  # int32: the sequence
+    h: Any  # the head, or one for each row [M, 1]
+    at: Any  # the places of the tile's rows [M, 1] or [N, 1], which do not change in the loop
+    pointers: Any  # to the captured tensors
+    layout: Any  # their sizes and strides
+    ready: Any  # what `prepare` loaded
+
+
 class Bits(NamedTuple):
     """A mask by tiles, see `bits_of_rows` and `bits_of_keys`."""
 

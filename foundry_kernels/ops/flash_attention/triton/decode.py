@@ -30,7 +30,7 @@ from foundry_kernels.ops.flash_attention.triton.dropout import kept, load_dropou
 from foundry_kernels.ops.flash_attention.triton.finish import finish_rows
 from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
 from foundry_kernels.ops.flash_attention.triton.pages import load_from_pages
-from foundry_kernels.ops.flash_attention.triton.scores import load_scoring, of_head, score_factor, scores
+from foundry_kernels.ops.flash_attention.triton.scores import load_scoring, modifier_of, of_head, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import fall, online_softmax
 from foundry_kernels.ops.flash_attention.triton.tile_io import head_keys, load_rows, rows_from
@@ -90,11 +90,12 @@ def flash_attention_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, entropy_ptr, max_logit_ptr, sums_ptr, states_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr,
     attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr,
-    block_table_ptr, leftpad_k_ptr,
-    arrived_ptr, n_batch, n_kv_heads, group, n_rows, tokens_q, tokens_k, split_keys, num_splits, n_states,
+    block_table_ptr, leftpad_k_ptr, arrived_ptr, score_pointers,
+    n_batch, n_kv_heads, group, n_rows, tokens_q, tokens_k, split_keys, num_splits, n_states,
     q_strides, k_strides, v_strides, o_strides, stride_lseb,
-    score, window, mask_strides, tile_strides, threshold, keep_scale, stride_table, n_pages,
-    HAS: tl.constexpr, VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_SINKS: tl.constexpr, PTX: tl.constexpr,
+    score, window, mask_strides, tile_strides, threshold, keep_scale, stride_table, n_pages, score_layout,
+    PREPARE: tl.constexpr, MODIFY: tl.constexpr, HAS: tl.constexpr, VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PTX: tl.constexpr,
     SAVE_LSE: tl.constexpr, SAVE_STATS: tl.constexpr, SPLIT: tl.constexpr, COMPUTE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -141,6 +142,10 @@ def flash_attention_decode_kernel(
         None, mask_strides.s if HAS.keys_differ else None,
     ) if HAS.bias or HAS.mask else None  # fmt: skip
     scoring = of_head(scoring, score, alibi_slopes_ptr, n, heads[:, None], HAS)
+    modifier = modifier_of(
+        n, heads[:, None], tokens[:, None], dropout_heads_ptr, n_kv_heads * group, score_pointers, score_layout, HAS,
+        PREPARE, COMPUTE,
+    ) if HAS.modified else None  # fmt: skip
     bits = Bits(
         fixed_part(mask_tiles_ptr, tile_strides.b, tile_strides.h, tile_strides.t, n, heads[:, None],
                    tokens[:, None] // 64, tl.cdiv(seqlen_q, 64), True),
@@ -176,12 +181,14 @@ def flash_attention_decode_kernel(
         b_s, _b_t = scores(dot(b_q, tl.trans(b_k)), j0 + places - q_pos, scoring, HAS)  # [M, N]
         if HAS.bias:
             b_s = add_bias(b_s, dense, j0, places, seqlen_k, True)
+        if HAS.modified:
+            b_s = MODIFY(b_s, j0 + places, modifier)
         if HAS.mask:
             b_s = hide_by_dense(b_s, dense, j0, places, seqlen_k, True)
         if HAS.tiles:
             b_s = tl.where(bits_of_rows(bits, j0, BLOCK_N), b_s, -float("inf"))
         b_s = tl.where(seen_keys(j0, BLOCK_N, q_pos, seqlen_k, mask), b_s, -float("inf"))
-        b_p, b_shrink, state = online_softmax(b_s, factor, state, True, HAS.bias, SAVE_STATS)
+        b_p, b_shrink, state = online_softmax(b_s, factor, state, True, HAS.natural, SAVE_STATS)
         if dropout is not None:
             b_p = tl.where(kept(dropout, 0, tokens[:, None], j0, places, sizes), b_p, dropout.zero)
         b_acc = dot(round_to(b_p, b_v.dtype), b_v, b_acc * b_shrink[:, None])
@@ -208,7 +215,7 @@ def flash_attention_decode_kernel(
         m_rows = (tokens < seqlen_q) & (rows < n_rows)
         b_acc, state = _add_splits(
             sums_ptr, states_ptr, (place * n_kv_heads + kv_head) * n_rows + rows, m_rows,
-            tl.cast(n_kv_heads, tl.int64) * n_rows, n_states, used, COMPUTE, HAS.bias, SAVE_STATS, DV,
+            tl.cast(n_kv_heads, tl.int64) * n_rows, n_states, used, COMPUTE, HAS.natural, SAVE_STATS, DV,
             BLOCK_DV, ROWS, BLOCK_SPLITS,
         )  # fmt: skip
     if BLOCK_SPLITS or not SPLIT:
@@ -218,7 +225,7 @@ def flash_attention_decode_kernel(
         results = Results(lse_ptr if SAVE_LSE else None, entropy_ptr if SAVE_STATS else None,
                           max_logit_ptr if SAVE_STATS else None)  # fmt: skip
         sinks_ptr = sinks_ptr if HAS_SINKS else None
-        finish_rows(b_acc, state, m_rows, heads, p_out[:, None], at, results, sinks_ptr, HAS.bias, DV, BLOCK_DV)
+        finish_rows(b_acc, state, m_rows, heads, p_out[:, None], at, results, sinks_ptr, HAS.natural, DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=["num_splits"])

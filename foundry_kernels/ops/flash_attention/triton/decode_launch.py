@@ -87,13 +87,15 @@ def _plan_decode(
         "BLOCK_SPLITS": min(MAX_SPLITS.value, _LOADED_AT_ONCE // numbers_of_sums) if added else 0,
         "Q_AHEAD": added and p.dtype.itemsize == 2 and not p.needs_registers and max(p.head_dim, p.head_dim_v) <= 256,
     }
-    decode = p.plan(num_splits * p.n_batch * p.n_kv_heads, numbers, p.pages, flags, splitting, config)
+    decode = p.plan(
+        num_splits * p.n_batch * p.n_kv_heads, numbers, p.pages, flags, splitting, p.score_functions(), config
+    )
     if num_splits == 1:
         return decode, None, 0, 0
     if added:
         return decode, None, n_states, p.head_dim_v
-    shared = {name: p.constants[name] for name in ("VARLEN", "HAS_BIAS", "COMPUTE", "DV", "BLOCK_DV")}
-    shared["PAGE_SIZE"] = p.pages["PAGE_SIZE"]
+    shared = {name: p.constants[name] for name in ("VARLEN", "COMPUTE", "DV", "BLOCK_DV")}
+    shared |= {"HAS_BIAS": p.constants["HAS_NATURAL"], "PAGE_SIZE": p.pages["PAGE_SIZE"]}
     tags = f"{8 * p.dtype.itemsize}-bit D<={shared['BLOCK_DV']}"
     found = combine_configs(shared["BLOCK_DV"], MAX_SPLITS.value)
     chunk = choose("flash_attention_combine_kernel", tags, found, p.device)
@@ -112,11 +114,12 @@ def launch_decode(
     sinks: Tensor | None,
     pairs: tuple[Tensor | None, ...],
     pages: tuple[Tensor | None, Tensor | None],
+    captured: tuple[Tensor, ...] | None,
     save_lse: bool,
     save_stats: bool,
 ) -> None:
     """`results` are out, lse, entropy and max_logit; `lengths` the two cu_seqlens; `pairs` the result of
-    `pair_tensors`; `pages` that of `page_tensors`."""
+    `pair_tensors`; `pages` that of `page_tensors`, `captured` that of `captured_tensors`."""
     out = results[0]
     assert out is not None
     decode, combine, n_states, width = _plan_decode(p, out.stride(), sinks is not None, save_lse, save_stats)
@@ -127,7 +130,7 @@ def launch_decode(
         states = sums.new_empty((3 if save_stats else 2, n_states))
     if n_states and combine is None:
         arrived = arrivals(p.n_batch * p.n_kv_heads, p.device)
-    tensors = (*inputs, *results, sums, states, *lengths, alibi_slopes, sinks, *pairs, *pages, arrived)
+    tensors = (*inputs, *results, sums, states, *lengths, alibi_slopes, sinks, *pairs, *pages, arrived, captured)
     launch(flash_attention_decode_kernel, decode, *tensors)
     if combine is not None:
         launch(flash_attention_combine_kernel, combine, sums, states, *results, *lengths, sinks, pages[1])

@@ -30,7 +30,7 @@ from foundry_kernels.ops.flash_attention.triton.finish import finish_rows
 from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
 from foundry_kernels.ops.flash_attention.triton.order import program_order
 from foundry_kernels.ops.flash_attention.triton.pages import load_from_pages, offsets_in_pages
-from foundry_kernels.ops.flash_attention.triton.scores import load_scoring, of_head, score_factor, scores
+from foundry_kernels.ops.flash_attention.triton.scores import load_scoring, modifier_of, of_head, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import online_softmax
 from foundry_kernels.ops.flash_attention.triton.tile_io import head_keys, head_rows, load_rows, rows_from
@@ -64,9 +64,9 @@ def _products(b_q, keys, pages, tile, m_keys, CHECK: tl.constexpr, sizes, PAGE_S
 
 @triton.jit
 def _attend_range(
-    b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, begin, end, scoring, mask, pairs, dense,
-    pages, HAS: tl.constexpr, MASKED: tl.constexpr, SAVE_STATS: tl.constexpr, AHEAD: tl.constexpr, sizes,
-    PAGE_SIZE: tl.constexpr,
+    b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, begin, end, scoring, mask, pairs, dense, modifier,
+    pages, HAS: tl.constexpr, MODIFY: tl.constexpr, MASKED: tl.constexpr, SAVE_STATS: tl.constexpr,
+    AHEAD: tl.constexpr, sizes, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Attends to the key tiles end - 1, .., begin, or to the tiles at these places of the list `order`. q_pos [M, 1] is
     the position of each query among the keys, i0 the first query.
@@ -90,6 +90,8 @@ def _attend_range(
         b_s, _b_t = scores(b_now, j0 + places - q_pos, scoring, HAS)
         if HAS.bias:
             b_s = add_bias(b_s, dense, j0, places, keys.seqlen, MASKED)
+        if HAS.modified:
+            b_s = MODIFY(b_s, j0 + places, modifier)
         if HAS.mask:
             b_s = hide_by_dense(b_s, dense, j0, places, keys.seqlen, MASKED)
         if MASKED:
@@ -97,8 +99,8 @@ def _attend_range(
             if pairs.bits is not None:
                 m_seen = m_seen & bits_of_rows(pairs.bits, j0, sizes.BLOCK_N)
             b_s = tl.where(m_seen, b_s, -float("inf"))
-        SOME_EMPTY: tl.constexpr = MASKED or HAS.bias or HAS.mask
-        b_p, b_shrink, state = online_softmax(b_s, factor, state, SOME_EMPTY, HAS.bias, SAVE_STATS)
+        SOME_EMPTY: tl.constexpr = MASKED or HAS.natural or HAS.mask
+        b_p, b_shrink, state = online_softmax(b_s, factor, state, SOME_EMPTY, HAS.natural, SAVE_STATS)
         if pairs.dropout is not None:
             b_p = tl.where(kept(pairs.dropout, i0, rows, j0, places, sizes), b_p, pairs.dropout.zero)
         if PAGE_SIZE:
@@ -117,11 +119,12 @@ def flash_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, entropy_ptr, max_logit_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr,
     attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr, lists_ptr,
-    block_table_ptr, leftpad_k_ptr,
+    block_table_ptr, leftpad_k_ptr, score_pointers,
     n_batch, n_heads, group, section, tokens_q, tokens_k,
     q_strides, k_strides, v_strides, o_strides, stride_lseb,
-    score, window, mask_strides, tile_strides, list_strides, threshold, keep_scale, stride_table, n_pages,
-    HAS: tl.constexpr, VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_SINKS: tl.constexpr, PTX: tl.constexpr,
+    score, window, mask_strides, tile_strides, list_strides, threshold, keep_scale, stride_table, n_pages, score_layout,
+    PREPARE: tl.constexpr, MODIFY: tl.constexpr, HAS: tl.constexpr, VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PTX: tl.constexpr,
     SAVE_LSE: tl.constexpr, SAVE_STATS: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -161,6 +164,9 @@ def flash_attention_fwd_kernel(
         None, mask_strides.s if HAS.keys_differ else None,
     ) if HAS.bias or HAS.mask else None  # fmt: skip
     scoring = of_head(scoring, score, alibi_slopes_ptr, n, head, HAS)
+    modifier = modifier_of(
+        n, head, rows[:, None], dropout_heads_ptr, n_heads, score_pointers, score_layout, HAS, PREPARE, COMPUTE
+    ) if HAS.modified else None  # fmt: skip
     bits = Bits(
         fixed_part(mask_tiles_ptr, tile_strides.b, tile_strides.h, tile_strides.t, n, head, rows[:, None] // 64,
                    tl.cdiv(seqlen_q, 64), True),
@@ -191,16 +197,16 @@ def flash_attention_fwd_kernel(
         b_qk = _products(b_q, keys, pages, last_tile, m_keys, True, sizes, PAGE_SIZE)
     b_acc, state, b_qk = _attend_range(
         b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, masked_tile, end, scoring, mask, pairs, dense,
-        pages, HAS, True, SAVE_STATS, AHEAD, sizes, PAGE_SIZE,
+        modifier, pages, HAS, MODIFY, True, SAVE_STATS, AHEAD, sizes, PAGE_SIZE,
     )  # fmt: skip
     b_acc, state, b_qk = _attend_range(
         b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, full_tile, full_stop, scoring, mask, pairs, dense,
-        pages, HAS, False, SAVE_STATS, AHEAD, sizes, PAGE_SIZE,
+        modifier, pages, HAS, MODIFY, False, SAVE_STATS, AHEAD, sizes, PAGE_SIZE,
     )  # fmt: skip
     if HAS.left and not HAS.tiles:
         b_acc, state, b_qk = _attend_range(
             b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, first_tile, tl.minimum(full_tile, end),
-            scoring, mask, pairs, dense, pages, HAS, True, SAVE_STATS, AHEAD, sizes, PAGE_SIZE,
+            scoring, mask, pairs, dense, modifier, pages, HAS, MODIFY, True, SAVE_STATS, AHEAD, sizes, PAGE_SIZE,
         )  # fmt: skip
     if dropout is not None:
         b_acc = b_acc * dropout.scale
@@ -210,4 +216,4 @@ def flash_attention_fwd_kernel(
                       max_logit_ptr if SAVE_STATS else None)  # fmt: skip
     m_rows, p_out = rows < seqlen_q, out.ptr + tl.arange(0, BLOCK_M)[:, None] * out.stride
     sinks_ptr = sinks_ptr if HAS_SINKS else None
-    finish_rows(b_acc, state, m_rows, head, p_out, at, results, sinks_ptr, HAS.bias, DV, BLOCK_DV)
+    finish_rows(b_acc, state, m_rows, head, p_out, at, results, sinks_ptr, HAS.natural, DV, BLOCK_DV)

@@ -14,10 +14,10 @@ from foundry_kernels.ops.flash_attention.dropout import keep_scale, threshold
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.ops.flash_attention.triton.bundles import Mask, PairStrides
 
-_POSITIONS = AttentionOptions._make(range(len(AttentionOptions._fields)))
+_TENSORS_AT = {*AttentionOptions._tensors_at, *AttentionOptions._lists_at}
 
 #: The options that are not tensors. They are keys of launch plans.
-numbers_of = itemgetter(*(at for at in _POSITIONS.operator_args() if at not in _POSITIONS.tensors()))
+numbers_of = itemgetter(*(at for at in range(AttentionOptions._n_in_schema) if at not in _TENSORS_AT))
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
@@ -31,14 +31,15 @@ class TensorOptions(NamedTuple):
     mask_tiles: Layout | None
     dropout_heads: bool
     table: Layout | None  # of the pages
+    captured: tuple[Layout, ...]  # by a score function
 
 
-NO_TENSORS = TensorOptions(0, None, False, None, False, None)
+NO_TENSORS = TensorOptions(0, None, False, None, False, None, ())
 
 
 def tensor_options(options: AttentionOptions) -> TensorOptions:
     slopes, mask, tiles = options.alibi_slopes, options.attn_mask, options.mask_tiles
-    if slopes is mask is tiles is options.dropout_heads is options.block_table is None:
+    if slopes is mask is tiles is options.dropout_heads is options.block_table is None and not options.score_tensors:
         return NO_TENSORS
     return TensorOptions(
         0 if slopes is None else slopes.dim(),
@@ -47,6 +48,7 @@ def tensor_options(options: AttentionOptions) -> TensorOptions:
         None if tiles is None else (tiles.shape, tiles.stride()),
         options.dropout_heads is not None,
         None if options.block_table is None else _table_layout(options.block_table),
+        tuple([(x.shape, x.stride()) for x in options.score_tensors or ()]),
     )
 
 
@@ -80,15 +82,24 @@ class Score(NamedTuple):
     softcap: float
 
 
+def captured_tensors(options: AttentionOptions, q: Tensor) -> tuple[Tensor, ...] | None:
+    """The tensors that a score function reads; Triton takes no empty tuple."""
+    return (options.score_tensors or (q,)) if options.score_mod else None
+
+
 class Has(NamedTuple):
     """Constants: which options are on, and along which dimensions a mask or a bias is not broadcast. `bent`: a score
-    is no linear function of its dot product."""
+    is no linear function of its dot product. `natural`: scores are in natural units, because of a bias or a score
+    function (`modified`). `global_heads`: `dropout_heads` has the numbers of heads that a score function gets."""
 
     left: bool
     right: bool
     bent: bool
     softcap: bool
     alibi: bool
+    natural: bool
+    modified: bool
+    global_heads: bool
     bias: bool
     mask: bool
     queries_differ: bool
@@ -131,7 +142,9 @@ def kernel_options(
     sides = (options.window_left, options.window_right)
     left, right = (None if side is None or side >= reach else side for side in sides)
     softcap, has_alibi = options.softcap, tensors.alibi_dims > 0
-    unit = 1.0 if tensors.biased else math.log2(math.e)  # of the scores, see `scores`
+    modified = options.score_mod is not None
+    natural = tensors.biased or modified
+    unit = 1.0 if natural else math.log2(math.e)  # of the scores, see `scores`
     numbers = {
         "stride_alibi": n_heads if tensors.alibi_dims == 2 else 0,
         "scale": options.scale * unit if softcap is None else options.scale / softcap,
@@ -142,15 +155,20 @@ def kernel_options(
         **_strides("stride_tile", tensors.mask_tiles),
         "threshold": None if options.dropout_p is None else threshold(options.dropout_p),
         "keep_scale": None if options.dropout_p is None else keep_scale(options.dropout_p),
+        "score_layout": tuple([n for layout in tensors.captured for pair in zip(*layout, strict=True) for n in pair])
+        or ((0,) if modified else None),
     }
     shape = (1, 1, 1, 1) if tensors.attn_mask is None else tensors.attn_mask[0]
     constants = {
         "BOTTOM_RIGHT": options.bottom_right,
         "HAS_LEFT": left is not None,
         "HAS_RIGHT": right is not None,
-        "HAS_BENT": softcap is not None,
+        "HAS_BENT": softcap is not None or modified,
         "HAS_SOFTCAP": softcap is not None,
         "HAS_ALIBI": has_alibi,
+        "HAS_NATURAL": natural,
+        "HAS_MODIFIED": modified,
+        "HAS_GLOBAL_HEADS": modified and tensors.dropout_heads,
         "HAS_BIAS": tensors.biased,
         "HAS_MASK": tensors.attn_mask is not None and not tensors.biased,
         "HAS_QUERIES_DIFFER": shape[2] != 1,
@@ -160,7 +178,7 @@ def kernel_options(
         "HAS_DROPOUT_HEADS": tensors.dropout_heads,
         "PTX": ptx and options.dropout_p is not None,
     }
-    return KernelOptions(numbers, constants, softcap is not None or has_alibi)
+    return KernelOptions(numbers, constants, softcap is not None or has_alibi or modified)
 
 
 def _strides(name: str, layout: Layout | None) -> dict[str, int | None]:

@@ -6,7 +6,7 @@ cu_seqlens give each sequence's part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from foundry_kernels._triton.rows import contiguous, empty_like
 from foundry_kernels.core.layout import dense_strides, inverse, order_of, storage_order
 from foundry_kernels.core.registry import BackendUnavailable
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.score_program.gradients import empty_dscore
 from foundry_kernels.ops.flash_attention.triton.config import shared_needed
 from foundry_kernels.ops.flash_attention.triton.decode_launch import launch_decode
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
 from foundry_kernels.ops.flash_attention.triton.kernel_options import (
+    captured_tensors,
     page_tensors,
     pair_tensors,
 )
@@ -105,7 +107,7 @@ def empty_fwd(
     if save_lse:
         # `lse_dtype` without the calls, which cost time on the host.
         biased = options.attn_mask is not None and options.attn_mask.dtype != torch.bool
-        wide = torch.float64 if biased or q.dtype.itemsize >= 4 else torch.float32
+        wide = torch.float64 if biased or options.score_mod or q.dtype.itemsize >= 4 else torch.float32
         lse = q.new_empty(shape, dtype=wide)
     if not save_stats:
         return out, lse, None, None
@@ -113,7 +115,7 @@ def empty_fwd(
     return out, lse, entropy, torch.empty_like(entropy)
 
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def empty_bwd(
@@ -126,15 +128,17 @@ def empty_bwd(
     need_dv: bool,
     need_dsinks: bool,
     need_dbias: bool,
+    dscore_slots: Sequence[int],
     rows: Rows = _empty_rows,
 ) -> Gradients:
-    """(dq, dk, dv, dsinks, dbias), with None for a gradient that is not needed."""
+    """(dq, dk, dv, dsinks, dbias, dscore), with None for a gradient that is not needed."""
     return (
         rows(q, q.shape[-1]) if need_dq else None,
         rows(k, k.shape[-1]) if need_dk else None,
         rows(v, v.shape[-1]) if need_dv else None,
         torch.empty_like(options.sinks) if need_dsinks and options.sinks is not None else None,
         torch.empty_like(options.attn_mask) if need_dbias and options.attn_mask is not None else None,
+        empty_dscore(q, options.score_tensors or (), dscore_slots),
     )
 
 
@@ -195,6 +199,8 @@ def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool
         return gluon_launch.plan(p, tuple(config.items()))
     if config["BLOCK_N"] == 128 and (p.constants["HAS_LEFT"] or p.max_seqlen_k <= 64 or p.batch_invariant):
         config |= {"BLOCK_N": 64, "num_stages": 3}  # with one more masked loop for the left edge, 128 keys spill
+    if p.long_score and p.constants["BLOCK_D"] >= 128:
+        config["AHEAD"] = False  # a long score function needs the registers of the next tile's scores
     if p.constants["HAS_TILES"]:  # a tile must be within one tile of the mask
         config["BLOCK_N"] = min(config["BLOCK_N"], 64)
         if p.wide_pairs and config["BLOCK_M"] == 64:  # the tile for wgmma leaves no registers for lists
@@ -205,7 +211,8 @@ def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool
         *p.strides(out), p.stride_lseb,
     )  # fmt: skip
     lists = list_strides(p, config["BLOCK_M"], config["BLOCK_N"], False)
-    return p.plan(tiles * p.n_batch * p.n_heads, numbers, p.pages, lists, flags, config)
+    functions = p.score_functions()
+    return p.plan(tiles * p.n_batch * p.n_heads, numbers, p.pages, lists, flags, functions, config)
 
 
 def launch_fwd(
@@ -224,10 +231,13 @@ def launch_fwd(
         p = _problem(q, k, v, options)
     target = _target(result, p.head_dim_v)
     sinks, slopes = contiguous(options.sinks), contiguous(options.alibi_slopes)
-    pairs, pages = pair_tensors(options), page_tensors(options)
+    pairs, pages, captured = pair_tensors(options), page_tensors(options), None
+    if options.score_mod:
+        captured = captured_tensors(options, q)
     lengths, results = (contiguous(options.cu_seqlens_q), contiguous(keys)), (lse, entropy, max_logit)
     if p.few_queries:
-        launch_decode(p, (q, k, v), (target, *results), lengths, slopes, sinks, pairs, pages, save_lse, save_stats)
+        tensors = (target, *results), lengths, slopes, sinks, pairs, pages, captured
+        launch_decode(p, (q, k, v), *tensors, save_lse, save_stats)
     else:
         plan = _plan_fwd(p, target.stride(), sinks is not None, save_lse, save_stats)
         if "STAGES" in plan.constants:
@@ -236,7 +246,7 @@ def launch_fwd(
             gluon_launch.launch_gluon(plan, q, k, v, target, lse)
         else:
             lists = launch_lists(p, plan, options.mask_tiles, False)
-            others = (*results, *lengths, slopes, sinks, *pairs, lists, *pages)
+            others = (*results, *lengths, slopes, sinks, *pairs, lists, *pages, captured)
             launch(flash_attention_fwd_kernel, plan, q, k, v, target, *others)
     _copy_back(target, result)
     return out, lse, entropy, max_logit

@@ -31,6 +31,9 @@ _FAR = 1 << 30
 #: Bytes that the heads of a section may read together: less than half of the L2 cache of data-center GPUs.
 _SECTION_BYTES = 16 << 20
 
+#: The most instructions of a score function that needs no more registers than ALiBi as an option.
+_SHORT = 16
+
 #: Within a tile, offsets have 32 bits. So inputs with a row stride of at least this many elements are copied.
 _FAR_APART = 1 << 23
 
@@ -42,10 +45,10 @@ def _has_aligned_rows(shape: tuple[int, ...], strides: tuple[int, ...], dtype: t
     return whole and strides[2] < _FAR_APART and all(s % step == 0 for s in strides[:3])
 
 
-def lse_dtype(dtype: torch.dtype, biased: bool) -> torch.dtype:
+def lse_dtype(dtype: torch.dtype, natural: bool) -> torch.dtype:
     """The dtype of lse between the passes, for inputs of `dtype`. Rounded to float32, it would cause by far the largest
     error of the gradients of float32 inputs. Beside a large bias it would lose the logarithm of the sum."""
-    return torch.float64 if biased or dtype.itemsize >= 4 else torch.float32
+    return torch.float64 if natural or dtype.itemsize >= 4 else torch.float32
 
 
 class _Problem:
@@ -81,6 +84,9 @@ class _Problem:
         found = kernel_options(options, tensors, self.n_heads, self.reach, ptx)
         self.numbers, constants, self.needs_registers = found
         self.mask_tiles = tensors.mask_tiles
+        self.score_code, self.captured = options.score_mod, tensors.captured
+        #: Whether a score function needs more registers than ALiBi does.
+        self.long_score = self.score_code is not None and self.score_code[1] > _SHORT
         self.page_size = 0 if tensors.table is None else k[0][2]
         #: The forward kernels' parameters for pages, by name.
         self.pages: dict[str, Any] = {"stride_table": None, "n_pages": None, "PAGE_SIZE": False}
@@ -107,7 +113,7 @@ class _Problem:
         }
         self.constants = constants | of_shape
         #: Whether lse has two parts between the passes, see `lse_dtype`.
-        self.wide_lse = dtype != torch.float64 and lse_dtype(dtype, tensors.biased) == torch.float64
+        self.wide_lse = dtype != torch.float64 and lse_dtype(dtype, self.constants["HAS_NATURAL"]) == torch.float64
         #: What kernels that compute scores get by name.
         self.arguments = found.arguments() | of_shape
         #: Whether heads are wider than 256 and there is a mask, a bias or dropout.
@@ -115,6 +121,16 @@ class _Problem:
         self.apart = apart(self.width_and_needs()[0], dtype)
         few = self.group * self.max_seqlen_q <= self._configs("decode")[1][0]["BLOCK_M"]
         self.few_queries = few and not self.batch_invariant
+
+    def score_functions(self, by_keys: bool = False, slope: int | None = None) -> dict[str, Any]:
+        """The functions of `score_mod` that a kernel calls, by the names of its parameters; see `score_print`."""
+        if not self.score_code:
+            return {"PREPARE": None, "MODIFY": None}
+        from foundry_kernels.ops.flash_attention.triton.score_print import Request, functions  # few calls need it
+
+        empty = tuple([0 in shape for shape, _ in self.captured])
+        found = functions(Request(self.score_code, by_keys, slope, empty))
+        return {"PREPARE": found.prepare, "MODIFY": found.modify}
 
     def config(self, kernel: str, *preferred: dict[str, Any], **fixed: int) -> dict[str, Any]:
         """Returns the launch config for `kernel`, in which `fixed` replaces values of the table. `preferred`: configs
@@ -161,17 +177,13 @@ class _Problem:
         fit = _SECTION_BYTES // (max(tokens, 1) * row_bytes)
         return max(1, min(fit, self.n_batch * self.n_kv_heads * num_splits))
 
-    def plan(
-        self, programs: int, numbers: tuple[Any, ...], *others: dict[str, Any], without: tuple[str, ...] = ()
-    ) -> Plan:
+    def plan(self, programs: int, numbers: tuple[Any, ...], *others: dict[str, Any]) -> Plan:
         """The launch of a kernel that computes scores. After the tensors it gets `numbers`, in the kernel's own order.
-        By name it gets what follows from the options and the shapes, except `without`, and `others`: its flags and its
+        By name it gets what follows from the options and the shapes, and `others`: its flags and its
         launch config."""
         named = dict(self.arguments)
         for more in others:
             named.update(more)
-        for name in without:
-            del named[name]
         return Plan((programs,), numbers, named)
 
     def strides(self, *tensors: tuple[int, ...] | None) -> tuple[HeadStrides, ...]:
