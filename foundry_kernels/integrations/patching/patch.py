@@ -15,7 +15,7 @@ from foundry_kernels.core.registry import short_dtype
 from foundry_kernels.integrations.adapters.attention import Attention
 from foundry_kernels.integrations.adapters.base import PATCHABLE, Adapter, Gated, Norm, State
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES, NO_LOGITS, HeadOwner, LanguageModel
-from foundry_kernels.integrations.adapters.linear_attention import DeltaNet
+from foundry_kernels.integrations.adapters.linear_attention import LinearAttention
 from foundry_kernels.integrations.adapters.lora import OWN, LoraLinear
 from foundry_kernels.integrations.adapters.own_attention import OwnAttention
 from foundry_kernels.integrations.adapters.packed_model import PackedModel
@@ -85,11 +85,11 @@ def patch(
             are made at its top, and a layer that is patched by itself refuses the dense ones that it then gets.
         backend: a backend's name, or a mapping of operations to names (as for `foundry_kernels.nn`).
         ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope, flash_attention, cross_entropy,
-            linear_cross_entropy, layer_norm, grouped_mm, bias_gelu, gated_delta_rule, glu, reglu, bias_silu,
-            bias_relu and lora_linear (PEFT's LoRA); None for all but an attention that is "eager" by choice.
+            linear_cross_entropy, layer_norm, grouped_mm, bias_gelu, gated_delta_rule, ssd, glu, reglu,
+            bias_silu, bias_relu and lora_linear (PEFT's LoRA); None for all but an attention that is "eager" by choice.
             qk_norm_rope is the norm of queries and keys and the rotation in one; without it the two are done one after
             the other. linear_cross_entropy is the loss of a call with labels in training mode, cross_entropy that of
-            any other. gated_delta_rule is linear attention with its convolution.
+            any other. gated_delta_rule and ssd (Mamba-2) are linear attention with its convolution.
         dense_masks: what happens where a mask is dense, as one that is not causal, a window or padding is: "kernels"
             has the kernels read it, "refuse" raises ValueError with the reason in the forward pass, "sdpa" runs that
             call on torch's scaled_dot_product_attention, or on the model's own eager attention where there is a soft
@@ -159,7 +159,7 @@ def patch(
         if isinstance(adapter, Attention) and "flash_attention" in entry.ops
     ]
     dense = {adapter.runs_dense_masks(module) for module, adapter, _ in attending} if dense_masks == "sdpa" else ()
-    linear = [module for module, adapter, _ in changes if isinstance(adapter, DeltaNet)]
+    linear = [module for module, adapter, _ in changes if isinstance(adapter, LinearAttention)]
     # Without attention only linear attention reads documents.
     attends = "flash_attention" in wanted
     around = [m for _, m in named if is_model(m)] if attends else models_around(model, linear)
@@ -217,6 +217,7 @@ COMPANIONS = {
     "qk_norm_rope": ("rope",),
     "grouped_mm": ("combine_experts",),
     "gated_delta_rule": ("gated_delta_rule_step", "short_conv1d"),
+    "ssd": ("ssd_step", "short_conv1d"),
 }
 
 
