@@ -92,7 +92,8 @@ _SEQUENCES = (
     sequence_case(1, (2, 2), 70, note="mild", A=Between(-1e-3, 0.0), **_ALL),
     sequence_case(1, (2, 2), 37, note="large-steps", dt=Between(-10.0, 60.0), A=Between(-0.1, 0.0), **_FINAL),
     sequence_case(1, (2, 2), 37, note="rows-of-its-dtype", wide_rows=False, **_ALL),
-    *(sequence_case(1, (1, 2), 140, note=f"chunk-{c}", chunk_size=c, state=True, **_FINAL) for c in (32, 128)),
+    sequence_case(1, (1, 2), 140, note="chunk-32", chunk_size=32, state=True, **_FINAL),
+    sequence_case(1, (1, 2), 140, note="chunk-128", chunk_size=128, **_ALL),
     *(
         sequence_case(2, (2, 4), 18, note=x, layout=x, rows_layout=x, cotangent=x, state_layout=x, **_ALL)
         for x in ("swapped", "sliced", "offset", "expanded", "strided")
@@ -185,7 +186,7 @@ SAVED = {"ssd": Saved(more=_states, made=_rows)}
 def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> dict[str, float]:
     """Size of the terms that a gradient sums (float64 inputs). That of a decay is a sum over the state: its size is the
     root of the sum of squares. In the sums over tokens for A and the bias sizes add up, as errors do: what a token
-    reads is a term of all decays before it.
+    reads is a term of all decays before it. A decay's own gradient is as exact as the largest one.
     """
     x, dt, A, B, C, D, z, bias = (
         None if (t := args.get(n)) is None else t.detach() for n in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias")
@@ -219,7 +220,7 @@ def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> d
     return {
         "dt": float(per_size.max()),
         "dt_bias": float(per_size.sum((0, 1)).max()),
-        "A": float((per_decay * sizes).sum((0, 1)).max()),
+        "A": float(per_decay.max() * sizes.sum((0, 1)).max()),
         "D": float((dy * x).square().sum((0, 1, 3) if D is None or D.dim() == 1 else (0, 1)).sqrt().max()),
     }
 

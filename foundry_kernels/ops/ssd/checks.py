@@ -74,6 +74,9 @@ def check_step(
     dt_limit: tuple[float, float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[float, float]]:
     """Returns x, B, C and z, cast where autocast is enabled, and the limits of dt."""
+    check_float("x", x)
+    check_float("state", state)
+    check_device("x", x, "state", state)
     x, B, C, z, limits = _check_token(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, "")
     _check_state("state", state, x, B, x.shape[0], "B")
     if not (is_dense(state) or is_dense(state.mT)):

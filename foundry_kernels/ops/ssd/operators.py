@@ -14,7 +14,7 @@ from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.ssd.options import SsdOptions
-from foundry_kernels.ops.ssd.reference import finished, step_sizes
+from foundry_kernels.ops.ssd.reference import finished, skipped, step_sizes
 
 STEP = (
     "ssd_step(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
@@ -37,7 +37,7 @@ def make_backend(
             y, final = apply(_Ssd, prefix, options, *tensors)
         else:
             read, final, _ = _read(prefix, options, tensors, save_states=False)
-            y = _finish(read, *_of_result(tensors))
+            y = finished(read, *_of_result(tensors))
         return y, final.mT if options.return_final_states else None
 
     return ssd
@@ -68,15 +68,6 @@ def _of_result(tensors: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return tensors[0], tensors[5], tensors[6]
 
 
-def _finish(read: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
-    """`finished`, in the memory of `read` where that is the same arithmetic."""
-    if z is None and D is None:
-        return read
-    if z is None and D is not None and x.dtype == wide_dtype(x.dtype):
-        return read.addcmul_(x, D if D.dim() == 2 else D[:, None])
-    return finished(read, x, D, z)
-
-
 class _Ssd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, prefix: str, options: SsdOptions, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -88,7 +79,7 @@ class _Ssd(torch.autograd.Function):
         ctx.save_for_backward(*tensors, kept, states, options.cu_seqlens)
         if not any(ctx.needs_input_grad[2 + i] for i in (0, 1, 2, 3, 7, 8)):  # states do not depend on C, D and z
             ctx.mark_non_differentiable(final)
-        return _finish(read, x, D, z), final
+        return finished(read, x, D, z), final
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> Any:
@@ -105,7 +96,7 @@ class _Ssd(torch.autograd.Function):
         dread, wide = dy, wide_dtype(x.dtype)
         if z is not None:
             if needs_z:
-                of_silu = finished(read, x, D, None).to(wide) * dy.to(wide)
+                of_silu = skipped(read, x, D) * dy.to(wide)
                 dz = torch.ops.aten.silu_backward(of_silu, z.to(wide)).to(z.dtype)
             dread = dy.to(wide) * silu(z.to(wide))
         if needs_D and D is not None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from foundry_kernels.core.layout import inverse, storage_order
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.gated_delta_rule.reference import advance, gated_delta_rule
 from foundry_kernels.ops.ssd.options import SsdOptions
@@ -62,10 +63,16 @@ def step_sizes(
 
 
 def finished(read: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
-    """``(read + D x) silu(z)`` of x's dtype, with the strides of `read`."""
+    """``(read + D x) silu(z)`` of x's dtype, dense in x's storage order."""
+    y = skipped(read, x, D)
+    order = storage_order(x)
+    y = (y if z is None else y * silu(z.to(y.dtype))).to(x.dtype).permute(order)
+    return y.reshape(-1).view(y.shape).permute(inverse(order))
+
+
+def skipped(read: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
+    """``read + D x`` in the dtype of the arithmetic."""
     wide = wide_dtype(x.dtype)
-    y = read.to(wide)
-    if D is not None:
-        y = y + (D if D.dim() == 2 else D[:, None]).to(wide) * x.to(wide)
-    y = (y if z is None else y * silu(z.to(wide))).to(x.dtype)
-    return y if y.stride() == read.stride() else torch.empty_like(read, dtype=x.dtype).copy_(y)
+    if D is None:
+        return read.to(wide)
+    return torch.addcmul(read.to(wide), x.to(wide), (D if D.dim() == 2 else D[:, None]).to(wide))
