@@ -3,18 +3,25 @@
 The functions `flash_attn_*`, `apply_rotary_emb*` and those of `bert_padding` have flash-attn 2's signatures, with
 tokens before heads; those of `flash_attn_3` have FlashAttention 3's; `scaled_dot_product_attention`, `varlen_attn`,
 `cross_entropy`, `linear_cross_entropy` and `layer_norm` have PyTorch's; `selective_log_softmax` and
-`entropy_from_logits` have TRL's. `use_sdpa` replaces PyTorch's
+`entropy_from_logits` have TRL's; `causal_conv1d_*`, `mamba_chunk_scan_combined` and `selective_state_update` have those
+of causal-conv1d and mamba_ssm, functions of `fla` flash-linear-attention's. `use_sdpa` replaces PyTorch's
 `scaled_dot_product_attention` in the whole process. Functions that compute take one more argument, `backend`, and are a
 thin layer over :func:`foundry_kernels.flash_attention` and similar functions. They refuse unsupported arguments, and
 the error names an alternative.
 """
 
-from foundry_kernels.compat import bert_padding, flash_attn_3, torch_flash
+from foundry_kernels.compat import bert_padding, fla, flash_attn_3, torch_flash
 from foundry_kernels.compat.activation import gelu, silu
 from foundry_kernels.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
 from foundry_kernels.compat.kvcache import flash_attn_with_kvcache
 from foundry_kernels.compat.log_probs import entropy_from_logits, selective_log_softmax
 from foundry_kernels.compat.loss import cross_entropy, linear_cross_entropy
+from foundry_kernels.compat.mamba import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    mamba_chunk_scan_combined,
+    selective_state_update,
+)
 from foundry_kernels.compat.norm import layer_norm, rms_norm
 from foundry_kernels.compat.packed import (
     flash_attn_kvpacked_func,
@@ -34,8 +41,11 @@ __all__ = [
     "apply_rotary_emb_kv_",
     "apply_rotary_emb_qkv_",
     "bert_padding",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
     "cross_entropy",
     "entropy_from_logits",
+    "fla",
     "flash_attn_3",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -47,9 +57,11 @@ __all__ = [
     "gelu",
     "layer_norm",
     "linear_cross_entropy",
+    "mamba_chunk_scan_combined",
     "rms_norm",
     "scaled_dot_product_attention",
     "selective_log_softmax",
+    "selective_state_update",
     "silu",
     "use_sdpa",
     "varlen_attn",

@@ -14,6 +14,7 @@ from foundry_kernels.core.contract import Options, Saved, Tensors
 from foundry_kernels.ops.flash_attention.bench import CuSeqlens
 from foundry_kernels.ops.gated_delta_rule.cases import Between
 from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
+from foundry_kernels.ops.gated_delta_rule.reference import gated_delta_rule
 from foundry_kernels.ops.ssd import reference
 from foundry_kernels.testing import Arg, Case, Values, normal
 
@@ -202,7 +203,7 @@ def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> d
     spread = (sizes * A)[..., None, None].repeat(1, 1, 1, B.shape[-1], x.shape[-1]).transpose(1, 2).requires_grad_()
     values = sizes[..., None].repeat(1, 1, 1, x.shape[-1]).requires_grad_()
     call = _attention(args, options)
-    read, final = reference.gated_delta_rule(
+    read, final = gated_delta_rule(
         C.transpose(1, 2),
         B.transpose(1, 2),
         (x * values).transpose(1, 2),

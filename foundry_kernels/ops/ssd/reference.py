@@ -25,11 +25,9 @@ def ssd(
     options: SsdOptions,
 ) -> tuple[Tensor, Tensor | None]:
     dt = step_sizes(dt, dt_bias, wide_dtype(x.dtype), options.dt_softplus, options.dt_min, options.dt_max)
-    read, final = gated_delta_rule(
-        *(each.transpose(1, 2) for each in (C, B, x, dt * A.to(dt.dtype), dt)),
-        None if initial_states is None else initial_states.mT,
-        options.of_attention(),
-    )
+    q, k, v, g, beta = (each.transpose(1, 2) for each in (C, B, x, dt * A.to(dt.dtype), dt))
+    initial = None if initial_states is None else initial_states.mT
+    read, final = gated_delta_rule(q, k, v, g, beta, initial, options.of_attention())
     return finished(read.transpose(1, 2), x, D, z), None if final is None else final.mT
 
 

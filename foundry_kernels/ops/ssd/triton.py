@@ -100,10 +100,8 @@ def _launch_step(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    x, B, C, z = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (x, B, C, z))
-    assert x is not None
-    assert B is not None
-    assert C is not None
+    x, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, B, C))
+    z = z if z is None or z.stride(-1) == 1 else z.contiguous()
     of_D = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
     of_z = (0, 0) if z is None else z.stride()[:2]
     strides = (
