@@ -117,42 +117,26 @@ def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], directi
 
 def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any] | str]:
     """The functions of Hugging Face's transformers in plain PyTorch, and mamba_ssm's Triton kernels."""
-    return {"transformers": _transformers(op), "mamba_ssm": _mamba_ssm(op, device)}
+    found = {"transformers": _transformers(), "mamba_ssm": _mamba_ssm(device)}
+    made = _step_of if op == "ssd_step" else _sequence_of
+    return {name: each if isinstance(each, str) else made(*each, case) for name, each in found.items()}
 
 
-def _transformers(op: str) -> Callable[..., Any] | str:
+#: The scan and the step of a package; or the reason why it is not available.
+_Functions = tuple[Callable[..., Any], Callable[..., Any]] | str
+
+
+def _transformers() -> _Functions:
     try:
         model = importlib.import_module("transformers.models.mamba2.modeling_mamba2")
-        scan, update = model.mamba2_chunk_scan, model.mamba2_selective_state_update
+        functions = model.mamba2_chunk_scan, model.mamba2_selective_state_update
     except (ImportError, AttributeError) as error:
         return f"transformers has no function of Mamba-2's scan ({error})"
-    scan, update = (getattr(function, "__wrapped__", function) for function in (scan, update))
-
-    def sequence(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, chunk: int = 256, **given: Any) -> Tensor:
-        result: Tensor = scan(x, dt, A, B, C, chunk, **given)
-        return result.to(x.dtype)
-
-    def step(
-        state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, **given: Any
-    ) -> Tensor:
-        width, state_width = state.shape[2:]
-        result: Tensor = update(
-            state,
-            x,
-            dt[..., None].expand(-1, -1, width),
-            A[:, None, None].expand(-1, width, state_width),
-            B,
-            C,
-            D[:, None].expand(-1, width),
-            dt_bias=dt_bias[:, None].expand(-1, width),
-            **given,
-        )
-        return result
-
-    return step if op == "ssd_step" else sequence
+    scan, update = (getattr(function, "__wrapped__", function) for function in functions)
+    return scan, update
 
 
-def _mamba_ssm(op: str, device: str) -> Callable[..., Any] | str:
+def _mamba_ssm(device: str) -> _Functions:
     if device != "cuda":
         return "mamba_ssm has no kernels for the CPU"
     try:
@@ -160,19 +144,27 @@ def _mamba_ssm(op: str, device: str) -> Callable[..., Any] | str:
         update = importlib.import_module("mamba_ssm.ops.triton.selective_state_update").selective_state_update
     except ImportError as error:
         return f"mamba_ssm is not installed ({error})"
+    return combined, update
 
+
+def _sequence_of(scan: Callable[..., Any], update: Callable[..., Any], case: Case) -> Callable[..., Any]:
+    """Chunks of 256 tokens are the usual ones."""
+
+    def sequence(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **given: Any) -> Tensor:
+        result: Tensor = scan(x, dt, A, B, C, 256, **given, **case.options)
+        return result.to(x.dtype)
+
+    return sequence
+
+
+def _step_of(scan: Callable[..., Any], update: Callable[..., Any], case: Case) -> Callable[..., Any]:
     def step(
         state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, **given: Any
     ) -> Tensor:
         width, state_width = state.shape[2:]
         rows = dt[..., None].expand(-1, -1, width), A[:, None, None].expand(-1, width, state_width)
-        of_heads = D[:, None].expand(-1, width)
-        bias = dt_bias[:, None].expand(-1, width)
-        result: Tensor = update(state, x, *rows, B, C, of_heads, dt_bias=bias, **given)
+        of_heads, bias = D[:, None].expand(-1, width), dt_bias[:, None].expand(-1, width)
+        result: Tensor = update(state, x, *rows, B, C, of_heads, dt_bias=bias, **given, **case.options)
         return result
 
-    def sequence(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **given: Any) -> Tensor:
-        result: Tensor = combined(x, dt, A, B, C, 256, **given)
-        return result
-
-    return step if op == "ssd_step" else sequence
+    return step
