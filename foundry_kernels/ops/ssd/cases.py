@@ -83,7 +83,7 @@ _SEQUENCES = (
     replace(sequence_case(1, (1, 4), 150, (64, 128), "long", state=True, **_FINAL), interpreted=False),
     sequence_case(2, (2, 4), 37, note="groups", state=True, **_FINAL),
     sequence_case(2, (1, 3), 20, (16, 8), "one-group", z=True),
-    sequence_case(1, (2, 16), 16, note="16-heads"),
+    sequence_case(1, (2, 16), 16, note="16-heads", D=None),
     sequence_case(1, (2, 2), 37, note="plain", D=None, bias=False),
     sequence_case(1, (2, 2), 37, note="no-D", D=None, **_ALL),
     sequence_case(1, (2, 2), 37, note="D-row", D="HP", z=True),
