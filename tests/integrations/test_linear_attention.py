@@ -252,6 +252,14 @@ def test_an_activation_without_a_kernel() -> None:
     assert any("may mix documents" in line for line in report.mixing)
 
 
+@pytest.mark.skipif(WITHOUT_STATE_SPACES, reason="a release before 5.24")
+def test_states_that_are_larger_than_the_kernels() -> None:
+    report = fk.patch(tiny("FalconH1ForCausalLM", mamba_d_state=257)).report()
+    reasons = {e.reason for e in report.left if e.module_class == "FalconH1Mixer"}
+    assert reasons == {"its ssm_state_size is 257, and the kernels have at most 256"}
+    assert any("may mix documents" in line for line in report.mixing)
+
+
 @FAMILY
 def test_copies_and_pickles(family: str) -> None:
     model = model_of(family)
