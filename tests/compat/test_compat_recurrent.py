@@ -1,4 +1,4 @@
-"""The functions of causal-conv1d, mamba_ssm and fla, beside transformers' and PyTorch's form of them."""
+"""The functions of causal-conv1d and mamba_ssm, beside transformers' and PyTorch's form of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 import foundry_kernels as fk
 from foundry_kernels import compat
-from foundry_kernels.compat import fla
 
 B, T, G, H, P, N, W = 2, 13, 2, 4, 8, 16, 4
 #: Documents of each row.
@@ -121,21 +120,3 @@ def test_what_is_not_supported_is_refused(name: str) -> None:
     taken = {n: x for n, x in given.items() if n in inspect.signature(function).parameters}
     with pytest.raises(ValueError, match=rf"^{name} must be None"):
         function(**taken, **refused)
-
-
-def test_functions_of_fla() -> None:
-    """Beside transformers' form of the delta rule, which has fla's layout; without beta's correction beside a loop."""
-    model = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    q, k, v = normal(B, T, H, N), normal(B, T, H, N, seed=1) / N**0.5, normal(B, T, H, P)
-    g, beta, state = -normal(B, T, H).exp(), normal(B, T, H, seed=1).sigmoid(), normal(B, H, N, P)
-    chunks = getattr(model.torch_chunk_gated_delta_rule, "__wrapped__", model.torch_chunk_gated_delta_rule)
-    expected = chunks(q, k, v, g, beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
-    found = fla.chunk_gated_delta_rule(q, k, v, g, beta, None, state, True, True)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    plain, _ = fla.chunk_delta_rule(q, k, v, beta)
-    torch.testing.assert_close(plain, fla.chunk_gated_delta_rule(q, k, v, torch.zeros_like(g), beta)[0])
-    out, final = fla.chunk_simple_gla(q, k, v, g, 1.0, state, True)
-    for t in range(T):
-        state = state * g[:, t, :, None, None].exp() + k[:, t, :, :, None] * v[:, t, :, None, :]
-        torch.testing.assert_close(out[:, t], torch.einsum("bhk,bhkv->bhv", q[:, t], state), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(final, state, rtol=1e-4, atol=1e-4)
