@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +12,9 @@ from torch import Tensor
 from foundry_kernels.core.contract import Options, Saved, Tensors
 from foundry_kernels.ops.flash_attention.bench import CuSeqlens
 from foundry_kernels.ops.gated_delta_rule.cases import Between
-from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
 from foundry_kernels.ops.gated_delta_rule.reference import gated_delta_rule
 from foundry_kernels.ops.ssd import reference
+from foundry_kernels.ops.ssd.options import SsdOptions
 from foundry_kernels.testing import Arg, Case, Values, normal
 
 #: Rates of decay, and step sizes before softplus, as in trained models.
@@ -203,8 +202,9 @@ def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> d
     initial = args.get("initial_states")
     spread = (sizes * A)[..., None, None].repeat(1, 1, 1, B.shape[-1], x.shape[-1]).transpose(1, 2).requires_grad_()
     values = sizes[..., None].repeat(1, 1, 1, x.shape[-1]).requires_grad_()
-    call = _attention(args, options)
-    read, final = gated_delta_rule(
+    final = bool(options.get("return_final_states"))
+    call = SsdOptions(args.get("cu_seqlens"), softplus, *limits, None, final).of_attention()
+    read, last = gated_delta_rule(
         C.transpose(1, 2),
         B.transpose(1, 2),
         (x * values).transpose(1, 2),
@@ -214,7 +214,7 @@ def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> d
         call,
     )
     y = reference.finished(read.transpose(1, 2), x, D, z)
-    outputs = [y] if final is None else [y, final.mT]
+    outputs = [y] if last is None else [y, last.mT]
     of_decay, of_value = torch.autograd.grad(outputs, (spread, values), cotangents)
     per_decay = of_decay.square().sum((-1, -2)).sqrt().transpose(1, 2)
     per_size = torch.hypot(per_decay * A, of_value.square().sum(-1).sqrt()) * slope
@@ -225,11 +225,6 @@ def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> d
         "A": float(per_decay.max() * sizes.sum((0, 1)).max()),
         "D": float((dy * x).square().sum((0, 1, 3) if D is None or D.dim() == 1 else (0, 1)).sqrt().max()),
     }
-
-
-def _attention(args: Mapping[str, Any], options: Options) -> DeltaRuleOptions:
-    final = bool(options.get("return_final_states"))
-    return DeltaRuleOptions(args.get("cu_seqlens"), 1.0, False, False, None, final)
 
 
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:

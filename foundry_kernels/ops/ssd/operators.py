@@ -107,7 +107,7 @@ class _Ssd(torch.autograd.Function):
             attention, call = _attention(options, tensors, sizes), options.of_attention()
             dfinal = dfinal if options.return_final_states else None  # torch.compile materializes it
             wanted = (needs_C, needs_B, needs_x, needs_dt or needs_A or needs_bias, needs_dt or needs_bias)
-            dq, dk, dv, dg, dbeta, dstate = _OPERATORS[ctx.prefix][1](
+            dq, dk, dv, dg, dbeta, dstate, *_ = _OPERATORS[ctx.prefix][1](
                 dread.to(x.dtype).transpose(1, 2), dfinal, *attention, states, *call.operator_args(), *wanted,
                 needs_initial,
             )  # fmt: skip

@@ -17,4 +17,11 @@ class SsdOptions(Options):
     return_final_states: bool
 
     def of_attention(self) -> DeltaRuleOptions:
-        return DeltaRuleOptions(self.cu_seqlens, 1.0, False, False, self.chunk_size, self.return_final_states)
+        return DeltaRuleOptions(
+            self.cu_seqlens,
+            scale=1.0,
+            qk_l2norm=False,
+            delta=False,
+            chunk_size=self.chunk_size,
+            return_final_state=self.return_final_states,
+        )
