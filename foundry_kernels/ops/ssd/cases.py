@@ -194,16 +194,16 @@ def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> d
     )
     if "state" in args or x is None or dt is None or A is None or B is None or C is None or x.numel() == 0:
         return {}
-    limits = options.get("dt_limit", (0.0, math.inf))
+    least, most = options.get("dt_limit", (0.0, math.inf))
     softplus = bool(options.get("dt_softplus"))
     raw = dt if bias is None else dt + bias
     slope = torch.sigmoid(raw) if softplus else torch.ones_like(raw)
-    sizes = reference.step_sizes(dt, bias, dt.dtype, softplus, *limits)
+    sizes = reference.step_sizes(dt, bias, dt.dtype, softplus, least, most)
     initial = args.get("initial_states")
     spread = (sizes * A)[..., None, None].repeat(1, 1, 1, B.shape[-1], x.shape[-1]).transpose(1, 2).requires_grad_()
     values = sizes[..., None].repeat(1, 1, 1, x.shape[-1]).requires_grad_()
     final = bool(options.get("return_final_states"))
-    call = SsdOptions(args.get("cu_seqlens"), softplus, *limits, None, final).of_attention()
+    call = SsdOptions(args.get("cu_seqlens"), softplus, least, most, None, final).of_attention()
     read, last = gated_delta_rule(
         C.transpose(1, 2),
         B.transpose(1, 2),
