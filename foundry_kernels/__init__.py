@@ -27,6 +27,7 @@ from foundry_kernels.ops.lora_linear import lora_linear, lora_linears
 from foundry_kernels.ops.rms_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from foundry_kernels.ops.rope import RopeScaling, qk_norm_rope, rope, rope_table
 from foundry_kernels.ops.short_conv1d import short_conv1d, short_conv1d_step
+from foundry_kernels.ops.ssd import ssd, ssd_step
 from foundry_kernels.ops.swiglu import geglu, glu, reglu, swiglu
 
 __version__ = "0.1.0"
@@ -73,6 +74,8 @@ __all__ = [
     "rope_table",
     "short_conv1d",
     "short_conv1d_step",
+    "ssd",
+    "ssd_step",
     "swiglu",
     "unpatch",
 ]

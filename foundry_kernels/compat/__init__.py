@@ -3,7 +3,8 @@
 The functions `flash_attn_*`, `apply_rotary_emb*` and those of `bert_padding` have flash-attn 2's signatures, with
 tokens before heads; those of `flash_attn_3` have FlashAttention 3's; `scaled_dot_product_attention`, `varlen_attn`,
 `flex_attention`, `cross_entropy`, `linear_cross_entropy` and `layer_norm` have PyTorch's; `selective_log_softmax` and
-`entropy_from_logits` have TRL's. `use_sdpa` replaces PyTorch's `scaled_dot_product_attention` in the whole process,
+`entropy_from_logits` have TRL's; `causal_conv1d_*`, `mamba_chunk_scan_combined` and `selective_state_update` have those
+of causal-conv1d and mamba_ssm. `use_sdpa` replaces PyTorch's `scaled_dot_product_attention` in the whole process,
 `use_flex_attention` its `flex_attention`. Functions that compute take one more argument, `backend`, and are a thin
 layer over :func:`foundry_kernels.flash_attention` and similar functions. They refuse unsupported arguments, and
 the error names an alternative.
@@ -17,6 +18,12 @@ from foundry_kernels.compat.flex_switch import use_flex_attention
 from foundry_kernels.compat.kvcache import flash_attn_with_kvcache
 from foundry_kernels.compat.log_probs import entropy_from_logits, selective_log_softmax
 from foundry_kernels.compat.loss import cross_entropy, linear_cross_entropy
+from foundry_kernels.compat.mamba import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    mamba_chunk_scan_combined,
+    selective_state_update,
+)
 from foundry_kernels.compat.norm import layer_norm, rms_norm
 from foundry_kernels.compat.packed import (
     flash_attn_kvpacked_func,
@@ -36,6 +43,8 @@ __all__ = [
     "apply_rotary_emb_kv_",
     "apply_rotary_emb_qkv_",
     "bert_padding",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
     "cross_entropy",
     "entropy_from_logits",
     "flash_attn_3",
@@ -50,9 +59,11 @@ __all__ = [
     "gelu",
     "layer_norm",
     "linear_cross_entropy",
+    "mamba_chunk_scan_combined",
     "rms_norm",
     "scaled_dot_product_attention",
     "selective_log_softmax",
+    "selective_state_update",
     "silu",
     "use_flex_attention",
     "use_sdpa",

@@ -17,6 +17,7 @@ from foundry_kernels.ops import (
     rms_norm,
     rope,
     short_conv1d,
+    ssd,
     swiglu,
 )
 
@@ -37,5 +38,6 @@ __all__ = [
     "rms_norm",
     "rope",
     "short_conv1d",
+    "ssd",
     "swiglu",
 ]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from models import tiny
+from packaging.version import Version
 from patching import close
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -20,7 +25,33 @@ import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.tiny import tiny_model
 from foundry_kernels.integrations.families import FAMILIES
 
-FAMILY = pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"])
+DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+#: Families whose layers are Mamba-2's, with the names of their models.
+STATE_SPACES = {
+    "falcon_h1": "FalconH1ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "bamba": "BambaForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "zamba2": "Zamba2ForCausalLM",
+}
+#: Before, their layers were written otherwise, and stay.
+WITHOUT_STATE_SPACES = Version(transformers.__version__) < Version("5.24")
+#: The first two differ from the others in their code.
+QUICK = (*DELTA_NETS, "falcon_h1", "nemotron_h")
+EACH = [
+    pytest.param(
+        family,
+        marks=[
+            *([] if family in QUICK else [pytest.mark.slow]),
+            pytest.mark.skipif(family in STATE_SPACES and WITHOUT_STATE_SPACES, reason="a release before 5.24"),
+        ],
+    )
+    for family in (*DELTA_NETS, *STATE_SPACES)
+]
+FAMILY = pytest.mark.parametrize("family", EACH)
+#: A cache of states alone does not know how many tokens it has.
+WITH_KEYS = pytest.mark.parametrize("family", [each for each in EACH if each.values != ("mamba2",)])
 IDS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(0))
 TOTALS = torch.tensor([0, 4, 5, 12, 20, 24], dtype=torch.int32)
 #: The same documents.
@@ -30,8 +61,29 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def made(family: str) -> Any:
+    if family in DELTA_NETS:
+        return tiny_model(family)
+    # Falcon-H1 has no norm by default: its gate is a part of the scan.
+    return tiny(STATE_SPACES[family], **({"mamba_rms_norm": True} if family == "falcon_h1" else {}))
+
+
+def model_of(family: str) -> Any:
+    return copy.deepcopy(made(family))
+
+
+def cache_of(output: Any) -> Any:
+    return output.cache if "cache" in output else output.past_key_values
+
+
+def cached(model: Any, ids: Tensor, cache: Any = None, **given: Any) -> Any:
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return model(ids, use_cache=True, **{name: cache}, **given)
+
+
 def layer_of(model: Any) -> Any:
-    return next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
+    return next(m for m in model.modules() if type(m).__name__.endswith(("GatedDeltaNet", "Mixer", "MambaLayer")))
 
 
 def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
@@ -46,8 +98,9 @@ def recomputed_by_transformers(model: Any) -> None:
 
 def recomputed_by_wrappers(model: Any) -> None:
     """As FSDP does it."""
-    apply_activation_checkpointing(model, check_fn=lambda m: type(m).__name__.endswith("DecoderLayer"))
-    assert sum(isinstance(m, CheckpointWrapper) for m in model.modules()) == 2
+    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+    apply_activation_checkpointing(model, check_fn=lambda m: any(m is layer for layer in layers))
+    assert sum(isinstance(m, CheckpointWrapper) for m in model.modules()) >= 2
 
 
 @FAMILY
@@ -56,7 +109,7 @@ def recomputed_by_wrappers(model: Any) -> None:
 def test_gradients_of_packed_rows_are_those_of_documents(
     family: str, way: str, recompute: Callable[[Any], None] | None
 ) -> None:
-    model = tiny_model(family)
+    model = model_of(family)
     given = {"position_ids": GIVEN["positions"]["position_ids"], **GIVEN[way], "use_cache": False}
     pieces = IDS.view(1, -1).split(TOTALS.diff().tolist(), 1)
     alone = torch.cat([model(piece).logits for piece in pieces], 1).view(2, 12, -1)
@@ -80,14 +133,14 @@ def test_gradients_of_packed_rows_are_those_of_documents(
 @torch.no_grad()
 def test_a_cache_that_either_filled(family: str) -> None:
     """A prompt read with or without a patch, then single tokens and several, with or without: one cache object."""
-    model = tiny_model(family)
+    model = model_of(family)
 
     def logits(patched: tuple[bool, ...]) -> Tensor:
         cache, found = None, []
         for use, part in zip(patched, IDS.split((3, 1, 1, 4, 1, 1, 1), 1), strict=True):
             handle = fk.patch(model) if use else None
-            out = model(part, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = cached(model, part, cache)
+            cache = cache_of(out)
             found.append(out.logits)
             if handle is not None:
                 handle.undo()
@@ -101,13 +154,13 @@ def test_a_cache_that_either_filled(family: str) -> None:
 
 @FAMILY
 def test_states_are_those_of_transformers(family: str) -> None:
-    model = tiny_model(family)
+    model = model_of(family)
     caches = []
     for patched in (False, True):
         handle = fk.patch(model) if patched else None
         with torch.no_grad():
-            cache = model(IDS[:, :2], use_cache=True).past_key_values  # fewer tokens than taps
-            model(IDS[:, 2:3], past_key_values=cache)
+            cache = cache_of(cached(model, IDS[:, :2]))  # fewer tokens than taps
+            cached(model, IDS[:, 2:3], cache)
         caches.append(cache)
         if handle is not None:
             handle.undo()
@@ -117,37 +170,37 @@ def test_states_are_those_of_transformers(family: str) -> None:
     assert close(ours.recurrent_states[0], theirs.recurrent_states[0])
 
 
-@FAMILY
+@WITH_KEYS
 @torch.no_grad()
 def test_documents_on_a_cache_are_refused(family: str) -> None:
-    model = tiny_model(family)
+    model = model_of(family)
     fk.patch(model)
-    cache = model(IDS[:, :4], use_cache=True).past_key_values
+    cache = cache_of(cached(model, IDS[:, :4]))
     keys = torch.tensor([0, 6, 12, 18, 24], dtype=torch.int32)
     queries = torch.tensor([0, 2, 8, 10, 16], dtype=torch.int32)
     lengths = {"cu_seq_lens_q": queries, "cu_seq_lens_k": keys, "max_length_q": 6, "max_length_k": 6}
     with pytest.raises(ValueError, match="begins a document on a cache that is not empty"):
-        model(IDS[:, 4:], past_key_values=cache, **lengths)
+        cached(model, IDS[:, 4:], cache, **lengths)
     with pytest.raises(ValueError, match="begins a document on a cache that is not empty"):
-        model(IDS[:, 4:], past_key_values=cache, position_ids=torch.tensor([[4, 5, 6, 7, 0, 1, 2, 3]] * 2))
+        cached(model, IDS[:, 4:], cache, position_ids=torch.tensor([[4, 5, 6, 7, 0, 1, 2, 3]] * 2))
 
 
-@FAMILY
+@WITH_KEYS
 @torch.no_grad()
 def test_lengths_of_one_document_a_row_continue_a_cache(family: str) -> None:
-    model = tiny_model(family)
-    expected = model(IDS).logits[:, 4:]
+    model = model_of(family)
+    expected = cached(model, IDS[:, 4:], cache_of(cached(model, IDS[:, :4]))).logits
     fk.patch(model)
-    cache = model(IDS[:, :4], use_cache=True).past_key_values
+    cache = cache_of(cached(model, IDS[:, :4]))
     queries, keys = (torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (8, 12))
     lengths = {"cu_seq_lens_q": queries, "cu_seq_lens_k": keys, "max_length_q": 8, "max_length_k": 12}
-    assert close(model(IDS[:, 4:], past_key_values=cache, **lengths).logits, expected)
+    assert close(cached(model, IDS[:, 4:], cache, **lengths).logits, expected)
 
 
 @FAMILY
 @torch.no_grad()
 def test_a_layer_that_is_called_by_itself(family: str) -> None:
-    model = tiny_model(family)
+    model = model_of(family)
     layer, x = layer_of(model), torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(2))
     expected = layer(x)
     pieces = x.view(1, 24, 64).split(TOTALS.diff().tolist(), 1)
@@ -175,7 +228,7 @@ def test_the_report_and_which_operations() -> None:
 @FAMILY
 @pytest.mark.parametrize("ops", [("gated_delta_rule",), ("rms_norm",), ("swiglu",), ("gated_delta_rule", "swiglu")])
 def test_some_operations(family: str, ops: tuple[str, ...]) -> None:
-    model = tiny_model(family)
+    model = model_of(family)
     expected = model(IDS).logits
     with fk.patch(model, ops=ops) as handle:
         assert {op for e in handle.report().replaced for op in e.ops} <= {*ops}
@@ -199,9 +252,17 @@ def test_an_activation_without_a_kernel() -> None:
     assert any("may mix documents" in line for line in report.mixing)
 
 
+@pytest.mark.skipif(WITHOUT_STATE_SPACES, reason="a release before 5.24")
+def test_states_that_are_larger_than_the_kernels() -> None:
+    report = fk.patch(tiny("FalconH1ForCausalLM", mamba_d_state=257)).report()
+    reasons = {e.reason for e in report.left if e.module_class == "FalconH1Mixer"}
+    assert reasons == {"its ssm_state_size is 257, and the kernels have at most 256"}
+    assert any("may mix documents" in line for line in report.mixing)
+
+
 @FAMILY
 def test_copies_and_pickles(family: str) -> None:
-    model = tiny_model(family)
+    model = model_of(family)
     fk.patch(model)
     expected = model(IDS, **GIVEN["lengths"]).logits
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -227,3 +288,25 @@ def test_a_model_of_images_and_text() -> None:
         alone = [model(piece).logits for piece in IDS.view(1, -1).split(TOTALS.diff().tolist(), 1)]
         given = {**GIVEN["lengths"], **GIVEN["positions"]}
         assert close(model(IDS, **given).logits, torch.cat(alone, 1).view(2, 12, -1))
+
+
+@FAMILY
+@torch.no_grad()
+def test_padding_on_the_left(family: str) -> None:
+    model = model_of(family)
+    mask = torch.ones_like(IDS)
+    mask[0, :5] = 0
+    expected = model(IDS, attention_mask=mask).logits[mask.bool()]
+    with fk.patch(model):
+        assert close(model(IDS, attention_mask=mask).logits[mask.bool()], expected)
+
+
+@FAMILY
+@torch.no_grad()
+def test_bfloat16_is_as_exact_as_transformers(family: str) -> None:
+    model = model_of(family)
+    exact = model(IDS).logits
+    model.bfloat16()
+    theirs = float((model(IDS).logits.float() - exact).norm())
+    with fk.patch(model):
+        assert float((model(IDS).logits.float() - exact).norm()) <= 1.2 * theirs

@@ -148,7 +148,7 @@ def test_generation_of_models_that_refuse_documents() -> None:
     ids = IDS[:, :12].view(2, 6)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
-    for family in ("mamba", "falcon_h1", "gpt_neo"):
+    for family in ("mamba", "gpt_neo"):
         if (model := any_family(family)) is None:
             continue
         options = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 2}
@@ -188,6 +188,10 @@ def test_what_a_module_takes_tells_whether_it_mixes() -> None:
 
     attention, mlp = made("A", "x, attention_mask"), made("MLP", "x")
     assert found(made("Layer", "x, attention_mask, cache", attention, mlp)) == ["A"]
+    of_both = made("Layer", "x, attention_mask, cache", attention)
+    of_mlp = type(of_both)(mlp)  # hands nothing on, and does nothing else with it
+    assert found(of_both, of_mlp) == ["A"]
+    assert found(of_mlp) == ["Layer"]
     for argument in ("mask", "past_key_values", "layer_past", "cache_params", "state", "mems", "conv_mask"):
         assert found(made("B", f"x, {argument}=None")) == ["B"]
     for argument in (

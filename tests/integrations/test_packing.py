@@ -40,7 +40,7 @@ import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.tiny import tiny_config, tiny_model
 
 #: Those of `NAMED` that have layers which are left, and mix tokens.
-MAY_REFUSE = ("deepseek_v32", "falcon_h1", "gemma4_text", "gpt_neo", "lfm2", "minimax")
+MAY_REFUSE = ("deepseek_v32", "gemma4_text", "gpt_neo", "lfm2", "minimax")
 #: Families with linear attention, which keeps documents apart in a patched model alone.
 LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
 #: Releases in which their linear attention is written otherwise, and stays.

@@ -331,6 +331,7 @@ def test_one_operation_alone(family: str, op: str) -> None:
             "layer_norm",
             "grouped_mm",
             "gated_delta_rule",
+            "ssd",
             "glu",
             "reglu",
             "lora_linear",

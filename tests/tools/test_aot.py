@@ -55,6 +55,7 @@ PRODUCTS = (
     "gated_linear_attention",
     "grouped_mm",
     "lora_linear",
+    "ssd",
 )
 #: By Little's law: KB in flight to each multiprocessor with which an H200 fills its bandwidth; an H100 needs 16.
 NEEDED = 25

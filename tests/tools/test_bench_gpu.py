@@ -31,7 +31,7 @@ MOST, FREE = 3.0, 84e9
 #: Operations whose reference reads indices on the host, which the meta device has not.
 READ_ON_THE_HOST = ("flash_attention_varlen",)
 #: Their reference takes one token after another, and on the meta device, which a meter needs, none.
-RECURRENT = ("gated_delta_rule", "gated_linear_attention")
+RECURRENT = ("gated_delta_rule", "gated_linear_attention", "ssd")
 
 
 @pytest.fixture

@@ -345,7 +345,7 @@ def test_rows_that_are_sampled_are_rows_of_the_arguments(op: str) -> None:
         assert sample.rows.unique().equal(sample.rows)
         name, dim = next(iter(sample.dims.items()))
         shape = case.args[name].shape  # type: ignore[union-attr]
-        recurrent = spec.package.endswith("gated_delta_rule")
+        recurrent = spec.package.endswith(("gated_delta_rule", "ssd"))
         assert sample.rows[-1] == (len(sample.rows) if recurrent else shape[dim]) - 1
         assert sample.rows[0] == 0 or case.options.get("causal") is not None  # of attention the last queries
         assert all(case.args[n].shape[d] == shape[dim] for n, d in sample.dims.items())  # type: ignore[union-attr]

@@ -24,11 +24,11 @@ from foundry_kernels.ops.rms_norm import layer_norm, rms_norm
 from foundry_kernels.ops.swiglu import geglu, glu, reglu, swiglu
 
 #: The valid names in `ops` of `patch`. "flash_attention" includes its packed form, "grouped_mm" the weighted sum after
-#: it, "gated_delta_rule" the convolution before it.
+#: it, "gated_delta_rule" and "ssd" the convolution before them.
 PATCHABLE = (
     "rms_norm", "swiglu", "geglu", "rope", "qk_norm_rope", "flash_attention", "cross_entropy", "linear_cross_entropy",
     "layer_norm", "grouped_mm", "bias_gelu", "gated_delta_rule", "glu", "reglu", "bias_silu", "bias_relu",
-    "lora_linear",
+    "lora_linear", "ssd",
 )  # fmt: skip
 
 #: Operations that go with another one and are not named by themselves.
@@ -39,6 +39,7 @@ COMPANIONS = {
     "qk_norm_rope": ("rope",),
     "grouped_mm": ("combine_experts",),
     "gated_delta_rule": ("gated_delta_rule_step", "short_conv1d"),
+    "ssd": ("ssd_step", "short_conv1d"),
 }
 
 

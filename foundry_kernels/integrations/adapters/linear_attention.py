@@ -95,17 +95,43 @@ def one_each(self: Any, layers: Layers, x: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 @dataclass(frozen=True)
-class DeltaNet(Adapter):
+class LinearAttention(Adapter):
+    """A layer with a short convolution and a state for each head, whose forward is ours.
+
+    uses: names that only this row's forward uses.
+    """
+
+    uses: tuple[str, ...] = field(default=(), kw_only=True)
+
+    arguments = split_names("self hidden_states cache cache_params attention_mask kwargs")
+
+    def known(self) -> frozenset[str]:
+        return self.names | {*self.uses}
+
+    def why_not(self, module: Any) -> str | None:
+        if module.activation not in ACTIVATIONS:
+            return f"its activation is {module.activation}, which the convolution's kernel does not have"
+        return None
+
+    def forward(self) -> Callable[..., Tensor]:
+        raise NotImplementedError
+
+    def members(self, original: type) -> dict[str, Any]:
+        # Its weight is used without a call of the convolution, so accelerate's hooks of it must be called.
+        hooks = getattr(sys.modules[original.__module__], "force_accelerate_hooks", None)
+        return {"forward": self.forward() if hooks is None else hooks("conv1d")(self.forward())}
+
+
+@dataclass(frozen=True)
+class DeltaNet(LinearAttention):
     """A layer of the gated delta rule.
 
-    project: its projections. norm, out: the names of the norm of its result and of the last projection. uses: names
-    that only this row's forward uses.
+    project: its projections. norm, out: the names of the norm of its result and of the last projection.
     """
 
     project: Project = separate
     norm: str = "norm"
     out: str = "out_proj"
-    uses: tuple[str, ...] = field(default=())
 
     names = split_names(
         "apply_mask_to_padding_states shape get_conv_state get_recurrent_state layer_idx transpose reshape head_v_dim "
@@ -113,23 +139,75 @@ class DeltaNet(Adapter):
         "update_conv_state conv_kernel_size torch split key_dim value_dim sigmoid A_log float exp F softplus dt_bias "
         "torch_recurrent_gated_delta_rule torch_chunk_gated_delta_rule pop update_recurrent_state"
     )
-    arguments = split_names("self hidden_states cache cache_params attention_mask kwargs")
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return ("gated_delta_rule",)
 
     def known(self) -> frozenset[str]:
-        return self.names | {*self.uses, self.norm, self.out}
+        return super().known() | {self.norm, self.out}
 
-    def why_not(self, module: Any) -> str | None:
-        if module.activation not in ACTIVATIONS:
-            return f"its activation is {module.activation}, which the convolution's kernel does not have"
-        return None
+    def forward(self) -> Callable[..., Tensor]:
+        return _delta_forward
 
-    def members(self, original: type) -> dict[str, Any]:
-        # Its weight is used without a call of the convolution, so accelerate's hooks of it must be called.
-        hooks = getattr(sys.modules[original.__module__], "force_accelerate_hooks", None)
-        return {"forward": _delta_forward if hooks is None else hooks("conv1d")(_delta_forward)}
+
+@dataclass
+class Call:
+    """What a call of a layer has besides its input: the cache, which may be None, its two states and the documents."""
+
+    layer: Any
+    cache: Any
+    conv_state: Any
+    state: Tensor | None
+    documents: Documents | None
+    tokens: int
+
+    @classmethod
+    def of(cls, layer: Any, x: Tensor, cache: Any, kwargs: dict[str, Any]) -> Call:
+        cache = kwargs.get("cache_params") if cache is None else cache  # its name before transformers 5.24
+        conv_state = state = None
+        if cache is not None:
+            conv_state = cache.get_conv_state(layer.layer_idx, state_idx=0)
+            state = cache.get_recurrent_state(layer.layer_idx, state_idx=0)
+        documents = _documents(kwargs, x.shape[0], x.shape[1], state is not None)
+        return cls(layer, cache, conv_state, state, documents, x.shape[1])
+
+    @property
+    def totals(self) -> Tensor | None:
+        return None if self.documents is None else self.documents.totals_q
+
+    def steps(self, *tensors: Tensor | None) -> bool:
+        """Whether there is one token of each sequence, whose states are overwritten. tensors: what it is made of."""
+        if self.tokens != 1 or self.conv_state is None or self.state is None:
+            return False
+        if self.cache.is_recording_past(self.layer.layer_idx):
+            return False
+        return continues_in_place(*tensors, self.conv_state, self.state)
+
+    def convolved(self, x: Tensor, steps: bool) -> Tensor:
+        """The convolution's result of ``[B, T, C]``; ``[1, B T, C]`` of packed documents, ``[B, C]`` of a step."""
+        layer, backend = self.layer, self.layer._foundry.backends["short_conv1d"]
+        filters, bias = taps_of(layer.conv1d.weight), layer.conv1d.bias
+        if steps:
+            return short_conv1d_step(x.squeeze(1), self.conv_state, filters, bias, layer.activation, backend=backend)
+        before = x
+        if self.cache is not None:  # which returns the inputs since the state's first
+            kernel = {"conv_kernel_size": layer.conv_kernel_size}
+            before = self.cache.update_conv_state(x.transpose(1, 2), layer.layer_idx, **kernel).transpose(1, 2)
+        if self.totals is not None:
+            before = self.in_one_row(x)
+        y = short_conv1d(before, filters, bias, layer.activation, cu_seqlens=self.totals, backend=backend)
+        return y[:, -self.tokens :] if self.totals is None and before.shape[1] != self.tokens else y
+
+    def in_one_row(self, x: Tensor) -> Tensor:
+        """``[B, T, ...]``, or ``[1, B T, ...]`` of packed documents."""
+        return x if self.documents is None else x.flatten(0, 1).unsqueeze(0)
+
+    def keep(self, final: Tensor | None) -> None:
+        """Puts the states after the last tokens into the cache."""
+        if self.cache is not None and final is not None:
+            if self.documents is not None:  # the last one of each row
+                final = final[self.documents.of_queries()[:, -1].long()]
+            self.cache.update_recurrent_state(final, self.layer.layer_idx)
 
 
 def _delta_forward(
@@ -140,44 +218,20 @@ def _delta_forward(
     **kwargs: Any,
 ) -> Tensor:
     row, backends = self._foundry_row, self._foundry.backends
-    cache = kwargs.get("cache_params") if cache is None else cache  # its name before transformers 5.24
     batch, tokens = hidden_states.shape[:2]
-    conv_state: Any = None
-    state: Tensor | None = None
-    if cache is not None:
-        conv_state = cache.get_conv_state(self.layer_idx, state_idx=0)
-        state = cache.get_recurrent_state(self.layer_idx, state_idx=0)
-    documents = _documents(kwargs, batch, tokens, state is not None)
+    call = Call.of(self, hidden_states, cache, kwargs)
     hidden_states = self._foundry_home.apply_mask_to_padding_states(hidden_states, attention_mask)
     layers = layers_of(self, hidden_states)
     qkv, z, b, a = row.project(self, layers, hidden_states)
-    filters, bias, backend = taps_of(self.conv1d.weight), self.conv1d.bias, backends["short_conv1d"]
-    totals = None if documents is None else documents.totals_q
-    # One token of each sequence, whose states are overwritten.
-    steps = (
-        tokens == 1
-        and conv_state is not None
-        and state is not None
-        and not cache.is_recording_past(self.layer_idx)
-        and continues_in_place(qkv, a, b, filters, bias, self.A_log, self.dt_bias, conv_state, state)
-    )
-    if steps:
-        mixed = short_conv1d_step(qkv.squeeze(1), conv_state, filters, bias, self.activation, backend=backend)
-    else:
-        before = qkv
-        if cache is not None:  # which returns the inputs since the state's first
-            kernel = {"conv_kernel_size": self.conv_kernel_size}
-            before = cache.update_conv_state(qkv.transpose(1, 2), self.layer_idx, **kernel).transpose(1, 2)
-        if totals is not None:
-            before, a, b = (x.reshape(1, batch * tokens, -1) for x in (qkv, a, b))
-        mixed = short_conv1d(before, filters, bias, self.activation, cu_seqlens=totals, backend=backend)
-        if totals is None and before.shape[1] != tokens:
-            mixed = mixed[:, -tokens:]
+    steps = call.steps(qkv, a, b, self.conv1d.weight, self.conv1d.bias, self.A_log, self.dt_bias)
+    mixed = call.convolved(qkv, steps)
+    if not steps:
+        a, b = call.in_one_row(a), call.in_one_row(b)
     doubled = getattr(self, "allow_neg_eigval", False)
     g, beta = decay_and_step(a, b, self.A_log, self.dt_bias, 2.0 if doubled else 1.0)
     heads, dims = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
-    if state is not None and steps:
-        out = delta_rule_step_of(mixed, g, beta, heads, dims, backends, state)
+    if call.state is not None and steps:
+        out = delta_rule_step_of(mixed, g, beta, heads, dims, backends, call.state)
     else:
         out, final = delta_rule_of(
             mixed,
@@ -186,14 +240,11 @@ def _delta_forward(
             heads,
             dims,
             backends,
-            cu_seqlens=totals,
-            initial_state=state,
-            return_final_state=cache is not None,
+            cu_seqlens=call.totals,
+            initial_state=call.state,
+            return_final_state=call.cache is not None,
         )
-        if cache is not None and final is not None:
-            if documents is not None:  # the last one of each row
-                final = final[documents.of_queries()[:, -1].long()]
-            cache.update_recurrent_state(final, self.layer_idx)
+        call.keep(final)
     normed = getattr(self, row.norm)(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
     return layers.linear(normed.reshape(batch, tokens, -1), getattr(self, row.out))
 

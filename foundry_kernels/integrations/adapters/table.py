@@ -22,6 +22,7 @@ from foundry_kernels.integrations.adapters.interface import interface_adapter
 from foundry_kernels.integrations.adapters.linear_attention import DeltaNet, by_key_head, one_each
 from foundry_kernels.integrations.adapters.lora import LORA
 from foundry_kernels.integrations.adapters.own_attention import OwnAttention
+from foundry_kernels.integrations.adapters.state_space import Mamba2
 from foundry_kernels.integrations.adapters.torch_nn import TORCH
 from foundry_kernels.integrations.families import FAMILIES
 from foundry_kernels.integrations.recognise import recognised
@@ -114,6 +115,11 @@ TABLE: dict[tuple[str, str], Adapter] = {
     ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): SortedExperts(),
     ("transformers.models.nemotron.modeling_nemotron", "NemotronLayerNorm1P"): NemotronNorm(
         "eps", 1.0, op="layer_norm", bias="bias", one_dtype=True
+    ),
+    # Bamba's, Granite 4's, Nemotron-H's and Zamba 2's layers have the code of the first.
+    ("transformers.models.mamba2.modeling_mamba2", "Mamba2Mixer"): Mamba2(),
+    ("transformers.models.falcon_h1.modeling_falcon_h1", "FalconH1Mixer"): Mamba2(
+        scaled=True, uses=("ssm_in_multiplier", "mup_vector", "mamba_rms_norm", "float32", "nn", "functional", "silu")
     ),
     **{
         (f"transformers.models.{family}.modeling_{family}", FAMILIES[family].name + end): adapter

@@ -42,6 +42,7 @@ def mixers(
     """
     found: list[nn.Module] = []
     untold: list[nn.Module] = []
+    handing: set[type] = set()  # classes whose modules hand what they take to others
 
     def visit(module: nn.Module, rows: str) -> bool:
         """Returns whether `module`, or one that it holds, takes a mask or a memory. rows: "all" in a model of
@@ -57,6 +58,8 @@ def mixers(
         before = len(found)
         held = [visit(child, rows) for child in module.children()]
         takes = any(held)
+        if takes:
+            handing.add(type(module))
         if module in attending:
             if rows == "all" and not makes_masks(type(module)):
                 untold.append(module)
@@ -69,7 +72,8 @@ def mixers(
         return takes or innermost
 
     visit(model, "")
-    return found, untold
+    # A layer with an MLP alone is of the class of one with attention, which does nothing else with what it takes.
+    return [m for m in found if type(m) not in handing or _shifts(m)], untold
 
 
 def _takes_memory(module: nn.Module, rows: str) -> bool:

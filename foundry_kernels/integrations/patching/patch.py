@@ -13,7 +13,7 @@ from foundry_kernels.core.checks import check_bool
 from foundry_kernels.integrations.adapters.attention import Attention
 from foundry_kernels.integrations.adapters.base import PATCHABLE, Adapter, Gated, Norm, State, with_companions
 from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES, NO_LOGITS, HeadOwner, LanguageModel
-from foundry_kernels.integrations.adapters.linear_attention import DeltaNet
+from foundry_kernels.integrations.adapters.linear_attention import LinearAttention
 from foundry_kernels.integrations.adapters.own_attention import OwnAttention
 from foundry_kernels.integrations.adapters.packed_model import PackedModel
 from foundry_kernels.integrations.adapters.rotating import Rotating
@@ -83,11 +83,11 @@ def patch(
             are made at its top, and a layer that is patched by itself refuses the dense ones that it then gets.
         backend: a backend's name, or a mapping of operations to names (as for `foundry_kernels.nn`).
         ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope, flash_attention, cross_entropy,
-            linear_cross_entropy, layer_norm, grouped_mm, bias_gelu, gated_delta_rule, glu, reglu, bias_silu,
-            bias_relu and lora_linear (PEFT's LoRA); None for all but an attention that is "eager" by choice.
+            linear_cross_entropy, layer_norm, grouped_mm, bias_gelu, gated_delta_rule, ssd, glu, reglu,
+            bias_silu, bias_relu and lora_linear (PEFT's LoRA); None for all but an attention that is "eager" by choice.
             qk_norm_rope is the norm of queries and keys and the rotation in one; without it the two are done one after
             the other. linear_cross_entropy is the loss of a call with labels in training mode, cross_entropy that of
-            any other. gated_delta_rule is linear attention with its convolution.
+            any other. gated_delta_rule and ssd (Mamba-2) are linear attention with its convolution.
         dense_masks: what happens where a mask is dense, as one that is not causal, a window or padding is: "kernels"
             has the kernels read it, "refuse" raises ValueError with the reason in the forward pass, "sdpa" runs that
             call on torch's scaled_dot_product_attention, or on the model's own eager attention where there is a soft
@@ -158,7 +158,7 @@ def patch(
         if isinstance(adapter, Attention) and "flash_attention" in entry.ops
     ]
     dense = {adapter.runs_dense_masks(module) for module, adapter, _ in attending} if dense_masks == "sdpa" else ()
-    linear = [module for module, adapter, _ in changes if isinstance(adapter, DeltaNet)]
+    linear = [module for module, adapter, _ in changes if isinstance(adapter, LinearAttention)]
     # Without attention only linear attention reads documents.
     attends = "flash_attention" in wanted
     around = [m for _, m in named if is_model(m)] if attends else models_around(model, linear)

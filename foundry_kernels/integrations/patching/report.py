@@ -131,7 +131,7 @@ def parts(report: Report) -> tuple[str, str, str, str, str, str]:
     text = ", ".join(f"{n} {text}" for text, n in left.items())
     products = of("MLP", "Experts", "Intermediate", "FeedForward", "ActDense")
     known = f"{sum(e.by == 'recognised' for e in report.replaced)} of {len(report.replaced)}"
-    attention = of("Attention", "GatedDeltaNet")
+    attention = of("Attention", "GatedDeltaNet", "Mixer", "MambaLayer")
     return of("Norm", "NormGated"), products, attention, _counted(losses), known, text
 
 

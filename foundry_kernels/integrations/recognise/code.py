@@ -20,10 +20,10 @@ from torch import nn
 
 from foundry_kernels.integrations.adapters.attention import Attention
 from foundry_kernels.integrations.adapters.base import Adapter, names_of
-from foundry_kernels.integrations.adapters.linear_attention import DeltaNet
+from foundry_kernels.integrations.adapters.linear_attention import LinearAttention
 
 #: The adapters that read nothing of a module but what its forward does too.
-BY_FORWARD = (Attention, DeltaNet)
+BY_FORWARD = (Attention, LinearAttention)
 #: Constants, which may be equal objects.
 PLAIN = (int, float, bool, str, bytes, type(None))
 #: Instructions whose argument is a local variable: these are compared by their place.

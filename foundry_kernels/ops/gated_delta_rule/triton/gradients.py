@@ -92,9 +92,9 @@ def gated_delta_rule_pairs_kernel(
         if of_keys_ptr is not None:
             b_u = load_tile(p_u + v0, DV, n_rows, DV - v0, CHUNK, BLOCK_V, WHOLE)
             b_da = product(b_dr, tl.trans(b_u), b_da, KIND, PARTS)
-            if sums_ptr is not None:
-                b_v = load_tile(p_v + v0, stride_vt, n_rows, DV - v0, CHUNK, BLOCK_V, WHOLE)
-                b_dbeta += tl.sum(b_dr * b_v.to(COMPUTE), 1)
+        if sums_ptr is not None and beta_ptr is not None:
+            b_v = load_tile(p_v + v0, stride_vt, n_rows, DV - v0, CHUNK, BLOCK_V, WHOLE)
+            b_dbeta += tl.sum(b_dr * b_v.to(COMPUTE), 1)
     if of_keys_ptr is not None:
         b_da *= -between(decay, True, CHUNK) * b_k_norm[:, None] * b_k_norm[None, :]
         if sums_ptr is not None:
@@ -103,13 +103,14 @@ def gated_delta_rule_pairs_kernel(
                 b_k = load_tile(p_k + d, stride_kt, n_rows, D - d, CHUNK, BLOCK_D, WHOLE_D)
                 b_kk = product(b_k, tl.trans(b_k), b_kk, KIND, PARTS)
             b_dbeta += tl.sum(b_da * b_kk, 1)
-            tl.store(sums_ptr + size + o_tokens + rows, b_dbeta, mask=rows < n_rows)
             b_sum += _decayed_by(b_da * b_kk * b_beta[:, None], CHUNK)
         b_da *= b_beta[:, None]
         # The sum of a triangle without diagonal and its transpose.
         lower = rows[:, None] >= rows[None, :]
         tl.store(of_keys_ptr + o_square + square, b_da, mask=lower)
         tl.store(of_keys_ptr + o_square + rows[None, :] * CHUNK + rows[:, None], b_da, mask=lower)
+    if sums_ptr is not None and beta_ptr is not None:
+        tl.store(sums_ptr + size + o_tokens + rows, b_dbeta, mask=rows < n_rows)
 
     b_dp = tl.zeros([CHUNK, CHUNK], COMPUTE)
     p_dout = dout_ptr + batch * stride_ob + head * stride_oh + first * stride_ot
