@@ -6,7 +6,8 @@ towards v, and reads it with q:
 
 .. math:: S \leftarrow e^{g} S, \qquad S \leftarrow S + \beta k (v - S^T k)^T, \qquad o = s \, S^T q
 
-with the scale s. Without g it is the delta rule. Gated linear attention adds :math:`k v^T` instead of the correction.
+with the scale s. Without g it is the delta rule. If g has a number for each dimension of a key, :math:`e^g` is a
+diagonal matrix. Gated linear attention adds :math:`k v^T` instead of the correction.
 The work grows linearly with the number of tokens, and decoding needs the state and no keys or values of the past.
 
 Kernels compute chunks of tokens by matmuls: with the decays :math:`L_{ij} = e^{g_{j+1} + \dots + g_i}` from token j to
@@ -18,11 +19,16 @@ solution of a triangular system, and
    O &= s \, (\mathrm{diag}(L_i) Q S_0 + (L \odot Q K^T) V'), \quad
    S_1 = L_C S_0 + K^T \mathrm{diag}(L_{Cj}) V'
 
+With a decay for each dimension, the products of two tokens' keys and queries are sums over dimensions of products with
+the decay between them. Within 16 tokens these are computed for each pair; between blocks of 16 they are matmuls of rows
+decayed from the start of the later block and of rows decayed up to it. So each factor is a product of decays, and none
+overflows where decays do not.
+
 Arithmetic is in float32 (float64 for float64 inputs), and results are rounded once.
 
 Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024, arXiv:2412.06464. Chunks: Yang
 et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024, arXiv:2406.06484. Gated
-linear attention: Yang et al., 2023, arXiv:2312.06635, there with a decay for each dimension of a key.
+linear attention: Yang et al., 2023, arXiv:2312.06635. Kimi Delta Attention: Kimi Team, 2025, arXiv:2510.26692.
 """
 
 from __future__ import annotations
@@ -83,9 +89,9 @@ def gated_delta_rule(
         k: as q, of q's shape, dtype and device.
         v: ``[B, H_v, T, D_v]`` of q's dtype, H_v a multiple of H_k, D_v in 1 .. 256. Head h of v has the queries and
             keys of head ``h // (H_v / H_k)``.
-        g: ``[B, H_v, T]``, the logarithm of each token's decay, in float32 or q's dtype; None for no decay (the delta
-            rule). Usually at most 0; other values are computed as they are. A decay for each dimension of a key is not
-            supported.
+        g: ``[B, H_v, T]``, the logarithm of each token's decay, or ``[B, H_v, T, D_k]``, a decay for each dimension of
+            a key (Kimi Delta Attention), in float32 or q's dtype; None for no decay (the delta rule). Usually at most
+            0; other values are computed as they are.
         beta: ``[B, H_v, T]``, the step size, in float32 or q's dtype; None for 1. Usually in 0 .. 1 or 0 .. 2; other
             values are computed as they are.
         scale: of the output, > 0; None for ``D_k ** -0.5``.
@@ -164,8 +170,8 @@ def gated_linear_attention(
     chunk_size: int | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Linear attention with one decay for each head and token (RetNet, Mamba-2), without the delta rule's correction:
-    ``S = exp(g) S + k v^T``, ``o = scale S^T q``.
+    """Linear attention with a decay for each head and token (RetNet, Mamba-2), or for each dimension of a key (GLA),
+    without the delta rule's correction: ``S = exp(g) S + k v^T``, ``o = scale S^T q``.
 
     All arguments, results and errors are those of :func:`gated_delta_rule`, which has one argument more, `beta`.
     """
@@ -194,7 +200,7 @@ def gated_delta_rule_step(
         q: ``[B, H_k, D_k]`` float32, bfloat16, float16 or float64, any strides.
         k: as q, of q's shape, dtype and device.
         v: ``[B, H_v, D_v]`` of q's dtype, H_v a multiple of H_k.
-        g: ``[B, H_v]`` in float32 or q's dtype, or None.
+        g: ``[B, H_v]`` or ``[B, H_v, D_k]`` in float32 or q's dtype, or None.
         beta: ``[B, H_v]`` in float32 or q's dtype, or None.
         state: ``[B, H_v, D_k, D_v]`` float32 (float64 for float64 inputs), whose last two dimensions are contiguous. It
             is overwritten by the states after the token.

@@ -43,6 +43,7 @@ def sequence_case(
     note: str = "",
     *,
     g: Values | None = DECAYS,
+    channels: bool = False,
     beta: Values | None = STEPS,
     k: Values | None = None,
     q: Values | None = None,
@@ -59,7 +60,7 @@ def sequence_case(
     **options: Any,
 ) -> Case:
     """heads: (H_k, H_v); tokens: T, or the lengths of packed documents; dims: (D_k, D_v); rows: g and beta; frozen:
-    letters of the inputs without gradient. Keys have a length of about 1 if `k` is not given, as after a norm."""
+    letters of the inputs without gradient; channels: g has a decay for each dimension of a key. Keys have a length of about 1 if `k` is not given, as after a norm."""
     (hk, hv), (dk, dv) = heads, dims
     packed = isinstance(tokens, tuple)
     t = sum(tokens) if isinstance(tokens, tuple) else tokens
@@ -70,7 +71,8 @@ def sequence_case(
     }
     for name, values in (("g", g), ("beta", beta)):
         if values is not None:
-            args[name] = Arg((batch, hv, t), rows_layout, values, grad=name[0] not in frozen, wide=wide_rows)
+            shape = (batch, hv, t, dk) if channels and name == "g" else (batch, hv, t)
+            args[name] = Arg(shape, rows_layout, values, grad=name[0] not in frozen, wide=wide_rows)
     if state:
         n = len(tokens) if isinstance(tokens, tuple) else batch
         args["initial_state"] = Arg((n, hv, dk, dv), state_layout, grad="s" not in frozen, wide=True)
@@ -135,8 +137,46 @@ def _sequences(delta: bool) -> tuple[Case, ...]:
     )
 
 
+def _channels(delta: bool) -> tuple[Case, ...]:
+    """A decay for each dimension of a key."""
+
+    def case(*args: Any, **kw: Any) -> Case:
+        made = sequence_case(*args, channels=True, **kw)
+        made = replace(made, id=f"{made.id}-channels")
+        return made if delta else replace(made, args={n: a for n, a in made.args.items() if n != "beta"})
+
+    both: dict[str, Any] = {"state": True, **_FINAL}
+    return (
+        case(1, (1, 1), 3, (2, 2), "tiny", **both),  # for finite differences
+        *(case(1, (1, 2), t, note="lengths", **_FINAL) for t in (1, 15, 16, 17, 33, 64, 65)),
+        *(case(1, (1, 1), 21, d) for d in ((1, 1), (7, 20), (40, 7), (128, 128))),
+        case(1, (1, 1), 19, (256, 256), "wide", **both),
+        replace(case(1, (1, 2), 150, (128, 64), "long", **both), interpreted=False),
+        case(2, (2, 4), 20, note="group-2", **both),
+        case(2, (2, 2), 37, note="l2norm", k=normal(), qk_l2norm=True, **both),
+        case(1, (1, 2), 37, note="l2norm-group", k=normal(9.0), qk_l2norm=True),
+        case(1, (2, 2), 70, note="g-strong", g=Between(-0.3, 0.0, (-50.0,)), **both),
+        case(1, (2, 2), 70, note="g-all-strong", g=Between(-60.0, -40.0), **both),
+        case(1, (2, 2), 70, note="g-mild", g=Between(-1e-3, 0.0), **both),
+        case(1, (2, 2), 70, note="g-all", g=Between(-1e-4, 0.0, (-0.1, -1.0, -5.0, -50.0)), **both),
+        case(1, (2, 2), 37, note="g-positive", g=Between(-0.1, 0.05), **both),
+        case(1, (2, 2), 37, note="scale-no-state", scale=1.7, q=normal(3.0)),
+        case(1, (2, 2), 37, note="rows-of-its-dtype", wide_rows=False, **both),
+        *(case(1, (1, 1), 70 + c // 2, note=f"chunk-{c}", chunk_size=c, **both) for c in (16, 32, 64, 128)),
+        *(
+            case(2, (2, 4), 18, note=x, layout=x, rows_layout=x, cotangent=x, state_layout=x, **both)
+            for x in ("swapped", "sliced", "offset", "expanded", "strided")
+        ),
+        *(case(1, (1, 2), 33, note=f"frozen-{x}", frozen=x, **both) for x in ("g", "qk", "qkvbs")),
+        case(1, (2, 2), (5, 0, 40, 1, 17, 0), note="final", **both),
+        case(1, (1, 2), (20, 33), note="l2norm", qk_l2norm=True, chunk_size=16, **both),
+        case(2, (1, 2), 0, note="no-tokens", **both),
+    )
+
+
 _SEQUENCES = (
     *_sequences(True),
+    *_channels(True),
     sequence_case(1, (2, 2), 37, note="no-beta", beta=None, state=True, **_FINAL),
     sequence_case(1, (2, 2), 37, note="delta-rule", g=None, state=True, **_FINAL),
     sequence_case(1, (2, 2), 37, note="neither", g=None, beta=None),
@@ -157,6 +197,7 @@ def step_case(
     note: str = "",
     *,
     g: Values | None = DECAYS,
+    channels: bool = False,
     beta: Values | None = STEPS,
     layout: str = "contiguous",
     state_layout: str = "contiguous",
@@ -168,7 +209,7 @@ def step_case(
         "q": Arg((batch, hk, dk), layout, grad=False),
         "k": Arg((batch, hk, dk), layout, normal(dk**-0.5), grad=False),
         "v": Arg((batch, hv, dv), layout, grad=False),
-        "g": None if g is None else Arg((batch, hv), values=g, grad=False, wide=wide_rows),
+        "g": None if g is None else Arg((batch, hv, dk)[: 2 + channels], values=g, grad=False, wide=wide_rows),
         "beta": None if beta is None else Arg((batch, hv), values=beta, grad=False, wide=wide_rows),
         "state": Arg((batch, hv, dk, dv), state_layout, grad=False, wide=True),
     }
@@ -188,11 +229,14 @@ _STEPS = (
     *(step_case(2, (2, 4), (16, 24), x, layout=x) for x in ("swapped", "sliced", "offset", "expanded", "strided")),
     step_case(2, (2, 4), (16, 24), "state-offset", state_layout="offset"),
     step_case(0, (2, 4), (16, 24), "no-batch"),
+    *(step_case(2, (1, 2), d, "channels", channels=True) for d in ((1, 1), (7, 20), (40, 7), (128, 128))),
+    step_case(2, (2, 2), (16, 16), "channels-rows-of-its-dtype", channels=True, wide_rows=False, qk_l2norm=True),
+    step_case(2, (2, 2), (16, 16), "channels-strong", channels=True, g=Between(-60.0, -40.0, (-1e-4, -1.0))),
 )
 
 CASES: dict[str, tuple[Case, ...]] = {
     "gated_delta_rule": _SEQUENCES,
-    "gated_linear_attention": _sequences(False),
+    "gated_linear_attention": (*_sequences(False), *_channels(False)),
     "gated_delta_rule_step": _STEPS,
 }
 
@@ -238,7 +282,9 @@ def scales(
         q, k = q * factors["q"], k * factors["k"]
     leaves = {"q": q.requires_grad_(), "k": k.requires_grad_()}
     if g is not None:
-        g = leaves["g"] = g[..., None, None].repeat(1, 1, 1, q.shape[-1], v.shape[-1]).requires_grad_()
+        channels = g.dim() == 4
+        g = g if channels else g[..., None].expand(*g.shape, q.shape[-1])
+        g = leaves["g"] = g[..., None].repeat(1, 1, 1, 1, v.shape[-1]).requires_grad_()
     scale = options.get("scale") or q.shape[-1] ** -0.5
     final = bool(options.get("return_final_state"))
     found = {}
@@ -250,7 +296,7 @@ def scales(
         if delta:
             found = {n: float((grads[n] * by).abs().max()) for n, by in factors.items()}
         if g is not None:
-            found["g"] = max(found.get("g", 0.0), float(grads["g"].square().sum((-1, -2)).sqrt().max()))
+            found["g"] = max(found.get("g", 0.0), float(grads["g"].square().sum((-1,) if channels else (-1, -2)).sqrt().max()))
     return tiny | found
 
 

@@ -42,7 +42,7 @@ def check_sequence(
 ) -> tuple[Tensor, Tensor, Tensor, DeltaRuleOptions]:
     """Returns q, k and v, cast where autocast is enabled, and the options."""
     q, k, v = _check_vectors(q, k, v, "T, ")
-    _check_numbers("g", g, v, "[B, H_v, T]")
+    _check_decay(g, k, v, "[B, H_v, T", 4)
     _check_numbers("beta", beta, v, "[B, H_v, T]")
     check_bool("return_final_state", return_final_state)
     check_bool("qk_l2norm", qk_l2norm)
@@ -73,7 +73,7 @@ def check_step(
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Returns q, k and v, cast where autocast is enabled, and the scale."""
     q, k, v = _check_vectors(q, k, v, "")
-    _check_numbers("g", g, v, "[B, H_v]")
+    _check_decay(g, k, v, "[B, H_v", 3)
     _check_numbers("beta", beta, v, "[B, H_v]")
     check_bool("qk_l2norm", qk_l2norm)
     _check_state("state", state, k, v, v.shape[0], "B")
@@ -117,12 +117,30 @@ def _check_vectors(q: Tensor, k: Tensor, v: Tensor, tokens: str) -> tuple[Tensor
     return q, k, v
 
 
+def _check_decay(g: Tensor | None, k: Tensor, v: Tensor, layout: str, channels: int) -> None:
+    """channels: the rank of a decay for each dimension of a key; without them, g has one dimension less."""
+    if g is None:
+        return
+    check_float("g", g)
+    if g.dim() == channels:
+        shape = (*v.shape[:-1], k.shape[-1])
+        check_shape("g", g, shape, f"{layout}, D_k]: one number for each head of v, token and dimension of a key")
+    else:
+        more = "for each head of v and token, or one more for each dimension of a key"
+        check_shape("g", g, v.shape[:-1], f"{layout}] or {layout}, D_k]: one number {more}")
+    _check_kind("g", g, v)
+
+
 def _check_numbers(name: str, x: Tensor | None, v: Tensor, layout: str) -> None:
-    """g or beta: one number for each head and token."""
+    """beta: one number for each head and token."""
     if x is None:
         return
     check_float(name, x)
     check_shape(name, x, v.shape[:-1], f"{layout}: one number for each head of v and token")
+    _check_kind(name, x, v)
+
+
+def _check_kind(name: str, x: Tensor, v: Tensor) -> None:
     check_device(name, x, "q", v)
     if x.dtype != v.dtype and (x.dtype != torch.float32 or v.dtype == torch.float64):
         allowed = "float64" if v.dtype == torch.float64 else f"float32 or q's dtype {v.dtype}"

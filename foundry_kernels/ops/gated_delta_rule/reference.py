@@ -41,7 +41,8 @@ def gated_delta_rule(
     steps = 0 if v.is_meta else tokens  # without values, only shapes and the graph matter
     if steps == 0:  # results on the graph of what they would be made of
         for x in (g, beta):
-            nothing = nothing if x is None else nothing * x.to(wide)[..., None]
+            if x is not None:
+                nothing = nothing * (x.sum(-1) if x.dim() == 4 else x).to(wide)[..., None]
         initial = initial + k.transpose(-1, -2) @ nothing
 
     state = initial if starts is None else v.new_zeros((1, *shape[1:]), dtype=wide)
@@ -92,12 +93,14 @@ def gated_delta_rule_step(
 def advance(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, delta: bool
 ) -> tuple[Tensor, Tensor]:
-    """One token: ``[B, H, D]`` vectors, decays and betas ``[B, H]``. Returns the output without scale, and the state
-    after the token. `g` may also have a decay for each entry of the state, by which the tests find the terms of g's
-    gradient."""
+    """One token: ``[B, H, D]`` vectors, decays ``[B, H]`` or ``[B, H, D_k]``, and betas ``[B, H]``. Returns the output
+    without scale, and the state after the token. `g` may also have a decay for each entry of the state, by which the
+    tests find the terms of g's gradient."""
     if g is not None:
         decay = g.to(state.dtype).exp()
-        state = state * (decay if decay.dim() == state.dim() else decay[..., None, None])
+        while decay.dim() < state.dim():
+            decay = decay[..., None]
+        state = state * decay
     value = v - _read(state, k) if delta else v
     if beta is not None:
         value = value * beta.to(state.dtype)[..., None]
