@@ -12,10 +12,10 @@ namespace {
 constexpr int64_t kMaxDeltaWidth = 256;
 constexpr int64_t kMaxTaps = 8;
 
-// g or beta: one number for each head of v.
-bool are_numbers(const OptionalTensor& x, const Tensor& v) {
-  return !x || (x->dim() == 2 && x->size(0) == v.size(0) && x->size(1) == v.size(1) &&
-                (x->scalar_type() == at::kFloat || x->scalar_type() == v.scalar_type()));
+// g or beta: one number for each head of v, or of g, for each of its `keys` too.
+bool are_numbers(const OptionalTensor& x, const Tensor& v, int64_t keys = -1) {
+  return !x || ((x->dim() == 2 || (keys > 0 && x->dim() == 3 && x->size(2) == keys)) && x->size(0) == v.size(0) &&
+                x->size(1) == v.size(1) && (x->scalar_type() == at::kFloat || x->scalar_type() == v.scalar_type()));
 }
 
 // Whether the state [B, H_v, D_k, D_v] is contiguous in its last two dimensions and no head shares the memory of
@@ -46,7 +46,7 @@ PyObject* call_gated_delta_rule_step(const OnAccelerator& served, PyObject* cons
   in.optional_positive(scale);
   const bool qk_l2norm = in.boolean();
   in.need(in.ok() && !autocasts(q) && is_delta_step(q, k, v));
-  in.need(in.ok() && are_numbers(g, v) && are_numbers(beta, v) && is_delta_state(state, k, v));
+  in.need(in.ok() && are_numbers(g, v, q.size(2)) && are_numbers(beta, v) && is_delta_state(state, k, v));
   in.need(in.ok() && !any_requires_grad(q, k, v, g, beta, state));
   if (!in.ok()) Py_RETURN_NONE;
   if (scale == 0.0) scale = std::pow(static_cast<double>(q.size(2)), -0.5);

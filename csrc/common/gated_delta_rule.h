@@ -12,11 +12,12 @@ struct DeltaRuleDocument {
   int64_t batch, first, last, chunk;
 };
 
-// One number for each head of v and token, or nothing.
+// One number for each head of v and token, or nothing. `channels`: a row of one for each dimension of a key.
 struct DeltaRuleNumbers {
   const void* data;  // or null
   HeadStrides strides;
   Dtype type;
+  bool channels;
 };
 
 struct DeltaRuleInputs {
@@ -56,7 +57,7 @@ struct DeltaRuleBackward : DeltaRuleInputs {
   HeadStrides dq_strides, dk_strides;
   void* dv;
   HeadStrides dv_strides;
-  void *dg, *dbeta;  // [batch, heads, tokens], of the types of g and beta
+  void *dg, *dbeta;  // [batch, heads, tokens] (dg with channels: of key_width numbers), of the types of g and beta
   int64_t n_tokens;  // of a batch entry
   float* dinitial_state;
 };

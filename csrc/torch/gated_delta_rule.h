@@ -29,7 +29,7 @@ inline c10::SymInt delta_rule_chunks(const Tensor& v, const DeltaRuleOptions& o)
   return tokens / o.chunk() + (o.cu_seqlens->sym_size(0) - 1);
 }
 
-// q, k [B, H_k, T, D_k], v [B, H_v, T, D_v], g and beta [B, H_v, T]; of a step without T.
+// q, k [B, H_k, T, D_k], v [B, H_v, T, D_v], g and beta [B, H_v, T], or g [B, H_v, T, D_k]; of a step without T.
 inline void check_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
                              const OptionalTensor& beta, int64_t rank) {
   TORCH_CHECK_VALUE(q.dim() == rank && v.dim() == rank, "q and v must have ", rank, " dimensions");
@@ -42,8 +42,13 @@ inline void check_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, 
                     "v must have a multiple of q's heads; got ", v.sym_size(1));
   TORCH_CHECK_VALUE(q.sym_size(-1) > 0 && v.sym_size(-1) > 0, "q and v must have a head dimension of at least 1");
   for (const OptionalTensor* x : {&g, &beta})
-    TORCH_CHECK_VALUE(!x->has_value() || (*x)->sym_sizes() == v.sym_sizes().slice(0, rank - 1),
-                      "g and beta must have v's shape without the last dimension");
+    TORCH_CHECK_VALUE(
+        !x->has_value() || (x == &g && g->dim() == rank) || (*x)->sym_sizes() == v.sym_sizes().slice(0, rank - 1),
+        "g and beta must have v's shape without the last dimension");
+  if (g.has_value() && g->dim() == rank)
+    TORCH_CHECK_VALUE(
+        g->sym_sizes().slice(0, rank - 1) == v.sym_sizes().slice(0, rank - 1) && g->sym_size(-1) == q.sym_size(-1),
+        "g must have v's shape with D_k as the last dimension; got ", g->sym_sizes());
 }
 
 // [N, H_v, D_k, D_v] of float.

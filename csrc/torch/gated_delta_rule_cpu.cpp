@@ -25,9 +25,16 @@ HeadStrides strides_of(const Tensor& t) {  // of [B, H, T, D] or [B, H, T]
 
 Tensor unit_last_stride(const Tensor& t) { return t.stride(-1) == 1 || t.size(-1) == 1 ? t : t.contiguous(); }
 
-DeltaRuleNumbers numbers_of(const OptionalTensor& t, bool tokens) {
-  if (!t.has_value()) return {nullptr, {}, Dtype::f32};
-  return {t->const_data_ptr(), {t->stride(0), t->stride(1), tokens ? t->stride(2) : 0}, dtype_of(*t)};
+// rank: without channels.
+DeltaRuleNumbers numbers_of(const OptionalTensor& t, int64_t rank) {
+  if (!t.has_value()) return {nullptr, {}, Dtype::f32, false};
+  return {
+      t->const_data_ptr(), {t->stride(0), t->stride(1), rank == 3 ? t->stride(2) : 0}, dtype_of(*t), t->dim() > rank};
+}
+
+// g whose channels are contiguous.
+OptionalTensor unit_channels(const OptionalTensor& g, int64_t rank) {
+  return g.has_value() && g->dim() > rank ? OptionalTensor(unit_last_stride(*g)) : g;
 }
 
 std::vector<DeltaRuleDocument> documents_of(const Tensor& v, const DeltaRuleOptions& o) {
@@ -59,8 +66,8 @@ void set_inputs(DeltaRuleInputs& in, const Tensor& q, const Tensor& k, const Ten
   in.q_strides = strides_of(q);
   in.k_strides = strides_of(k);
   in.v_strides = strides_of(v);
-  in.g = numbers_of(g, true);
-  in.beta = numbers_of(beta, true);
+  in.g = numbers_of(g, 3);
+  in.beta = numbers_of(beta, 3);
   in.documents = documents.data();
   in.n_heads = v.size(1);
   in.group = v.size(1) / q.size(1);
@@ -104,10 +111,11 @@ void run(void (*kernel)(const Args&, const DeltaRuleTask&, float*), const Args& 
   });
 }
 
-DeltaRuleOutputs fwd_cpu(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g,
+DeltaRuleOutputs fwd_cpu(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g_,
                          const OptionalTensor& beta, const OptionalTensor& initial_state, const DeltaRuleOptions& o,
                          bool need_final_state, bool save_states) {
-  const auto outputs = empty_delta_rule_fwd(q_, k_, v_, g, beta, initial_state, o, need_final_state, save_states);
+  const auto outputs = empty_delta_rule_fwd(q_, k_, v_, g_, beta, initial_state, o, need_final_state, save_states);
+  const OptionalTensor g = unit_channels(g_, 3);
   const auto& [out, final_state, states] = outputs;
   advise_huge_pages(out);
   advise_huge_pages(states);
@@ -156,11 +164,12 @@ void sum_groups(const Tensor& parts, const Tensor& dx) {
 }
 
 DeltaRuleGradients bwd_cpu(const Tensor& dout_, const OptionalTensor& dfinal_state, const Tensor& q_, const Tensor& k_,
-                           const Tensor& v_, const OptionalTensor& g, const OptionalTensor& beta, const OptionalTensor&,
-                           const Tensor& states_, const DeltaRuleOptions& o, bool need_dq, bool need_dk, bool need_dv,
-                           bool need_dg, bool need_dbeta, bool need_dinitial_state) {
-  const auto gradients =
-      empty_delta_rule_bwd(q_, k_, v_, g, beta, o, need_dq, need_dk, need_dv, need_dg, need_dbeta, need_dinitial_state);
+                           const Tensor& v_, const OptionalTensor& g_, const OptionalTensor& beta,
+                           const OptionalTensor&, const Tensor& states_, const DeltaRuleOptions& o, bool need_dq,
+                           bool need_dk, bool need_dv, bool need_dg, bool need_dbeta, bool need_dinitial_state) {
+  const auto gradients = empty_delta_rule_bwd(q_, k_, v_, g_, beta, o, need_dq, need_dk, need_dv, need_dg, need_dbeta,
+                                              need_dinitial_state);
+  const OptionalTensor g = unit_channels(g_, 3);
   const auto& [dq, dk, dv, dg, dbeta, dinitial_state] = gradients;
   TORCH_CHECK_VALUE(dout_.sizes() == v_.sizes() && dout_.scalar_type() == v_.scalar_type(),
                     "dout must have v's shape and dtype; got ", dout_.sizes());
@@ -200,9 +209,10 @@ DeltaRuleGradients bwd_cpu(const Tensor& dout_, const OptionalTensor& dfinal_sta
   return gradients;
 }
 
-Tensor step_cpu(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g,
+Tensor step_cpu(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g_,
                 const OptionalTensor& beta, const Tensor& state, double scale, bool l2norm) {
-  check_delta_rule_step(q_, k_, v_, g, beta, state);
+  check_delta_rule_step(q_, k_, v_, g_, beta, state);
+  const OptionalTensor g = unit_channels(g_, 2);
   const Tensor out(at::detail::empty_cpu(v_.sizes(), v_.scalar_type()));
   const int64_t dk = q_.size(2), dv = v_.size(2), heads = v_.size(0) * v_.size(1);
   TORCH_CHECK_VALUE((state.stride(3) == 1 || dv == 1) && (state.stride(2) == dv || dk == 1),
@@ -216,8 +226,8 @@ Tensor step_cpu(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Opti
                            strides(q),
                            strides(k),
                            strides(v),
-                           numbers_of(g, false),
-                           numbers_of(beta, false),
+                           numbers_of(g, 2),
+                           numbers_of(beta, 2),
                            state.mutable_data_ptr<float>(),
                            state.stride(0),
                            state.stride(1),

@@ -14,6 +14,7 @@ from foundry_kernels.core.layout import inverse, storage_order
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.gated_delta_rule.operators import chunks_of
 from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
+from foundry_kernels.ops.gated_delta_rule.triton.channel_launch import channels_bwd, channels_fwd
 from foundry_kernels.ops.gated_delta_rule.triton.config import chunk_length
 from foundry_kernels.ops.gated_delta_rule.triton.finish import gated_delta_rule_finish_kernel
 from foundry_kernels.ops.gated_delta_rule.triton.gradients import (
@@ -82,7 +83,7 @@ def _states(
     strides = tuple(map(strides_of, (k, v, beta, initial)))
     launch(
         gated_delta_rule_states_kernel, plan("states", p, strides, PARTS=parts),
-        k, v, beta, made.decay, made.k_norm, inverse, initial, cu_seqlens, states, updates, final,
+        k, v, beta, made.decay, made.k_norm, None, None, inverse, initial, cu_seqlens, states, updates, final,
     )  # fmt: skip
     return states, updates
 
@@ -113,7 +114,7 @@ def launch_fwd(
     options, (need_final_state, save_states) = DeltaRuleOptions.from_operator_args(args)
     out = _empty(v)
     inverse = _empty_inverse(k, v, options) if save_states or options.delta else None
-    p = Problem.of(k, v, options)
+    p = Problem.of(k, v, g, options)
     q, k, v, initial_state, cu_seqlens = _rows(q), _rows(k), _rows(v), _state(initial_state), options.cu_seqlens
     shape = (p.n_states, p.n_heads, p.head_dim, p.head_dim_v)
     final = v.new_empty(shape, dtype=p.compute) if need_final_state else None
@@ -122,6 +123,9 @@ def launch_fwd(
     used = inverse if options.delta else None
     cu_seqlens = contiguous(cu_seqlens)
     parts = p.parts(out, final)
+    if g is not None and g.dim() == 4:
+        channels_fwd(p, q, k, v, g, beta, initial_state, cu_seqlens, out, final, used)
+        return out, final, inverse if save_states else None
     made = _prepare(p, q, k, g, beta, None, cu_seqlens, used, None, parts)
     states, updates = _states(p, k, v, beta, made, used, initial_state, cu_seqlens, final, parts)
     if p.tokens:
@@ -155,13 +159,16 @@ def launch_bwd(
     options, _ = DeltaRuleOptions.from_operator_args(args)
     results = empty_bwd(dout, dfinal_state, q, k, v, g, beta, initial_state, inverse, *args)
     dq, dk, dv, dg, dbeta, dinitial = results
-    p = Problem.of(k, v, options)
+    p = Problem.of(k, v, g, options)
     if p.n_states * p.n_heads == 0:
         return results
     q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout)
     initial, dfinal, cu_seqlens = _state(initial_state), _state(dfinal_state), contiguous(options.cu_seqlens)
     used = inverse if options.delta else None
     parts = p.parts(*results)
+    if g is not None and g.dim() == 4:
+        channels_bwd(p, dout, dfinal, q, k, v, g, beta, initial, cu_seqlens, used, results)
+        return results
     dr = v.new_empty((p.n_batch, p.n_heads, p.tokens, p.head_dim_v), dtype=p.compute)
     made = _prepare(p, q, k, g, beta, dout, cu_seqlens, None, dr, parts)
     states, updates = _states(p, k, v, beta, made, used, initial, cu_seqlens, None, parts)
@@ -169,7 +176,7 @@ def launch_bwd(
     strides = tuple(map(strides_of, (q, k, beta, dout, dfinal)))
     launch(
         gated_delta_rule_dstates_kernel, plan("dstates", p, strides, PARTS=parts),
-        q, k, beta, dout, *made, used, dfinal, cu_seqlens, dstates, dr, dinitial,
+        q, k, beta, dout, *made, None, None, used, dfinal, cu_seqlens, dstates, dr, dinitial,
     )  # fmt: skip
     if all(x is None for x in (dq, dk, dv, dg, dbeta)) or p.tokens == 0:
         return results

@@ -36,14 +36,15 @@ class Problem(NamedTuple):
     l2norm: bool
     delta: bool
     chunk_size: int | None
+    channels: bool = False
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, options: DeltaRuleOptions) -> Problem:
+    def of(cls, k: Tensor, v: Tensor, g: Tensor | None, options: DeltaRuleOptions) -> Problem:
         cu_seqlens = options.cu_seqlens
         return cls(
             v.shape[0], k.shape[1], v.shape[1], v.shape[2], k.shape[3], v.shape[3], v.dtype, v.device,
             None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-            options.scale, options.qk_l2norm, options.delta, options.chunk_size,
+            options.scale, options.qk_l2norm, options.delta, options.chunk_size, g is not None and g.dim() == 4,
         )  # fmt: skip
 
     @property
@@ -113,8 +114,11 @@ def plan(kernel: str, p: Problem, strides: tuple[Strides, ...], **flags: Any) ->
     constants |= {"KIND": kind(p.dtype, capability(p.device))} | flags
     sizes, constants["DOCUMENTS"] = p.by_chunk()
     programs = p.n_batch * p.n_chunks
+    scale = p.scale
     if kernel in ("states", "dstates"):
         sizes, programs = sizes[1:], p.n_states
+        if p.channels:  # rows of each head of v, which have been decayed, normalized and scaled
+            sizes, scale = (*sizes[:3], 1, sizes[4]), 1.0
         del constants["DOCUMENTS"]
         constants["VARLEN"] = p.n_documents is not None
         constants["WIDTH"] = max(16, triton.next_power_of_2(p.head_dim))
@@ -129,8 +133,39 @@ def plan(kernel: str, p: Problem, strides: tuple[Strides, ...], **flags: Any) ->
     elif kernel != "pairs":
         programs *= triton.cdiv(p.head_dim_v, block["BLOCK_V"])
     if kernel != "states":
-        sizes = (*sizes, p.scale)
+        sizes = (*sizes, scale)
     return Plan((programs,), (*sizes, *_strides(*strides)), constants | block)
+
+
+@planned
+def plan_channels(kernel: str, p: Problem, strides: tuple[Strides, ...], **flags: Any) -> Plan:
+    """As `plan`, of the kernels of `channels` and `channel_gradients`."""
+    block = p.block(f"channel_{kernel}")
+    sizes, documents = p.by_chunk()
+    constants: dict[str, Any] = {"D": p.head_dim, "DV": p.head_dim_v, "CHUNK": p.chunk, "DOCUMENTS": documents}
+    constants |= {"COMPUTE": compute_dtype(p.dtype), "KIND": kind(p.dtype, capability(p.device))}
+    constants |= {"MERGES": (p.chunk // 16).bit_length() - 1} | flags | block
+    columns = triton.cdiv(p.head_dim, block["BLOCK_D"])
+    programs = p.n_batch * p.n_chunks * p.n_heads
+    if kernel == "scores":
+        programs *= p.chunk // 16
+    elif kernel == "dqk":
+        programs = programs // (p.n_heads // p.n_kv_heads) * columns * (p.chunk // 16)
+    elif kernel == "finish":
+        programs *= columns
+    elif kernel == "outputs":
+        programs *= triton.cdiv(p.head_dim_v, block["BLOCK_V"])
+    unused = {
+        "rows": ("DV", "BLOCK_V", "KIND", "MERGES", "PARTS"),
+        "scores": ("DV", "BLOCK_V", "MERGES"),
+        "solve": ("D", "BLOCK_D"),
+        "outputs": ("MERGES", "PARTS"),
+        "pairs": ("MERGES",),
+        "dqk": ("MERGES",),
+        "finish": ("MERGES", "PARTS"),
+    }[kernel]
+    constants = {name: x for name, x in constants.items() if name not in unused}
+    return Plan((programs,), (*sizes, p.scale, *_strides(*strides)), constants)
 
 
 @planned

@@ -33,7 +33,7 @@ def gated_delta_rule_step_kernel(
     n_heads, group, scale,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh, stride_bb, stride_bh,
     stride_sb, stride_sh,
-    L2NORM: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    L2NORM: tl.constexpr, CHANNELS: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A program updates a block of columns of one head's state, and computes the output's."""
@@ -54,7 +54,11 @@ def gated_delta_rule_step_kernel(
         b_k *= reciprocal_norm(tl.sum(b_k * b_k, 0))
     b_v = _load_row(v_ptr + batch * stride_vb + head * stride_vh + v0, DV - v0, COMPUTE, BLOCK_V)
     if g_ptr is not None:
-        b_state *= tl.exp(tl.load(g_ptr + batch * stride_gb + head * stride_gh).to(COMPUTE))
+        p_g = g_ptr + batch * stride_gb + head * stride_gh
+        if CHANNELS:
+            b_state *= tl.exp(_load_row(p_g, D, COMPUTE, BLOCK_D))[:, None]
+        else:
+            b_state *= tl.exp(tl.load(p_g).to(COMPUTE))
     b_u = b_v - tl.sum(b_state * b_k[:, None], 0)
     if beta_ptr is not None:
         b_u *= tl.load(beta_ptr + batch * stride_bb + head * stride_bh).to(COMPUTE)
@@ -77,13 +81,14 @@ def _configs(head_dim: int, head_dim_v: int, arch: int) -> list[dict[str, int]]:
 @planned
 def _plan(
     shape: tuple[int, ...], strides: tuple[tuple[int, ...] | None, ...], head_dim: int, group: int,
-    dtype: torch.dtype, device: torch.device, scale: float, l2norm: bool,
+    dtype: torch.dtype, device: torch.device, scale: float, l2norm: bool, channels: bool,
 ) -> Plan:  # fmt: skip
     n_batch, n_heads, head_dim_v = shape
     tags = f"{8 * dtype.itemsize}-bit"
     configs = _configs(head_dim, head_dim_v, capability(device))
     block = choose("gated_delta_rule_step_kernel", tags, configs, device)
-    constants: dict[str, Any] = {"L2NORM": l2norm, "COMPUTE": compute_dtype(dtype), "D": head_dim, "DV": head_dim_v}
+    constants: dict[str, Any] = {"L2NORM": l2norm, "CHANNELS": channels, "COMPUTE": compute_dtype(dtype)}
+    constants |= {"D": head_dim, "DV": head_dim_v}
     numbers = (n_heads, group, scale, *(s for each in strides for s in (each or (0, 0))[:2]))
     grid = n_batch * n_heads * triton.cdiv(head_dim_v, block["BLOCK_V"])
     return Plan((grid,), numbers, constants | block)
@@ -96,8 +101,11 @@ def launch_step(
     if out.numel() == 0:
         return out
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    channels = g is not None and g.dim() == 3
+    if channels and g.stride(-1) != 1:
+        g = g.contiguous()
     strides = tuple(map(strides_of, (q, k, v, g, beta, state)))
-    plan = _plan(v.shape, strides, q.shape[2], v.shape[1] // q.shape[1], v.dtype, v.device, scale, l2norm)
+    plan = _plan(v.shape, strides, q.shape[2], v.shape[1] // q.shape[1], v.dtype, v.device, scale, l2norm, channels)
     launch(gated_delta_rule_step_kernel, plan, q, k, v, g, beta, state, out)
     if not state.is_inference():  # a direct call does not pass the dispatcher, which counts versions
         torch.autograd.graph.increment_version(state)
