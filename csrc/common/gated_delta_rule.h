@@ -20,10 +20,18 @@ struct DeltaRuleNumbers {
   bool channels;
 };
 
+// Without decay_log, g is the decay's logarithm; with it, -e^decay_log softplus(g + dt_bias) is.
+struct DeltaRuleGates {
+  const float* decay_log;  // [heads], or null
+  const float* dt_bias;    // [heads] or, with channels, [heads, key_width]; or null
+  float beta_limit;        // the step size is beta_limit / (1 + e^-beta); 0: beta
+};
+
 struct DeltaRuleInputs {
   const void *q, *k, *v;  // of `type`, with last strides of 1
   HeadStrides q_strides, k_strides, v_strides;
   DeltaRuleNumbers g, beta;
+  DeltaRuleGates gates;
   const DeltaRuleDocument* documents;
   int64_t n_heads, group;  // of v; heads of v for each head of q
   int64_t key_width, value_width;
@@ -60,6 +68,7 @@ struct DeltaRuleBackward : DeltaRuleInputs {
   void *dg, *dbeta;  // [batch, heads, tokens] (dg with channels: of key_width numbers), of the types of g and beta
   int64_t n_tokens;  // of a batch entry
   float* dinitial_state;
+  double *ddecay_log, *ddt_bias;  // parts of each document: [documents, heads], with channels dt_bias's times key_width
 };
 
 // One token of each sequence.
@@ -74,6 +83,7 @@ struct DeltaRuleStep {
   float scale;
   bool l2norm;
   Dtype type;
+  DeltaRuleGates gates;
 };
 
 // Adds the gradients of the heads of v that share a head of q, in order: [n, group, tokens, width] to rows of `type`.

@@ -100,7 +100,7 @@ struct Backward {
     else
       for (int64_t i = 0; i < c.n; ++i) dstep[i] = dot(dv + i * ldv, c.v + i * ldv, ldv);
     if (c.channels) of_pairs();
-    if (a.dg) c.channels ? of_g_rows() : of_g();
+    if (a.dg || a.ddecay_log || a.ddt_bias) c.channels ? of_g_rows() : of_g();
     write_keys(a.dq, a.dq_strides, first, dq, c.q, c.q_factor, a.scale);
     write_keys(a.dk, a.dk_strides, first, dk, c.k, c.k_factor, 1.0f);
     of_state();
@@ -110,10 +110,30 @@ struct Backward {
                  a.dv_strides.token);
     }
     const int64_t numbers = (document.batch * a.n_heads + task.head) * a.n_tokens + first;
+    if (c.gate.of_g() && (a.dg || a.ddecay_log || a.ddt_bias)) close_decays(first);
+    if (c.gate.of_beta())
+      for (int64_t i = 0; i < c.n; ++i)
+        dstep[i] = c.gate.close_beta(
+            dstep[i], read_number(a.beta, offset_of(a.beta.strides, document.batch, task.head, first + i)));
     if (a.dg && c.channels)
       write_rows(a.g.type, dg_rows, ldk, c.n, a.key_width, a.dg, numbers * a.key_width, a.key_width);
     else if (a.dg) write_rows(a.g.type, dg, 0, 1, c.n, a.dg, numbers, 0);
     if (a.dbeta) write_rows(a.beta.type, dstep, 0, 1, c.n, a.dbeta, numbers, 0);
+  }
+
+  // Makes the gradients of the logarithms those of what is before the gate, and adds to those of its parameters.
+  void close_decays(int64_t first) {
+    const int64_t width = c.channels ? a.key_width : 1;
+    const int64_t at = task.document * a.n_heads + task.head;
+    double rate = 0.0;
+    double* bias = a.ddt_bias ? a.ddt_bias + at * width : nullptr;
+    for (int64_t i = 0; i < c.n; ++i) {
+      float* x = c.channels ? into_rows : into;  // which are not needed any more
+      read_rows(a.g.type, a.g.data, offset_of(a.g.strides, document.batch, task.head, first + i), 0, 1, width, x, 1,
+                round_up(width, kAttentionPad));
+      c.gate.close_row(c.channels ? dg_rows + i * ldk : dg + i, x, width, rate, bias);
+    }
+    if (a.ddecay_log) a.ddecay_log[at] += rate;
   }
 
   // dO V'^T, by which the decays change and then what it is multiplied by.

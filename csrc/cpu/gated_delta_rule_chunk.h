@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "gated_delta_rule_channels.h"
+#include "gated_delta_rule_gates.h"
 
 namespace foundry {
 namespace FK_ISA {
@@ -78,6 +79,7 @@ struct DeltaRuleChunk {
   const DeltaRuleTask& task;
   DeltaRuleSizes size;
   int64_t key_vecs, value_vecs;
+  DeltaRuleGate gate;
 
   float *q, *k, *k_transposed;  // [rows, keys], q times the scale; [keys, rows]
   float *v, *corrections;       // [rows, values]; V' of the formula
@@ -101,7 +103,8 @@ struct DeltaRuleChunk {
         task(of),
         size(inputs, of.n_columns),
         key_vecs(size.keys / kLanes),
-        value_vecs(size.values / kLanes) {
+        value_vecs(size.values / kLanes),
+        gate(inputs.gates, of.head, inputs.g.channels ? inputs.key_width : 1) {
     const int64_t c = size.rows;
     const auto take = [&](int64_t floats) { return (scratch += floats) - floats; };
     q = take(c * size.keys);
@@ -161,11 +164,14 @@ struct DeltaRuleChunk {
       }
       scale_row(q + i * size.keys, in.key_width, in.scale);
       step[i] = in.beta.data ? read_number(in.beta, offset_of(in.beta.strides, b, task.head, first + i)) : 1.0f;
+      if (gate.of_beta()) step[i] = gate.beta(step[i]);
     }
     std::fill(step + n, step + rows, 0.0f);
     if (channels) {
       read_rows(in.g.type, in.g.data, offset_of(in.g.strides, b, task.head, first), in.g.strides.token, n, in.key_width,
                 channels->own, rows, size.keys);
+      if (gate.of_g())
+        for (int64_t i = 0; i < n; ++i) gate.open_row(channels->own + i * size.keys, in.key_width);
       channels->read(rows, q, k);
       std::fill(from_start, from_start + rows, 1.0f);
       std::fill(to_end, to_end + rows, 1.0f);
@@ -220,7 +226,11 @@ struct DeltaRuleChunk {
         from_start[i] = to_end[i] = 0.0f;
         continue;
       }
-      const float by = in.g.data ? std::exp(read_number(in.g, offset_of(in.g.strides, b, task.head, first + i))) : 1.0f;
+      float by = 1.0f;
+      if (in.g.data) {
+        const float g = read_number(in.g, offset_of(in.g.strides, b, task.head, first + i));
+        by = std::exp(gate.of_g() ? gate.g(g) : g);
+      }
       from_start[i] = total = flushed(total * by);
       for (int64_t j = 0; j < i; j += kLanes) {
         const Vec x = Whole::load(row - ld + j) * by;

@@ -1,7 +1,6 @@
 // One token of the gated delta rule: each head's state is read and written once from memory, a panel of columns at a
 // time, which stays in a near cache between reading it for the key and updating it.
-#include "gated_delta_rule_rows.h"
-#include "math.h"
+#include "gated_delta_rule_gates.h"
 
 namespace foundry {
 namespace FK_ISA {
@@ -66,15 +65,19 @@ void gated_delta_rule_step(const DeltaRuleStep& a, int64_t begin, int64_t end, f
       scale_row(q, dk, a.scale);
     }
     read_rows(a.type, a.v, offset_of(a.v_strides, b, h, 0), 0, 1, dv, v, 1, round_up(dv, kAttentionPad));
+    const DeltaRuleGate gate(a.gates, h, a.g.channels ? dk : 1);
+    if (gate.of_beta()) beta = gate.beta(beta);
     const int64_t of_g = offset_of(a.g.strides, b, h, 0);
     if (a.g.channels) {
       read_rows(a.g.type, a.g.data, of_g, 0, 1, dk, decays, 1, ldk);
+      if (gate.of_g()) gate.open_row(decays, dk);
       for (int64_t d = 0; d < ldk; d += kLanes)
         Whole::store(decays + d, exp(smaller(splat(88.7f), Whole::load(decays + d))));
     } else {
-      decays[0] = a.g.data ? std::exp(read_number(a.g, of_g)) : 1.0f;
+      const float g = a.g.data ? read_number(a.g, of_g) : 0.0f;
+      decays[0] = std::exp(gate.of_g() ? gate.g(g) : g);
     }
-    const float beta = a.beta.data ? read_number(a.beta, offset_of(a.beta.strides, b, h, 0)) : 1.0f;
+    float beta = a.beta.data ? read_number(a.beta, offset_of(a.beta.strides, b, h, 0)) : 1.0f;
     float* state = a.state + b * a.state_batch + h * a.state_head;
     int64_t c = 0;
     const auto panels = [&](auto vecs, auto at, int64_t columns) FK_INLINE {

@@ -59,13 +59,17 @@ __all__ = [
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, *,
     scale: float | None = None, initial_state: Tensor | None = None, return_final_state: Literal[False] = False,
-    cu_seqlens: Tensor | None = None, qk_l2norm: bool = False, chunk_size: int | None = None, backend: str = "auto",
+    cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, beta_limit: float | None = None,
+    qk_l2norm: bool = False, chunk_size: int | None = None, backend: str = "auto",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, *,
     scale: float | None = None, initial_state: Tensor | None = None, return_final_state: bool = False,
-    cu_seqlens: Tensor | None = None, qk_l2norm: bool = False, chunk_size: int | None = None, backend: str = "auto",
+    cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, beta_limit: float | None = None,
+    qk_l2norm: bool = False, chunk_size: int | None = None, backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def gated_delta_rule(
     q: Tensor,
@@ -78,6 +82,9 @@ def gated_delta_rule(
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    beta_limit: float | None = None,
     qk_l2norm: bool = False,
     chunk_size: int | None = None,
     backend: str = "auto",
@@ -101,6 +108,12 @@ def gated_delta_rule(
         cu_seqlens: ``[N + 1]`` int32 or int64, the ends of N documents packed one after another, starting with 0; then
             B must be 1. A document may be empty. Nothing passes from one document to another, not even NaN. The values
             are checked on the CPU; on a GPU, a check would synchronize.
+        A_log: ``[H_v]``, in float32 or q's dtype: g is a gate's input, and the decay's logarithm is ``-exp(A_log) *
+            softplus(g + dt_bias)``. None: g is the logarithm.
+        dt_bias: ``[H_v]``, or ``[H_v, D_k]`` for a decay for each dimension, only with `A_log`, in float32 or q's
+            dtype; None for 0.
+        beta_limit: beta is a gate's input, and the step size is ``beta_limit * sigmoid(beta)``. None: beta is the step
+            size.
         qk_l2norm: divide each query and key by its length, ``x * rsqrt(sum(x ** 2) + 1e-6)``.
         chunk_size: 16, 32, 64 or 128 tokens that a kernel computes at a time, None for its own choice. It changes
             the speed and the last bits.
@@ -119,9 +132,10 @@ def gated_delta_rule(
     Under ``torch.autocast``, q, k and v (unless float64) are cast to its dtype first. There is no second derivative.
     """
     q, k, v, options = check_sequence(
-        q, k, v, g, beta, initial_state, scale, return_final_state, cu_seqlens, qk_l2norm, chunk_size, delta=True
-    )
-    out, final = resolve(GATED_DELTA_RULE, backend, v)(q, k, v, g, beta, initial_state, options)
+        q, k, v, g, beta, initial_state, scale, return_final_state, cu_seqlens, qk_l2norm, chunk_size, True, A_log,
+        dt_bias, beta_limit,
+    )  # fmt: skip
+    out, final = resolve(GATED_DELTA_RULE, backend, v)(q, k, v, g, beta, initial_state, A_log, dt_bias, options)
     return (out, final) if return_final_state else out
 
 
@@ -135,6 +149,7 @@ def delta_rule(
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    beta_limit: float | None = None,
     qk_l2norm: bool = False,
     chunk_size: int | None = None,
     backend: str = "auto",
@@ -150,6 +165,7 @@ def delta_rule(
         initial_state=initial_state,
         return_final_state=return_final_state,
         cu_seqlens=cu_seqlens,
+        beta_limit=beta_limit,
         qk_l2norm=qk_l2norm,
         chunk_size=chunk_size,
         backend=backend,
@@ -166,6 +182,8 @@ def gated_linear_attention(
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     qk_l2norm: bool = False,
     chunk_size: int | None = None,
     backend: str = "auto",
@@ -173,12 +191,13 @@ def gated_linear_attention(
     """Linear attention with a decay for each head and token (RetNet, Mamba-2), or for each dimension of a key (GLA),
     without the delta rule's correction: ``S = exp(g) S + k v^T``, ``o = scale S^T q``.
 
-    All arguments, results and errors are those of :func:`gated_delta_rule`, which has one argument more, `beta`.
+    All arguments, results and errors are those of :func:`gated_delta_rule`, which has `beta` and `beta_limit` besides.
     """
     q, k, v, options = check_sequence(
-        q, k, v, g, None, initial_state, scale, return_final_state, cu_seqlens, qk_l2norm, chunk_size, delta=False
-    )
-    out, final = resolve(GATED_LINEAR_ATTENTION, backend, v)(q, k, v, g, None, initial_state, options)
+        q, k, v, g, None, initial_state, scale, return_final_state, cu_seqlens, qk_l2norm, chunk_size, False, A_log,
+        dt_bias,
+    )  # fmt: skip
+    out, final = resolve(GATED_LINEAR_ATTENTION, backend, v)(q, k, v, g, None, initial_state, A_log, dt_bias, options)
     return (out, final) if return_final_state else out
 
 
@@ -191,6 +210,9 @@ def gated_delta_rule_step(
     state: Tensor,
     *,
     scale: float | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    beta_limit: float | None = None,
     qk_l2norm: bool = False,
     backend: str = "auto",
 ) -> Tensor:
@@ -204,7 +226,7 @@ def gated_delta_rule_step(
         beta: ``[B, H_v]`` in float32 or q's dtype, or None.
         state: ``[B, H_v, D_k, D_v]`` float32 (float64 for float64 inputs), whose last two dimensions are contiguous. It
             is overwritten by the states after the token.
-        scale, qk_l2norm, backend: as for :func:`gated_delta_rule`.
+        scale, A_log, dt_bias, beta_limit, qk_l2norm, backend: as for :func:`gated_delta_rule`.
 
     Returns:
         o ``[B, H_v, D_v]`` of v's dtype, contiguous.
@@ -214,12 +236,15 @@ def gated_delta_rule_step(
         TypeError, ValueError, BackendUnavailable: as for :func:`gated_delta_rule`.
     """
     if not is_dynamo_compiling():
-        found = GATED_DELTA_RULE_STEP.direct(backend, q, k, v, g, beta, state, scale, qk_l2norm)
+        found = GATED_DELTA_RULE_STEP.direct(
+            backend, q, k, v, g, beta, state, A_log, dt_bias, scale, qk_l2norm, beta_limit
+        )
         if found is not None:
             return found
-    wanted, (q, k, v, g, beta, state) = cut(q, k, v, g, beta, state)
-    q, k, v, scale = check_step(q, k, v, g, beta, state, scale, qk_l2norm)
-    out = resolve(GATED_DELTA_RULE_STEP, backend, v)(q, k, v, g, beta, state, scale, qk_l2norm)
+    wanted, (q, k, v, g, beta, state, A_log, dt_bias) = cut(q, k, v, g, beta, state, A_log, dt_bias)
+    q, k, v, scale, beta_limit = check_step(q, k, v, g, beta, state, scale, qk_l2norm, A_log, dt_bias, beta_limit)
+    backend_step = resolve(GATED_DELTA_RULE_STEP, backend, v)
+    out = backend_step(q, k, v, g, beta, state, A_log, dt_bias, scale, qk_l2norm, beta_limit)
     why = "gated_delta_rule_step has no gradient; use torch.no_grad()"
     return without_backward((out,), wanted, why)[0] if wanted else out
 

@@ -7,6 +7,7 @@ training with long sequences it is slow, and autograd keeps a state for each tok
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foundry_kernels.core.layout import inverse, storage_order
@@ -24,9 +25,12 @@ def gated_delta_rule(
     g: Tensor | None,
     beta: Tensor | None,
     initial_state: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     options: DeltaRuleOptions,
 ) -> tuple[Tensor, Tensor | None]:
     wide, order = wide_dtype(v.dtype), storage_order(v)
+    g, beta = opened(g, beta, A_log, dt_bias, options.beta_limit, wide, tokens=True)
     q, k = _heads_of(q, v, options.qk_l2norm), _heads_of(k, v, options.qk_l2norm)
     tokens, n_documents = v.shape[2], v.shape[0]
     starts: Tensor | None = None
@@ -80,14 +84,33 @@ def gated_delta_rule_step(
     g: Tensor | None,
     beta: Tensor | None,
     state: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     scale: float,
     qk_l2norm: bool,
+    beta_limit: float | None,
 ) -> Tensor:
+    g, beta = opened(g, beta, A_log, dt_bias, beta_limit, wide_dtype(v.dtype), tokens=False)
     out, after = advance(
         state, _heads_of(q, v, qk_l2norm), _heads_of(k, v, qk_l2norm), v.to(wide_dtype(v.dtype)), g, beta, delta=True
     )
     state.copy_(after)
     return (out * scale).to(v.dtype)
+
+
+def opened(
+    g: Tensor | None, beta: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, beta_limit: float | None,
+    wide: torch.dtype, tokens: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """g and beta from what is before the gates. tokens: they have a dimension of tokens after that of heads."""
+    if g is not None and A_log is not None:
+        g, rate, channels = g.to(wide), A_log.to(wide).exp(), g.dim() - 2 - tokens
+        if dt_bias is not None:
+            g = g + (dt_bias.to(wide).unsqueeze(1) if tokens else dt_bias.to(wide))
+        g = -rate.view(-1, *[1] * (tokens + channels)) * F.softplus(g)
+    if beta is not None and beta_limit is not None:
+        beta = beta_limit * beta.to(wide).sigmoid()
+    return g, beta
 
 
 def advance(

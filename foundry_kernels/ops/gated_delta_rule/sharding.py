@@ -20,4 +20,8 @@ def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     packed = args.get("cu_seqlens") is not None
     state = "nhkv" if packed else "bhkv"
     decay = {"g": "bhtk"} if channels else {}
-    return _SEQUENCE | decay | {"initial_state": state, "final_state": state, "cu_seqlens": "m"}, "h" if packed else "bh"
+    return _SEQUENCE | decay | {
+        "initial_state": state,
+        "final_state": state,
+        "cu_seqlens": "m",
+    }, "h" if packed else "bh"

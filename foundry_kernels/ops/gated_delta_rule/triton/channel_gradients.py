@@ -3,7 +3,7 @@
 `pairs` computes the gradients of the products of two tokens. In `dqk`, a program owns 16 tokens and a block of columns
 of one head of q and k, and visits the heads of v that share it in order. The gradient of a token's g adds up what each
 decay that spans the token has, and no difference of sums over all of them, which would cancel: of pairs of a block,
-pairs with one token in it, pairs around it, and in `finish` of what the state before the chunk and the one after it have.
+pairs with one token in it, pairs around it, and in `finish` of what the states before and after the chunk have.
 """
 
 from __future__ import annotations
@@ -143,7 +143,6 @@ def gated_delta_rule_channel_dqk_kernel(
     WHOLE_D: tl.constexpr = D % BLOCK_D == 0
     WHOLE: tl.constexpr = DV % BLOCK_V == 0
     rows = tl.arange(0, 16)
-    cols = tl.arange(0, BLOCK_D)
     tile = rows[:, None] * CHUNK + rows[None, :]
     o_norms = (batch * n_kv_heads + kv_head) * tokens + first
     p_q_norm = None if q_norm_ptr is None else q_norm_ptr + o_norms
@@ -201,7 +200,7 @@ def gated_delta_rule_channel_dqk_kernel(
             start = load_sum(p_sums, size, row - 1, n_rows, n_cols, D, BLOCK_D)
             b_rows_q = tl.zeros([16, BLOCK_D], COMPUTE)
             b_rows_k = tl.zeros([16, BLOCK_D], COMPUTE)
-            for other in range(0, block):
+            for other in range(block):
                 at = other * 16
                 b_other = _rows_of(p_k, stride_kt, p_k_norm, unit, at, n_rows, n_cols, COMPUTE, BLOCK_D, WHOLE_D)
                 b_other *= before(start, load_sums(p_sums, size, at, n_rows, n_cols, D, 16, BLOCK_D))
@@ -235,7 +234,7 @@ def gated_delta_rule_channel_dqk_kernel(
                     b_keys = tl.trans(tl.load(p_keys + at * CHUNK + row + tile))
                     b_columns = product(b_keys, b_later_k, b_columns, KIND, PARTS)
                 if parts_ptr is not None:
-                    for other in range(0, block):
+                    for other in range(block):
                         to = other * 16
                         b_other = _rows_of(
                             p_k, stride_kt, p_k_norm, unit, to, n_rows, n_cols, COMPUTE, BLOCK_D, WHOLE_D
@@ -256,7 +255,7 @@ def gated_delta_rule_channel_dqk_kernel(
         b_own = tl.load(p_own + rows * CHUNK + rows)[:, None]
         b_of_q += b_own * b_k
         b_of_k += b_own * b_q
-        for j in range(0, 16):
+        for j in range(16):
             one = load_sum(p_sums, size, row + j, n_rows, n_cols, D, BLOCK_D)
             m_later = rows[:, None] > j
             b_sum = (own.high - one.high[None, :]) + (own.low - one.low[None, :])
@@ -293,8 +292,8 @@ def gated_delta_rule_channel_dqk_kernel(
 def gated_delta_rule_channel_finish_kernel(
     parts_ptr, total_ptr, states_ptr, dstates_ptr, cu_seqlens_ptr, dg_ptr,
     n_documents, tokens, n_chunks, n_heads, group, size, scale,
-    KIND: tl.constexpr, COMPUTE: tl.constexpr, DOCUMENTS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    KIND: tl.constexpr, COMPUTE: tl.constexpr, DOCUMENTS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of g [B, H_v, T, D] of a chunk and a block of columns from the `parts` of `dqk`."""
     n_blocks = tl.cdiv(D, BLOCK_D)

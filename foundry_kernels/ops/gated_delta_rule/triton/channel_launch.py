@@ -1,4 +1,4 @@
-"""Launches the kernels of a decay for each dimension of a key. `launch` allocates the results and calls these functions.
+"""Launches the kernels of a decay for each dimension of a key. `launch` allocates the results and calls this.
 
 Forward: `channel_rows`, `channel_scores`, `channel_solve` (all chunks at once), `states` (one chunk after another),
 `channel_outputs`. Backward: the same without outputs, `dstates`, `channel_pairs`, `channel_dqk`, `channel_finish`, and
@@ -45,9 +45,13 @@ class _Made(NamedTuple):
     total: Tensor
     scores: Tensor
     keys: Tensor | None
+    beta: Tensor | None  # behind its gate
 
 
-def _prepare(p: Problem, q: Tensor, k: Tensor, g: Tensor, cu_seqlens: Tensor | None, parts: int) -> _Made:
+def _prepare(
+    p: Problem, q: Tensor, k: Tensor, g: Tensor, beta: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None,
+    cu_seqlens: Tensor | None, parts: int,
+) -> _Made:  # fmt: skip
     g = g if g.stride(-1) == 1 else g.contiguous()
     tokens, chunks = (p.n_batch, p.n_heads, p.tokens), (p.n_batch, p.n_heads, p.n_chunks)
     norms: list[Tensor | None] = [None, None]
@@ -58,55 +62,57 @@ def _prepare(p: Problem, q: Tensor, k: Tensor, g: Tensor, cu_seqlens: Tensor | N
     total = q.new_empty((*chunks, p.head_dim), dtype=p.compute)
     scores = q.new_empty((*chunks, p.chunk, p.chunk), dtype=p.compute)
     keys = torch.empty_like(scores) if p.delta else None
+    opened = None if p.beta_limit is None else q.new_empty(tokens, dtype=p.compute)
     if p.tokens:
         launch(
-            gated_delta_rule_channel_rows_kernel, plan_channels("rows", p, tuple(map(strides_of, (q, k, g)))),
-            q, k, g, cu_seqlens, sums, *norms, *rows, total,
+            gated_delta_rule_channel_rows_kernel, plan_channels("rows", p, tuple(map(strides_of, (q, k, g, beta)))),
+            q, k, g, beta, A_log, dt_bias, cu_seqlens, sums, *norms, *rows, total, opened,
         )  # fmt: skip
         launch(
             gated_delta_rule_channel_scores_kernel,
             plan_channels("scores", p, tuple(map(strides_of, (q, k))), PARTS=parts),
             q, k, sums, *norms, cu_seqlens, scores, keys,
         )  # fmt: skip
-    return _Made(sums, *norms, *rows, total, scores, keys)
+    return _Made(sums, *norms, *rows, total, scores, keys, beta if opened is None else opened)
 
 
 def _solve(
-    p: Problem, made: _Made, beta: Tensor | None, dout: Tensor | None, cu_seqlens: Tensor | None,
-    inverse: Tensor | None, du: Tensor | None, parts: int,
+    p: Problem, made: _Made, dout: Tensor | None, cu_seqlens: Tensor | None, inverse: Tensor | None,
+    du: Tensor | None, parts: int,
 ) -> None:  # fmt: skip
     if p.tokens and (inverse is not None or du is not None):
         launch(
             gated_delta_rule_channel_solve_kernel,
-            plan_channels("solve", p, tuple(map(strides_of, (beta, dout))), PARTS=parts),
-            made.keys, made.scores, beta, dout, cu_seqlens, inverse, du,
+            plan_channels("solve", p, tuple(map(strides_of, (made.beta, dout))), PARTS=parts),
+            made.keys, made.scores, made.beta, dout, cu_seqlens, inverse, du,
         )  # fmt: skip
 
 
 def _states(
-    p: Problem, made: _Made, v: Tensor, beta: Tensor | None, inverse: Tensor | None, initial: Tensor | None,
-    cu_seqlens: Tensor | None, final: Tensor | None, parts: int,
+    p: Problem, made: _Made, v: Tensor, inverse: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None,
+    final: Tensor | None, parts: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The states at the chunks' starts and the corrected values; fills `final`, if it is given."""
     states = v.new_empty((p.n_batch, p.n_heads, p.n_chunks, p.head_dim, p.head_dim_v), dtype=p.compute)
     updates = v.new_empty((p.n_batch, p.n_heads, p.tokens, p.head_dim_v), dtype=p.compute)
-    strides = tuple(map(strides_of, (made.k_start, v, beta, initial)))
+    strides = tuple(map(strides_of, (made.k_start, v, made.beta, initial)))
     launch(
         gated_delta_rule_states_kernel, plan("states", p, strides, PARTS=parts),
-        made.k_start, v, beta, None, None, made.k_end, made.total, inverse, initial, cu_seqlens, states, updates, final,
+        made.k_start, v, made.beta, None, None, made.k_end, made.total, inverse, initial, cu_seqlens,
+        states, updates, final,
     )  # fmt: skip
     return states, updates
 
 
 def channels_fwd(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor | None,
-    cu_seqlens: Tensor | None, out: Tensor, final: Tensor | None, inverse: Tensor | None,
+    A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None, out: Tensor, final: Tensor | None, inverse: Tensor | None,
 ) -> None:  # fmt: skip
     """Fills `out`, `final` and `inverse`."""
     parts = p.parts(out, final)
-    made = _prepare(p, q, k, g, cu_seqlens, parts)
-    _solve(p, made, beta, None, cu_seqlens, inverse, None, parts)
-    states, updates = _states(p, made, v, beta, inverse, initial, cu_seqlens, final, parts)
+    made = _prepare(p, q, k, g, beta, A_log, dt_bias, cu_seqlens, parts)
+    _solve(p, made, None, cu_seqlens, inverse, None, parts)
+    states, updates = _states(p, made, v, inverse, initial, cu_seqlens, final, parts)
     if p.tokens:
         launch(
             gated_delta_rule_channel_outputs_kernel, plan_channels("outputs", p, (out.stride(),)),
@@ -116,16 +122,17 @@ def channels_fwd(
 
 def channels_bwd(
     p: Problem, dout: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
-    beta: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None, inverse: Tensor | None,
-    results: tuple[Tensor | None, ...],
+    beta: Tensor | None, initial: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None,
+    cu_seqlens: Tensor | None, inverse: Tensor | None, results: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
-    """Fills the results that are not None."""
+    """Fills the results that are not None; those of g and beta are behind their gates."""
     dq, dk, dv, dg, dbeta, dinitial = results
     parts = p.parts(*results)
     dr = v.new_empty((p.n_batch, p.n_heads, p.tokens, p.head_dim_v), dtype=p.compute)
-    made = _prepare(p, q, k, g, cu_seqlens, parts)
-    _solve(p, made, beta, dout, cu_seqlens, None, dr, parts)
-    states, updates = _states(p, made, v, beta, inverse, initial, cu_seqlens, None, parts)
+    made = _prepare(p, q, k, g, beta, A_log, dt_bias, cu_seqlens, parts)
+    beta = made.beta
+    _solve(p, made, dout, cu_seqlens, None, dr, parts)
+    states, updates = _states(p, made, v, inverse, initial, cu_seqlens, None, parts)
     dstates = torch.empty_like(states)
     strides = tuple(map(strides_of, (made.q_start, made.k_start, beta, dout, dfinal)))
     launch(

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from foundry_kernels._triton.functions import round_to
 from foundry_kernels.ops.gated_delta_rule.triton.chunks import load_tile, load_tokens, place_of, store_tile
+from foundry_kernels.ops.gated_delta_rule.triton.gates import open_beta, softplus
 from foundry_kernels.ops.gated_delta_rule.triton.prepare import inverse_of_unit_lower, reciprocal_norm
 from foundry_kernels.ops.gated_delta_rule.triton.products import product
 
@@ -63,15 +64,17 @@ def before(one, sums):
 
 @triton.jit(do_not_specialize=PLAIN)
 def gated_delta_rule_channel_rows_kernel(
-    q_ptr, k_ptr, g_ptr, cu_seqlens_ptr, sums_ptr, q_norm_ptr, k_norm_ptr, q_start_ptr, k_start_ptr, k_end_ptr,
-    total_ptr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, decay_log_ptr, dt_bias_ptr, cu_seqlens_ptr,
+    sums_ptr, q_norm_ptr, k_norm_ptr, q_start_ptr, k_start_ptr, k_end_ptr, total_ptr, opened_ptr,
     n_documents, tokens, n_chunks, n_heads, group, size, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_gb, stride_gh, stride_gt,
+    stride_bb, stride_bh, stride_bt,
     COMPUTE: tl.constexpr, DOCUMENTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    BETA_LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Writes for a chunk and a head of v the sums of log decays [2, B, H_v, T, D], the reciprocal norms of q and k [B,
     H_k, T], if they have pointers, q and k decayed from the chunk's start, and k decayed to its end, [B, H_v, T, D],
-    and the decay of the chunk [B, H_v, n_chunks, D]."""
+    the decay of the chunk [B, H_v, n_chunks, D], and beta behind its gate [B, H_v, T], if it has a pointer."""
     scale = tl.full([], 0.0, COMPUTE) + scale
     i = tl.program_id(0) // n_heads
     head = (tl.program_id(0) % n_heads).to(tl.int64)
@@ -101,11 +104,22 @@ def gated_delta_rule_channel_rows_kernel(
         m_norms = (rows < n_rows) & (head % group == 0)
         tl.store(q_norm_ptr + o_norms, b_q_norm, mask=m_norms)
         tl.store(k_norm_ptr + o_norms, b_k_norm, mask=m_norms)
+    if opened_ptr is not None:
+        p_beta = beta_ptr + batch * stride_bb + head * stride_bh
+        b_beta = open_beta(load_tokens(p_beta, first, stride_bt, n_rows, COMPUTE, CHUNK), BETA_LIMIT)
+        tl.store(opened_ptr + (batch * n_heads + head) * tokens + first + rows, b_beta, mask=rows < n_rows)
     o = ((batch * n_heads + head) * tokens + first) * D
     o_total = ((batch * n_heads + head) * n_chunks + place.chunk) * D
     for d in range(0, D, BLOCK_D):
         cols = tl.arange(0, BLOCK_D)
-        b_g = load_tile(p_g + d, stride_gt, n_rows, D - d, CHUNK, BLOCK_D, WHOLE).to(tl.float64)
+        b_g = load_tile(p_g + d, stride_gt, n_rows, D - d, CHUNK, BLOCK_D, WHOLE)
+        if decay_log_ptr is not None:
+            b_g = b_g.to(COMPUTE)
+            if dt_bias_ptr is not None:
+                b_g += tl.load(dt_bias_ptr + head * D + d + cols, mask=cols < D - d, other=0.0).to(COMPUTE)[None, :]
+            b_g = -tl.exp(tl.load(decay_log_ptr + head).to(COMPUTE)) * softplus(b_g)
+            b_g = tl.where(rows[:, None] < n_rows, b_g, 0.0)
+        b_g = b_g.to(tl.float64)
         b_sum = tl.cumsum(tl.where(b_g < _LEAST, _LEAST, b_g), 0)
         b_last = tl.sum(tl.where(rows[:, None] == CHUNK - 1, b_sum, 0.0), 0)
         b_high = b_sum.to(COMPUTE)
@@ -159,7 +173,7 @@ def gated_delta_rule_channel_scores_kernel(
     o_square = rows[:, None] * CHUNK + rows[None, :]
     b_q_norm = load_tokens(p_q_norm, row, 1, left, COMPUTE, 16, 1.0) * scale
     b_own_norm = load_tokens(p_k_norm, row, 1, left, COMPUTE, 16, 1.0)
-    for other in range(0, BLOCKS):
+    for other in range(BLOCKS):
         b_scores = tl.zeros([16, 16], COMPUTE)
         b_keys = tl.zeros([16, 16], COMPUTE)
         if other < block:
@@ -181,7 +195,7 @@ def gated_delta_rule_channel_scores_kernel(
                 own = load_sums(p_sums + d, size, row, n_rows, D - d, D, 16, BLOCK_D)
                 b_q = load_tile(p_q + row * stride_qt + d, stride_qt, left, D - d, 16, BLOCK_D, WHOLE).to(COMPUTE)
                 b_k = load_tile(p_k + row * stride_kt + d, stride_kt, left, D - d, 16, BLOCK_D, WHOLE).to(COMPUTE)
-                for j in range(0, 16):
+                for j in range(16):
                     one = load_sum(p_sums + d, size, row + j, n_rows, D - d, D, BLOCK_D)
                     m_key = (cols < D - d) & (row + j < n_rows)
                     b_key = tl.load(p_k + (row + j) * stride_kt + d + cols, mask=m_key, other=0.0).to(COMPUTE)

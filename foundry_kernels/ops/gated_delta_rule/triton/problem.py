@@ -36,7 +36,8 @@ class Problem(NamedTuple):
     l2norm: bool
     delta: bool
     chunk_size: int | None
-    channels: bool = False
+    channels: bool
+    beta_limit: float | None
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, g: Tensor | None, options: DeltaRuleOptions) -> Problem:
@@ -45,6 +46,7 @@ class Problem(NamedTuple):
             v.shape[0], k.shape[1], v.shape[1], v.shape[2], k.shape[3], v.shape[3], v.dtype, v.device,
             None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
             options.scale, options.qk_l2norm, options.delta, options.chunk_size, g is not None and g.dim() == 4,
+            options.beta_limit,
         )  # fmt: skip
 
     @property
@@ -128,6 +130,7 @@ def plan(kernel: str, p: Problem, strides: tuple[Strides, ...], **flags: Any) ->
     constants["DV"] = p.head_dim_v
     if kernel == "prepare":
         constants["MERGES"] = (p.chunk // 16).bit_length() - 1
+        constants["BETA_LIMIT"] = p.beta_limit
     elif kernel == "dqk":
         programs *= p.blocks(kernel)
     elif kernel != "pairs":
@@ -144,7 +147,7 @@ def plan_channels(kernel: str, p: Problem, strides: tuple[Strides, ...], **flags
     sizes, documents = p.by_chunk()
     constants: dict[str, Any] = {"D": p.head_dim, "DV": p.head_dim_v, "CHUNK": p.chunk, "DOCUMENTS": documents}
     constants |= {"COMPUTE": compute_dtype(p.dtype), "KIND": kind(p.dtype, capability(p.device))}
-    constants |= {"MERGES": (p.chunk // 16).bit_length() - 1} | flags | block
+    constants |= {"MERGES": (p.chunk // 16).bit_length() - 1, "BETA_LIMIT": p.beta_limit} | flags | block
     columns = triton.cdiv(p.head_dim, block["BLOCK_D"])
     programs = p.n_batch * p.n_chunks * p.n_heads
     if kernel == "scores":
@@ -156,16 +159,26 @@ def plan_channels(kernel: str, p: Problem, strides: tuple[Strides, ...], **flags
     elif kernel == "outputs":
         programs *= triton.cdiv(p.head_dim_v, block["BLOCK_V"])
     unused = {
-        "rows": ("DV", "BLOCK_V", "KIND", "MERGES", "PARTS"),
-        "scores": ("DV", "BLOCK_V", "MERGES"),
-        "solve": ("D", "BLOCK_D"),
-        "outputs": ("MERGES", "PARTS"),
-        "pairs": ("MERGES",),
-        "dqk": ("MERGES",),
-        "finish": ("MERGES", "PARTS"),
+        "rows": ("DV", "BLOCK_V", "KIND", "MERGES"),
+        "scores": ("DV", "BLOCK_V", "MERGES", "BETA_LIMIT"),
+        "solve": ("D", "BLOCK_D", "BETA_LIMIT"),
+        "outputs": ("MERGES", "BETA_LIMIT"),
+        "pairs": ("MERGES", "BETA_LIMIT"),
+        "dqk": ("MERGES", "BETA_LIMIT"),
+        "finish": ("MERGES", "BETA_LIMIT"),
     }[kernel]
     constants = {name: x for name, x in constants.items() if name not in unused}
     return Plan((programs,), (*sizes, p.scale, *_strides(*strides)), constants)
+
+
+@planned
+def plan_gates(p: Problem, strides: tuple[Strides, ...]) -> Plan:
+    sizes, documents = p.by_chunk()
+    constants = {"COMPUTE": compute_dtype(p.dtype), "DOCUMENTS": documents, "D": p.head_dim, "CHUNK": p.chunk}
+    constants |= {"BLOCK_D": min(32, max(16, triton.next_power_of_2(p.head_dim))), "CHANNELS": p.channels}
+    programs = p.n_batch * p.n_chunks * p.n_heads
+    numbers = (*sizes, p.scale, *_strides(*strides))
+    return Plan((programs,), numbers, constants | {"BETA_LIMIT": p.beta_limit, "num_warps": 4})
 
 
 @planned

@@ -64,8 +64,8 @@ def gated_delta_rule_states_kernel(
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Writes the states at the chunks' starts [B, H_v, n_chunks, D, DV], the corrected values [B, H_v, T, DV] and the
-    final state [N, H_v, D, DV], if it has a pointer. Without `inverse_ptr` values are not corrected. With a decay for each
-    dimension, k is decayed from the chunk's start, k_end [B, H_v, T, D] to its end, and `total` are the decays of
+    final state [N, H_v, D, DV], if it has a pointer. Without `inverse_ptr` values are not corrected. With a decay for
+    each dimension, k is decayed from the chunk's start, k_end [B, H_v, T, D] to its end, and `total` are the decays of
     chunks [B, H_v, n_chunks, D]."""
     n_blocks = tl.cdiv(DV, BLOCK_V)
     v0 = tl.program_id(0) % n_blocks * BLOCK_V
