@@ -66,7 +66,6 @@ void gated_delta_rule_step(const DeltaRuleStep& a, int64_t begin, int64_t end, f
     }
     read_rows(a.type, a.v, offset_of(a.v_strides, b, h, 0), 0, 1, dv, v, 1, round_up(dv, kAttentionPad));
     const DeltaRuleGate gate(a.gates, h, a.g.channels ? dk : 1);
-    if (gate.of_beta()) beta = gate.beta(beta);
     const int64_t of_g = offset_of(a.g.strides, b, h, 0);
     if (a.g.channels) {
       read_rows(a.g.type, a.g.data, of_g, 0, 1, dk, decays, 1, ldk);
@@ -78,6 +77,7 @@ void gated_delta_rule_step(const DeltaRuleStep& a, int64_t begin, int64_t end, f
       decays[0] = std::exp(gate.of_g() ? gate.g(g) : g);
     }
     float beta = a.beta.data ? read_number(a.beta, offset_of(a.beta.strides, b, h, 0)) : 1.0f;
+    if (gate.of_beta()) beta = gate.beta(beta);
     float* state = a.state + b * a.state_batch + h * a.state_head;
     int64_t c = 0;
     const auto panels = [&](auto vecs, auto at, int64_t columns) FK_INLINE {

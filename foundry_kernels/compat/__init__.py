@@ -1,7 +1,8 @@
 """Attention, losses, norms and activations with the signatures and layouts of PyTorch and flash-attn.
 
 The functions `flash_attn_*`, `apply_rotary_emb*` and those of `bert_padding` have flash-attn 2's signatures, with
-tokens before heads; those of `flash_attn_3` have FlashAttention 3's; `scaled_dot_product_attention`, `varlen_attn`,
+tokens before heads; those of `flash_attn_3` have FlashAttention 3's and those of `fla` flash-linear-attention's;
+`scaled_dot_product_attention`, `varlen_attn`,
 `cross_entropy`, `linear_cross_entropy` and `layer_norm` have PyTorch's; `selective_log_softmax` and
 `entropy_from_logits` have TRL's. `use_sdpa` replaces PyTorch's
 `scaled_dot_product_attention` in the whole process. Functions that compute take one more argument, `backend`, and are a
@@ -9,7 +10,7 @@ thin layer over :func:`foundry_kernels.flash_attention` and similar functions. T
 the error names an alternative.
 """
 
-from foundry_kernels.compat import bert_padding, flash_attn_3, torch_flash
+from foundry_kernels.compat import bert_padding, fla, flash_attn_3, torch_flash
 from foundry_kernels.compat.activation import gelu, silu
 from foundry_kernels.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
 from foundry_kernels.compat.kvcache import flash_attn_with_kvcache
@@ -36,6 +37,7 @@ __all__ = [
     "bert_padding",
     "cross_entropy",
     "entropy_from_logits",
+    "fla",
     "flash_attn_3",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

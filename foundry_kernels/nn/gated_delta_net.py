@@ -23,8 +23,8 @@ from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._delta import (
     DELTA_OPS,
+    Gates,
     ShardedDelta,
-    decay_and_step,
     delta_rule_of,
     delta_rule_step_of,
     gated,
@@ -240,16 +240,18 @@ class GatedDeltaNet(torch.nn.Module):
                 return_final_state=True,
                 backend=backend,
             )
-        g, beta = decay_and_step(a, b, self.A_log, self.dt_bias, 2.0 if self.negative_eigenvalues else 1.0)
+        a, b = a.transpose(1, 2), b.transpose(1, 2)
+        gates = Gates(self.A_log, self.dt_bias, 2.0 if self.negative_eigenvalues else 1.0)
         heads, dims = (self.n_k_heads, self.n_v_heads), (self.head_k_dim, self.head_v_dim)
         if state is not None and steps:
-            out = delta_rule_step_of(mixed, g, beta, heads, dims, self.backends, state.recurrent)
+            out = delta_rule_step_of(mixed, a, b, gates, heads, dims, self.backends, state.recurrent)
         else:
             initial = None if state is None else state.recurrent
             out, final = delta_rule_of(
                 mixed,
-                g,
-                beta,
+                a,
+                b,
+                gates,
                 heads,
                 dims,
                 self.backends,

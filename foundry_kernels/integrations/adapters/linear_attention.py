@@ -20,8 +20,8 @@ from foundry_kernels.integrations.adapters.base import Adapter, at, layers_of, s
 from foundry_kernels.integrations.attention.call import current
 from foundry_kernels.integrations.attention.documents import LENGTHS, ONE_A_ROW, Documents, from_lengths, once
 from foundry_kernels.nn._delta import (
+    Gates,
     continues_in_place,
-    decay_and_step,
     delta_rule_of,
     delta_rule_step_of,
     gated,
@@ -174,15 +174,16 @@ def _delta_forward(
         if totals is None and before.shape[1] != tokens:
             mixed = mixed[:, -tokens:]
     doubled = getattr(self, "allow_neg_eigval", False)
-    g, beta = decay_and_step(a, b, self.A_log, self.dt_bias, 2.0 if doubled else 1.0)
+    a, b, gates = a.transpose(1, 2), b.transpose(1, 2), Gates(self.A_log, self.dt_bias, 2.0 if doubled else 1.0)
     heads, dims = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
     if state is not None and steps:
-        out = delta_rule_step_of(mixed, g, beta, heads, dims, backends, state)
+        out = delta_rule_step_of(mixed, a, b, gates, heads, dims, backends, state)
     else:
         out, final = delta_rule_of(
             mixed,
-            g,
-            beta,
+            a,
+            b,
+            gates,
             heads,
             dims,
             backends,

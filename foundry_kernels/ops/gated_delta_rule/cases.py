@@ -355,7 +355,7 @@ def scales(
     final = bool(options.get("return_final_state"))
     found = {}
     for delta in (True, False):
-        call = DeltaRuleOptions(args.get("cu_seqlens"), scale, False, delta, None, final)
+        call = DeltaRuleOptions(args.get("cu_seqlens"), scale, False, delta, None, None, final)
         initial = None if state is None else state.detach()
         outputs = reference.gated_delta_rule(q, k, v, g, beta, initial, None, None, call)
         results = [x for x in outputs if x is not None]
@@ -365,11 +365,11 @@ def scales(
         if g is not None:
             sizes = grads["g"].square().sum((-1,) if channels else (-1, -2)).sqrt()
             own = {"g": sizes}
-            if rate is not None:  # through the gate, and summed over tokens
-                shape = (-1, *[1] * (sizes.dim() - 2))
-                own["g"] = sizes * rate.exp().view(shape) * raw.sigmoid()
+            if rate is not None and sizes.numel():  # through the gate, and summed over tokens: errors of g's gradient
+                shape, size = (-1, *[1] * (sizes.dim() - 2)), sizes.max()  # have the size of the largest one
+                own["g"] = size * rate.exp().view(shape) * raw.sigmoid()
                 rest = [d for d in range(sizes.dim()) if d != 1]
-                own["A_log"] = (sizes * g_values).square().sum(rest).sqrt()
+                own["A_log"] = (size * g_values).square().sum(rest).sqrt()
                 own["dt_bias"] = own["g"].square().sum((0, 2)).sqrt()
             for name, size in own.items():
                 found[name] = max(found.get(name, 0.0), float(size.max()) if size.numel() else 0.0)

@@ -106,7 +106,8 @@ def _states(
 
 def channels_fwd(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor | None,
-    A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None, out: Tensor, final: Tensor | None, inverse: Tensor | None,
+    A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None, out: Tensor, final: Tensor | None,
+    inverse: Tensor | None,
 ) -> None:  # fmt: skip
     """Fills `out`, `final` and `inverse`."""
     parts = p.parts(out, final)

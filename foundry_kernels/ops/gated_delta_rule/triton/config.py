@@ -90,12 +90,17 @@ _SINGLE: dict[str, dict[int, list[Row]]] = {
 }
 
 
-def chunk_length(chunk_size: int | None, head_dim: int, dtype: torch.dtype, capability: int) -> int:
+def chunk_length(
+    chunk_size: int | None, head_dim: int, dtype: torch.dtype, capability: int, channels: bool = False
+) -> int:
     """The number of tokens of a chunk, for the option of this name. `head_dim` is the larger of D_k and D_v, and
-    capability 0 is the interpreter."""
+    capability 0 is the interpreter. channels: with a decay for each dimension of a key, for which rows of q and k are
+    in float32."""
     if capability == 0:
         return min(chunk_size or _INTERPRETED_CHUNK, 64)
-    return min(chunk_size or 64, next(most for width, most in _MOST[dtype.itemsize].items() if head_dim <= width))
+    most = 32 if channels else 64
+    fit = next(tokens for width, tokens in _MOST[dtype.itemsize].items() if head_dim <= width)
+    return min(chunk_size or most, most, fit)
 
 
 def configs(kernel: str, capability: int, head_dim: int, dtype: torch.dtype) -> list[dict[str, Any]]:

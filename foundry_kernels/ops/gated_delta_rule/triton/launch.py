@@ -91,9 +91,10 @@ def _states(
     return states, updates
 
 
-def _empty_inverse(k: Tensor, v: Tensor, options: DeltaRuleOptions) -> Tensor:
+def _empty_inverse(k: Tensor, v: Tensor, g: Tensor | None, options: DeltaRuleOptions) -> Tensor:
     width = max(k.shape[3], v.shape[3])
-    chunk = chunk_length(options.chunk_size, width, v.dtype, capability(v.device))
+    channels = g is not None and g.dim() == 4
+    chunk = chunk_length(options.chunk_size, width, v.dtype, capability(v.device), channels)
     n_documents = None if options.cu_seqlens is None else options.cu_seqlens.shape[0] - 1
     n_chunks = chunks_of(v.shape[2], chunk, n_documents) if options.delta else 0
     return v.new_empty((*v.shape[:2], n_chunks, chunk, chunk), dtype=wide_dtype(v.dtype))
@@ -109,7 +110,7 @@ def empty_fwd(
     n_states = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (n_states, v.shape[1], k.shape[3], v.shape[3])
     final = v.new_empty(shape, dtype=wide_dtype(v.dtype)) if need_final_state else None
-    return _empty(v), final, _empty_inverse(k, v, options) if save_states else None
+    return _empty(v), final, _empty_inverse(k, v, g, options) if save_states else None
 
 
 def launch_fwd(
@@ -118,7 +119,7 @@ def launch_fwd(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     options, (need_final_state, save_states) = DeltaRuleOptions.from_operator_args(args)
     out = _empty(v)
-    inverse = _empty_inverse(k, v, options) if save_states or options.delta else None
+    inverse = _empty_inverse(k, v, g, options) if save_states or options.delta else None
     p = Problem.of(k, v, g, options)
     A_log, dt_bias = contiguous(A_log), contiguous(dt_bias)
     q, k, v, initial_state, cu_seqlens = _rows(q), _rows(k), _rows(v), _state(initial_state), options.cu_seqlens

@@ -55,7 +55,7 @@ class Problem(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        return chunk_length(self.chunk_size, self.width, self.dtype, capability(self.device))
+        return chunk_length(self.chunk_size, self.width, self.dtype, capability(self.device), self.channels)
 
     @property
     def n_chunks(self) -> int:
@@ -71,14 +71,19 @@ class Problem(NamedTuple):
 
     def block(self, kernel: str) -> dict[str, Any]:
         """The launch config of a kernel by its name without "gated_delta_rule_"; blocks are not wider than heads."""
-        tags = f"{str(self.dtype)[6:]} D<={max(64, triton.next_power_of_2(self.width))}"
+        tags = f"{str(self.dtype)[6:]}{' channels' * self.channels} D<={max(64, triton.next_power_of_2(self.width))}"
         name = f"gated_delta_rule_{kernel}_kernel"
-        found = configs(kernel, capability(self.device), self.width, self.dtype)
+        found = configs(kernel, capability(self.device), self.width, torch.float32 if self.channels else self.dtype)
         config = choose(name, tags, found, self.device)
         whole_d, whole_v = (max(16, triton.next_power_of_2(n)) for n in (self.head_dim, self.head_dim_v))
         config["BLOCK_D"] = min(config["BLOCK_D"] or whole_d, whole_d)
         config["BLOCK_V"] = min(config["BLOCK_V"], whole_v)
         return config
+
+    @property
+    def kind(self) -> str:
+        """Of `products`. With channels, all operands but a few were computed in float32."""
+        return kind(torch.float32 if self.channels else self.dtype, capability(self.device))
 
     def parts(self, *results: Tensor | None) -> int:
         """Returns the number of bfloat16 parts of float32 operands of matmuls (see `products`). Two are exact enough
@@ -113,7 +118,7 @@ def plan(kernel: str, p: Problem, strides: tuple[Strides, ...], **flags: Any) ->
     contiguous, in the order of the kernel's parameters."""
     block = p.block(kernel)
     constants: dict[str, Any] = {"D": p.head_dim, "CHUNK": p.chunk, "COMPUTE": compute_dtype(p.dtype)}
-    constants |= {"KIND": kind(p.dtype, capability(p.device))} | flags
+    constants |= {"KIND": p.kind} | flags
     sizes, constants["DOCUMENTS"] = p.by_chunk()
     programs = p.n_batch * p.n_chunks
     scale = p.scale
@@ -146,7 +151,7 @@ def plan_channels(kernel: str, p: Problem, strides: tuple[Strides, ...], **flags
     block = p.block(f"channel_{kernel}")
     sizes, documents = p.by_chunk()
     constants: dict[str, Any] = {"D": p.head_dim, "DV": p.head_dim_v, "CHUNK": p.chunk, "DOCUMENTS": documents}
-    constants |= {"COMPUTE": compute_dtype(p.dtype), "KIND": kind(p.dtype, capability(p.device))}
+    constants |= {"COMPUTE": compute_dtype(p.dtype), "KIND": p.kind}
     constants |= {"MERGES": (p.chunk // 16).bit_length() - 1, "BETA_LIMIT": p.beta_limit} | flags | block
     columns = triton.cdiv(p.head_dim, block["BLOCK_D"])
     programs = p.n_batch * p.n_chunks * p.n_heads

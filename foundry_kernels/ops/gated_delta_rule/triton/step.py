@@ -34,8 +34,8 @@ def gated_delta_rule_step_kernel(
     n_heads, group, scale,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh, stride_bb, stride_bh,
     stride_sb, stride_sh,
-    L2NORM: tl.constexpr, CHANNELS: tl.constexpr, BETA_LIMIT: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    L2NORM: tl.constexpr, CHANNELS: tl.constexpr, BETA_LIMIT: tl.constexpr, COMPUTE: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A program updates a block of columns of one head's state, and computes the output's."""
     scale = tl.full([], 0.0, COMPUTE) + scale
