@@ -27,7 +27,6 @@ from foundry_kernels.nn._delta import (
     ShardedDelta,
     delta_rule_of,
     delta_rule_step_of,
-    gated,
     taps_of,
 )
 from foundry_kernels.nn._linear_layers import layers_for
@@ -35,6 +34,7 @@ from foundry_kernels.nn._paged import NO_GRADIENT
 from foundry_kernels.nn._scripting import refuse_scripting
 from foundry_kernels.nn.norm import RMSNorm
 from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM
+from foundry_kernels.ops.gated_rms_norm import gated_rms_norm
 from foundry_kernels.ops.short_conv1d import MAX_TAPS, short_conv1d, short_conv1d_step
 
 
@@ -122,7 +122,7 @@ class GatedDeltaNet(torch.nn.Module):
         check_bool("negative_eigenvalues", negative_eigenvalues)
         if norm_eps is not None:
             check_not_negative("norm_eps", norm_eps)
-        self.backends = plan(backend, (*DELTA_OPS, "rms_norm", "swiglu"))
+        self.backends = plan(backend, (*DELTA_OPS, "rms_norm", "gated_rms_norm"))
         self.dim, self.n_v_heads, self.n_k_heads = dim, n_v_heads, n_k_heads
         self.head_k_dim, self.head_v_dim, self.conv_size = head_k_dim, head_v_dim, conv_size
         self.negative_eigenvalues = negative_eigenvalues
@@ -263,8 +263,15 @@ class GatedDeltaNet(torch.nn.Module):
             if state is not None and final is not None:
                 state.conv.copy_(conv)
                 state.recurrent.copy_(final)
-        normed = self.norm(out).flatten(2)
-        return layers.linear(gated(normed, z, out.dtype, self.backends["swiglu"]), self.out_proj)
+        y = gated_rms_norm(
+            out,
+            z.view(out.shape).to(out.dtype),
+            self.norm.weight,
+            self.norm.eps,
+            round_before_weight=self.norm.round_before_weight,
+            backend=self.backends["gated_rms_norm"],
+        )
+        return layers.linear(y.flatten(2), self.out_proj)
 
     def extra_repr(self) -> str:
         extra = ", negative_eigenvalues=True" if self.negative_eigenvalues else ""

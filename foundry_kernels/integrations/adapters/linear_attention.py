@@ -28,6 +28,7 @@ from foundry_kernels.nn._delta import (
     taps_of,
 )
 from foundry_kernels.nn._linear_layers import Layers
+from foundry_kernels.ops.gated_rms_norm import gated_rms_norm
 from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.short_conv1d import ACTIVATIONS, short_conv1d, short_conv1d_step
 from foundry_kernels.ops.swiglu import glu
@@ -64,6 +65,13 @@ def _gated_norm_forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tenso
     if row.once:
         x, weight = x.to(wide_dtype(dtype)), weight.to(wide_dtype(dtype))
     eps = at(self, row.eps) if isinstance(row.eps, str) else row.eps
+    backend = backends["rms_norm"]
+    if backends.get(row.act) == backend and gate.dtype == dtype and not (backend == "native" and x.is_cuda):
+        act = "silu" if row.act == "swiglu" else "sigmoid"
+        weight, once = getattr(self, row.weight), row.once
+        return gated_rms_norm(
+            hidden_states, gate, weight, eps, activation=act, round_before_weight=not once, backend=backend
+        )
     y = rms_norm(x, weight, eps, round_before_weight=not row.once, backend=backends["rms_norm"])
     if row.act == "swiglu" and "swiglu" in backends:
         return gated(y, gate, dtype, backends["swiglu"])

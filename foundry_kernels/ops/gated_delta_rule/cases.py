@@ -194,7 +194,8 @@ def _gated(delta: bool) -> tuple[Case, ...]:
         both: dict[str, Any] = {"g": normal(), "beta": normal(2.0), "state": True, **_FINAL} | kw
         if delta:
             both["beta_limit"] = 2.0 if "2" in note else 1.0
-        made = sequence_case(*args, note="gates" + ("-" + note if note else ""), **both)
+        both["note"] = "gates" + ("-" + note if note else "")
+        made = sequence_case(*args, **both)
         return made if delta else replace(made, args={n: a for n, a in made.args.items() if n != "beta"})
 
     return tuple(

@@ -54,10 +54,11 @@ def _prepare(
 ) -> _Made:  # fmt: skip
     g = g if g.stride(-1) == 1 else g.contiguous()
     tokens, chunks = (p.n_batch, p.n_heads, p.tokens), (p.n_batch, p.n_heads, p.n_chunks)
-    norms: list[Tensor | None] = [None, None]
+    norms: tuple[Tensor | None, Tensor | None] = (None, None)
     if p.l2norm:
-        norms = [q.new_empty((p.n_batch, p.n_kv_heads, p.tokens), dtype=p.compute) for _ in "qk"]
-    rows = [q.new_empty((*tokens, p.head_dim), dtype=p.compute) for _ in range(3)]
+        size = p.n_batch, p.n_kv_heads, p.tokens
+        norms = q.new_empty(size, dtype=p.compute), q.new_empty(size, dtype=p.compute)
+    q_start, k_start, k_end = (q.new_empty((*tokens, p.head_dim), dtype=p.compute) for _ in range(3))
     sums = q.new_empty((2, *tokens, p.head_dim), dtype=p.compute)
     total = q.new_empty((*chunks, p.head_dim), dtype=p.compute)
     scores = q.new_empty((*chunks, p.chunk, p.chunk), dtype=p.compute)
@@ -66,14 +67,15 @@ def _prepare(
     if p.tokens:
         launch(
             gated_delta_rule_channel_rows_kernel, plan_channels("rows", p, tuple(map(strides_of, (q, k, g, beta)))),
-            q, k, g, beta, A_log, dt_bias, cu_seqlens, sums, *norms, *rows, total, opened,
+            q, k, g, beta, A_log, dt_bias, cu_seqlens, sums, *norms, q_start, k_start, k_end, total, opened,
         )  # fmt: skip
         launch(
             gated_delta_rule_channel_scores_kernel,
             plan_channels("scores", p, tuple(map(strides_of, (q, k))), PARTS=parts),
             q, k, sums, *norms, cu_seqlens, scores, keys,
         )  # fmt: skip
-    return _Made(sums, *norms, *rows, total, scores, keys, beta if opened is None else opened)
+    opened = beta if opened is None else opened
+    return _Made(sums, *norms, q_start, k_start, k_end, total, scores, keys, opened)
 
 
 def _solve(

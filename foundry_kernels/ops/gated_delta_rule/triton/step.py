@@ -116,7 +116,7 @@ def launch_step(
         return out
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     channels = g is not None and g.dim() == 3
-    if channels and g.stride(-1) != 1:
+    if g is not None and channels and g.stride(-1) != 1:
         g = g.contiguous()
     strides = tuple(map(strides_of, (q, k, v, g, beta, state)))
     group = v.shape[1] // q.shape[1]
