@@ -209,7 +209,10 @@ struct Backward {
         Whole::store(row + j, d * Whole::load(c.decays + i * ld + j) * c.step[i]);
       }
       const float reads = c.from_start[i] * dot(of_keys + i * ldk, c.k + i * ldk, ldk);
-      dstep[i] = sum(total) + dot(dv + i * ldv, c.v + i * ldv, ldv) - reads;
+      // What beta multiplies is the correction divided by it: its three parts would cancel.
+      const float* correction = c.corrections + i * ldv;
+      dstep[i] = std::abs(c.step[i]) > 1e-20f ? dot(dv + i * ldv, correction, ldv) / c.step[i]
+                                              : sum(total) + dot(dv + i * ldv, c.v + i * ldv, ldv) - reads;
       spanning[i] -= c.step[i] * reads;
       if (c.channels)
         for (int64_t at = i * ldk; at < (i + 1) * ldk; at += kLanes)

@@ -208,7 +208,7 @@ REFUSED: dict[Any, list[Row]] = {
     ],
     fk.gated_rms_norm: [
         ({"gate": zeros(2, 3, 7)}, ValueError, "gate must have shape"),
-        ({"gate": zeros(2, 3, 8).bfloat16()}, TypeError, "gate must have x's dtype"),
+        ({"gate": zeros(2, 3, 8).bfloat16()}, ValueError, "gate must have x's dtype"),
         ({"weight": zeros(7)}, ValueError, "weight must have shape"),
         ({"weight": zeros(8).double()}, TypeError, "weight may be float64 only where x is"),
         ({"activation": "gelu"}, ValueError, "activation must be one of silu, sigmoid; got 'gelu'"),
