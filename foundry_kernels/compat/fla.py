@@ -102,7 +102,7 @@ def fused_recurrent_gated_delta_rule(
     *,
     backend: str = "auto",
 ) -> Results:
-    """As :func:`chunk_gated_delta_rule`. gk: ``[B, T, H_v, D_k]``, a decay for each dimension of a key instead of g. gv
+    """Computes :func:`chunk_gated_delta_rule`. gk: ``[B, T, H_v, D_k]``, a decay for each dimension of a key instead of g. gv
     is not supported."""
     _refuse(gv=gv)
     if g is not None and gk is not None:
@@ -215,7 +215,7 @@ def fused_recurrent_gla(
     *,
     backend: str = "auto",
 ) -> Results:
-    """As :func:`chunk_gla`, with the decays in `gk`. `gv` and `reverse` are not supported."""
+    """Computes :func:`chunk_gla`, with the decays in `gk`. `gv` and `reverse` are not supported."""
     _refuse(gv=gv, reverse=reverse)
     return _run(
         gated_linear_attention, q, k, v, {"g": gk}, initial_state, output_final_state,

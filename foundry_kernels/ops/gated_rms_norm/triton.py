@@ -115,7 +115,7 @@ def _plan(
     shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device,
     eps: float | None, activation: str, rounds: bool,
 ) -> Plan | None:  # fmt: skip
-    """Of the backward pass without eps. None if the tensors must be copied first."""
+    """The launch of a pass, of the backward one without eps; None if the tensors must be copied first."""
     layout = row_strides(shape, *strides)
     if layout is None:
         return None

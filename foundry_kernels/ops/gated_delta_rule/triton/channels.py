@@ -33,7 +33,7 @@ class Sums(NamedTuple):
 
 @triton.jit
 def load_sums(ptr, size, row, n_rows, n_cols, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Of tokens row .. row + ROWS - 1 of the chunk at `ptr`; past its end nothing decays."""
+    """The sums up to tokens row .. row + ROWS - 1 of the chunk at `ptr`; past its end nothing decays."""
     rows = tl.minimum(row + tl.arange(0, ROWS), n_rows - 1)[:, None]
     cols = tl.arange(0, COLS)[None, :]
     o = rows * D + cols
@@ -43,7 +43,7 @@ def load_sums(ptr, size, row, n_rows, n_cols, D: tl.constexpr, ROWS: tl.constexp
 
 @triton.jit
 def load_sum(ptr, size, row, n_rows, n_cols, D: tl.constexpr, COLS: tl.constexpr):
-    """Of one token."""
+    """The sum up to one token."""
     cols = tl.arange(0, COLS)
     o = tl.minimum(row, n_rows - 1) * D + cols
     m = cols < n_cols

@@ -82,7 +82,7 @@ class Problem(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Of `products`. With channels, all operands but a few were computed in float32."""
+        """How `products` multiply. With channels, all operands but a few were computed in float32."""
         return kind(torch.float32 if self.channels else self.dtype, capability(self.device))
 
     def parts(self, *results: Tensor | None) -> int:
@@ -147,7 +147,7 @@ def plan(kernel: str, p: Problem, strides: tuple[Strides, ...], **flags: Any) ->
 
 @planned
 def plan_channels(kernel: str, p: Problem, strides: tuple[Strides, ...], **flags: Any) -> Plan:
-    """As `plan`, of the kernels of `channels` and `channel_gradients`."""
+    """The launch of a kernel of `channels` or `channel_gradients`; see `plan`."""
     block = p.block(f"channel_{kernel}")
     sizes, documents = p.by_chunk()
     constants: dict[str, Any] = {"D": p.head_dim, "DV": p.head_dim_v, "CHUNK": p.chunk, "DOCUMENTS": documents}
