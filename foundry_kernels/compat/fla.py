@@ -102,8 +102,8 @@ def fused_recurrent_gated_delta_rule(
     *,
     backend: str = "auto",
 ) -> Results:
-    """Computes :func:`chunk_gated_delta_rule`. gk: ``[B, T, H_v, D_k]``, a decay for each dimension of a key instead of g. gv
-    is not supported."""
+    """Computes :func:`chunk_gated_delta_rule`. gk: ``[B, T, H_v, D_k]``, a decay for each dimension of a key instead
+    of g. gv is not supported."""
     _refuse(gv=gv)
     if g is not None and gk is not None:
         raise ValueError("g must be None with gk; got both")

@@ -335,14 +335,12 @@ def scales(
     assert k is not None
     assert v is not None
     tiny = dict.fromkeys((*args, "output 0", "output 1"), _TINY)
+    if "state" in args or v.numel() == 0 or not (g is not None or options.get("qk_l2norm")):
+        return tiny
     rate, bias, limit = args.get("A_log"), args.get("dt_bias"), options.get("beta_limit")
     if g is not None and rate is not None:
         raw, rate = g if bias is None else g + bias.detach().unsqueeze(1), rate.detach()
-    g, beta = reference.opened(
-        g, beta, rate, None if bias is None else bias.detach(), limit, q.dtype, "state" not in args
-    )
-    if "state" in args or v.numel() == 0 or not (g is not None or options.get("qk_l2norm")):
-        return tiny
+    g, beta = reference.opened(g, beta, rate, None if bias is None else bias.detach(), limit, q.dtype, tokens=True)
     state, factors = args.get("initial_state"), {}
     if options.get("qk_l2norm"):
         factors = {n: torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS) for n, x in (("q", q), ("k", k))}
