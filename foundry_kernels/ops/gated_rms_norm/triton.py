@@ -98,13 +98,16 @@ def gated_rms_norm_bwd_kernel(
         tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * n_cols + cols, b_dw, mask=m_cols)
 
 
-def configs(n_rows: int, n_cols: int, backward: bool) -> list[dict[str, int]]:
+def configs(n_rows: int, n_cols: int, element_bytes: int, backward: bool) -> list[dict[str, int]]:
     """The default launch config, then those that `tune` tries. A thread has at most 32 elements of each block."""
     width = triton.next_power_of_2(n_cols)
     found: list[dict[str, int]] = []
     for elements in (2048, 4096, 1024):
         tile = max(1, min(elements // width, triton.next_power_of_2(n_rows)))
-        row = {"BLOCK_ROWS": tile, "BLOCK_COLS": width, "num_warps": max(4, min(16, tile * width // 512))}
+        warps = max(4, min(16, tile * width // 512))
+        if backward and width > 4096:  # with 16 some architecture spills
+            warps = 8 if element_bytes == 2 else 32
+        row = {"BLOCK_ROWS": tile, "BLOCK_COLS": width, "num_warps": warps}
         if row not in found:
             found.append(row)
     return found
@@ -122,7 +125,7 @@ def _plan(
     rank, n1, n2, rows = layout
     n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
     name = f"gated_rms_norm_{'bwd' if eps is None else 'fwd'}_kernel"
-    found = configs(n_rows, n_cols, eps is None)
+    found = configs(n_rows, n_cols, dtype.itemsize, eps is None)
     block = choose(name, f"{8 * dtype.itemsize}-bit {activation}", found, device)
     tiles = triton.cdiv(n_rows, block["BLOCK_ROWS"])
     constants: dict[str, Any] = {"RANK": rank, "ACTIVATION": activation, "ROUND_FIRST": rounds}
