@@ -17,6 +17,7 @@ from foundry_kernels.ops.gated_delta_rule import (
     gated_delta_rule_step,
     gated_linear_attention,
 )
+from foundry_kernels.ops.gated_rms_norm import gated_rms_norm
 from foundry_kernels.ops.grouped_mm import grouped_mm
 from foundry_kernels.ops.kl_div import kl_div
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
@@ -52,6 +53,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_delta_rule_step",
     "gated_linear_attention",
+    "gated_rms_norm",
     "geglu",
     "glu",
     "grouped_mm",

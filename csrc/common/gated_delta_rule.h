@@ -12,17 +12,26 @@ struct DeltaRuleDocument {
   int64_t batch, first, last, chunk;
 };
 
-// One number for each head of v and token, or nothing.
+// One number for each head of v and token, or nothing. `channels`: a row of one for each dimension of a key.
 struct DeltaRuleNumbers {
   const void* data;  // or null
   HeadStrides strides;
   Dtype type;
+  bool channels;
+};
+
+// Without decay_log, g is the decay's logarithm; with it, -e^decay_log softplus(g + dt_bias) is.
+struct DeltaRuleGates {
+  const float* decay_log;  // [heads], or null
+  const float* dt_bias;    // [heads] or, with channels, [heads, key_width]; or null
+  float beta_limit;        // the step size is beta_limit / (1 + e^-beta); 0: beta
 };
 
 struct DeltaRuleInputs {
   const void *q, *k, *v;  // of `type`, with last strides of 1
   HeadStrides q_strides, k_strides, v_strides;
   DeltaRuleNumbers g, beta;
+  DeltaRuleGates gates;
   const DeltaRuleDocument* documents;
   int64_t n_heads, group;  // of v; heads of v for each head of q
   int64_t key_width, value_width;
@@ -56,9 +65,10 @@ struct DeltaRuleBackward : DeltaRuleInputs {
   HeadStrides dq_strides, dk_strides;
   void* dv;
   HeadStrides dv_strides;
-  void *dg, *dbeta;  // [batch, heads, tokens], of the types of g and beta
+  void *dg, *dbeta;  // [batch, heads, tokens] (dg with channels: of key_width numbers), of the types of g and beta
   int64_t n_tokens;  // of a batch entry
   float* dinitial_state;
+  double *ddecay_log, *ddt_bias;  // parts of each document: [documents, heads], with channels dt_bias's times key_width
 };
 
 // One token of each sequence.
@@ -73,6 +83,7 @@ struct DeltaRuleStep {
   float scale;
   bool l2norm;
   Dtype type;
+  DeltaRuleGates gates;
 };
 
 // Adds the gradients of the heads of v that share a head of q, in order: [n, group, tokens, width] to rows of `type`.

@@ -14,11 +14,15 @@ constexpr int64_t kDeltaRuleColumns = 64;  // a task has a multiple of these col
 // Sizes of the padded tiles of a chunk.
 struct DeltaRuleSizes {
   int64_t rows, keys, values;
+  bool channels;
   DeltaRuleSizes(const DeltaRuleInputs& in, int64_t n_columns)
       : rows(in.chunk),
         keys(round_up(in.key_width, kAttentionPad)),
-        values(round_up(n_columns, kAttentionPad)) {}
-  int64_t shared() const { return rows * (3 * keys + 2 * values + 4 * rows + 8); }
+        values(round_up(n_columns, kAttentionPad)),
+        channels(in.g.channels) {}
+  int64_t shared() const {
+    return rows * (3 * keys + 2 * values + 4 * rows + 8) + (channels ? 11 * rows * keys + 2 * keys : 0);
+  }
 };
 
 // Scratch of a task, in floats.
@@ -28,10 +32,13 @@ inline int64_t gated_delta_rule_forward_scratch(const DeltaRuleInputs& in, int64
 }
 inline int64_t gated_delta_rule_backward_scratch(const DeltaRuleInputs& in) {
   const DeltaRuleSizes s(in, in.value_width);
-  return s.shared() + s.rows * (3 * s.keys + 3 * s.values + 3 * s.rows + 8) + 3 * s.keys * s.values + s.values;
+  const int64_t of_channels =
+      s.channels ? 6 * s.rows * s.keys + (2 * kDeltaRuleRows + s.rows / kDeltaRuleRows) * s.keys : 0;
+  return s.shared() + s.rows * (3 * s.keys + 3 * s.values + 3 * s.rows + 8) + 3 * s.keys * s.values + s.values +
+         of_channels;
 }
 inline int64_t gated_delta_rule_step_scratch(const DeltaRuleStep& in) {
-  return 2 * round_up(in.key_width, kAttentionPad) + 2 * round_up(in.value_width, kDeltaRuleColumns);
+  return 3 * round_up(in.key_width, kAttentionPad) + 2 * round_up(in.value_width, kDeltaRuleColumns);
 }
 
 }  // namespace foundry

@@ -4,10 +4,10 @@
 // their difference from a large sum of logarithms would.
 #pragma once
 
-#include <cfloat>
+#include <optional>
 
-#include "gated_delta_rule_rows.h"
-#include "transpose.h"
+#include "gated_delta_rule_channels.h"
+#include "gated_delta_rule_gates.h"
 
 namespace foundry {
 namespace FK_ISA {
@@ -79,6 +79,7 @@ struct DeltaRuleChunk {
   const DeltaRuleTask& task;
   DeltaRuleSizes size;
   int64_t key_vecs, value_vecs;
+  DeltaRuleGate gate;
 
   float *q, *k, *k_transposed;  // [rows, keys], q times the scale; [keys, rows]
   float *v, *corrections;       // [rows, values]; V' of the formula
@@ -86,9 +87,14 @@ struct DeltaRuleChunk {
   float* products;              // L * K K^T below the diagonal
   float* system;                // -beta L * K K^T below it
   float* weights;               // L * Q K^T
-  float *from_start, *to_end;   // [rows]: the decay from the chunk's start, and that to its end
+  float *from_start, *to_end;   // [rows]: the decay from the chunk's start, and that to its end; 1 with `channels`
   float* step;                  // beta
   float *q_factor, *k_factor;   // what l2norm multiplied by
+
+  std::optional<DeltaRuleChannels> channels;  // a decay for each dimension of a key
+  // The queries and keys that read the state before the chunk, and the keys that write to the one after it, before
+  // from_start and to_end multiply: q and k, which they overwrite in the end, or tiles of `channels`.
+  float *q_start, *k_start, *k_end;
 
   int64_t n = 0, rows = 0;  // tokens, and tokens with padding: all tiles have zeros there
 
@@ -97,7 +103,8 @@ struct DeltaRuleChunk {
         task(of),
         size(inputs, of.n_columns),
         key_vecs(size.keys / kLanes),
-        value_vecs(size.values / kLanes) {
+        value_vecs(size.values / kLanes),
+        gate(inputs.gates, of.head, inputs.g.channels ? inputs.key_width : 1) {
     const int64_t c = size.rows;
     const auto take = [&](int64_t floats) { return (scratch += floats) - floats; };
     q = take(c * size.keys);
@@ -115,9 +122,29 @@ struct DeltaRuleChunk {
     q_factor = take(c);
     k_factor = take(c);
     scratch += 3 * c;
+    q_start = q;
+    k_start = k_end = k;
+    if (!in.g.channels) return;
+    channels.emplace(c, size.keys, scratch);
+    q_start = channels->q_start;
+    k_start = channels->k_start;
+    k_end = channels->k_end;
   }
 
-  float decay() const { return from_start[n - 1]; }  // of the whole chunk
+  float decay() const { return from_start[n - 1]; }  // of the whole chunk, without `channels`
+  // Of each dimension.
+  const float* decays_of_chunk() const { return channels->from_start + (n - 1) * size.keys; }
+
+  // Replaces the state, or its gradient, by decay * state + A B, with `factor` as scratch.
+  void decay_and_add(float* state, Factor<float> a, const float* b, float* factor) const {
+    if (channels) {
+      for (int64_t d = 0; d < in.key_width; ++d) scale_row(state + d * size.values, size.values, decays_of_chunk()[d]);
+      multiply<float>(in.key_width, value_vecs, a, b, size.values, rows, state, size.values, Start::add);
+      return;
+    }
+    std::fill(factor, factor + size.values, decay());
+    multiply<float>(in.key_width, value_vecs, a, b, size.values, rows, state, size.values, Start::scaled, factor);
+  }
 
   // Reads tokens [first, first + count).
   void read(const DeltaRuleDocument& document, int64_t first, int64_t count) {
@@ -137,8 +164,22 @@ struct DeltaRuleChunk {
       }
       scale_row(q + i * size.keys, in.key_width, in.scale);
       step[i] = in.beta.data ? read_number(in.beta, offset_of(in.beta.strides, b, task.head, first + i)) : 1.0f;
+      if (gate.of_beta()) step[i] = gate.beta(step[i]);
     }
     std::fill(step + n, step + rows, 0.0f);
+    if (channels) {
+      read_rows(in.g.type, in.g.data, offset_of(in.g.strides, b, task.head, first), in.g.strides.token, n, in.key_width,
+                channels->own, rows, size.keys);
+      if (gate.of_g())
+        for (int64_t i = 0; i < n; ++i) gate.open_row(channels->own + i * size.keys, in.key_width);
+      channels->read(rows, q, k);
+      std::fill(from_start, from_start + rows, 1.0f);
+      std::fill(to_end, to_end + rows, 1.0f);
+      channels->multiply_pairs(rows, in.key_width, q, k, k_transposed, size.rows, weights,
+                               in.delta ? products : nullptr);
+      if (in.delta) compute_system();
+      return;
+    }
     read_decays(b, first);
     for (int64_t r = 0; r < rows; r += kDeltaRuleRows)
       transpose(k + r * size.keys, size.keys, kDeltaRuleRows, size.keys, k_transposed + r, size.rows);
@@ -148,8 +189,8 @@ struct DeltaRuleChunk {
   // The corrections, from the state before the chunk; null for zeros. Padding stays 0.
   void compute_corrections(const float* state) {
     if (state && in.delta)
-      multiply<float>(rows, value_vecs, {k, size.keys, 1}, state, size.values, in.key_width, corrections, size.values,
-                      Start::zero);
+      multiply<float>(rows, value_vecs, {k_start, size.keys, 1}, state, size.values, in.key_width, corrections,
+                      size.values, Start::zero);
     for (int64_t i = 0; i < rows; ++i) {
       const float *value = v + i * size.values, by = step[i], decayed = from_start[i];
       float* row = corrections + i * size.values;
@@ -163,8 +204,16 @@ struct DeltaRuleChunk {
   }
 
  private:
-  // Decays that are no normal numbers are 0: arithmetic with them would be slow, and they add nothing.
+  // As of registers.
   static float flushed(float x) { return x < FLT_MIN ? 0.0f : x; }
+
+  // The products that channels decay.
+  void compute_system() {
+    const int64_t ld = size.rows;
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < round_up(i + 1, kDeltaRuleRows); j += kLanes)
+        Whole::store(system + i * ld + j, Whole::load(products + i * ld + j) * -step[i]);
+  }
 
   void read_decays(int64_t b, int64_t first) {
     const int64_t ld = size.rows;
@@ -177,7 +226,11 @@ struct DeltaRuleChunk {
         from_start[i] = to_end[i] = 0.0f;
         continue;
       }
-      const float by = in.g.data ? std::exp(read_number(in.g, offset_of(in.g.strides, b, task.head, first + i))) : 1.0f;
+      float by = 1.0f;
+      if (in.g.data) {
+        const float g = read_number(in.g, offset_of(in.g.strides, b, task.head, first + i));
+        by = std::exp(gate.of_g() ? gate.g(g) : g);
+      }
       from_start[i] = total = flushed(total * by);
       for (int64_t j = 0; j < i; j += kLanes) {
         const Vec x = Whole::load(row - ld + j) * by;

@@ -25,9 +25,16 @@ HeadStrides strides_of(const Tensor& t) {  // of [B, H, T, D] or [B, H, T]
 
 Tensor unit_last_stride(const Tensor& t) { return t.stride(-1) == 1 || t.size(-1) == 1 ? t : t.contiguous(); }
 
-DeltaRuleNumbers numbers_of(const OptionalTensor& t, bool tokens) {
-  if (!t.has_value()) return {nullptr, {}, Dtype::f32};
-  return {t->const_data_ptr(), {t->stride(0), t->stride(1), tokens ? t->stride(2) : 0}, dtype_of(*t)};
+// rank: without channels.
+DeltaRuleNumbers numbers_of(const OptionalTensor& t, int64_t rank) {
+  if (!t.has_value()) return {nullptr, {}, Dtype::f32, false};
+  return {
+      t->const_data_ptr(), {t->stride(0), t->stride(1), rank == 3 ? t->stride(2) : 0}, dtype_of(*t), t->dim() > rank};
+}
+
+// g whose channels are contiguous.
+OptionalTensor unit_channels(const OptionalTensor& g, int64_t rank) {
+  return g.has_value() && g->dim() > rank ? OptionalTensor(unit_last_stride(*g)) : g;
 }
 
 std::vector<DeltaRuleDocument> documents_of(const Tensor& v, const DeltaRuleOptions& o) {
@@ -50,6 +57,21 @@ std::vector<DeltaRuleDocument> documents_of(const Tensor& v, const DeltaRuleOpti
   return documents;
 }
 
+// The gates' parameters as contiguous floats.
+struct GateParameters {
+  Tensor decay_log, dt_bias;
+
+  GateParameters(const OptionalTensor& A_log, const OptionalTensor& bias) {
+    if (A_log.has_value()) decay_log = A_log->to(at::kFloat).contiguous();
+    if (bias.has_value()) dt_bias = bias->to(at::kFloat).contiguous();
+  }
+
+  DeltaRuleGates gates(const std::optional<double>& beta_limit) const {
+    const auto data = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
+    return {data(decay_log), data(dt_bias), static_cast<float>(beta_limit.value_or(0.0))};
+  }
+};
+
 void set_inputs(DeltaRuleInputs& in, const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
                 const OptionalTensor& beta, const DeltaRuleOptions& o,
                 const std::vector<DeltaRuleDocument>& documents) {
@@ -59,8 +81,8 @@ void set_inputs(DeltaRuleInputs& in, const Tensor& q, const Tensor& k, const Ten
   in.q_strides = strides_of(q);
   in.k_strides = strides_of(k);
   in.v_strides = strides_of(v);
-  in.g = numbers_of(g, true);
-  in.beta = numbers_of(beta, true);
+  in.g = numbers_of(g, 3);
+  in.beta = numbers_of(beta, 3);
   in.documents = documents.data();
   in.n_heads = v.size(1);
   in.group = v.size(1) / q.size(1);
@@ -104,10 +126,14 @@ void run(void (*kernel)(const Args&, const DeltaRuleTask&, float*), const Args& 
   });
 }
 
-DeltaRuleOutputs fwd_cpu(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g,
-                         const OptionalTensor& beta, const OptionalTensor& initial_state, const DeltaRuleOptions& o,
-                         bool need_final_state, bool save_states) {
-  const auto outputs = empty_delta_rule_fwd(q_, k_, v_, g, beta, initial_state, o, need_final_state, save_states);
+DeltaRuleOutputs fwd_cpu(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g_,
+                         const OptionalTensor& beta, const OptionalTensor& initial_state, const OptionalTensor& A_log,
+                         const OptionalTensor& dt_bias, const DeltaRuleOptions& o, bool need_final_state,
+                         bool save_states) {
+  const auto outputs =
+      empty_delta_rule_fwd(q_, k_, v_, g_, beta, initial_state, A_log, dt_bias, o, need_final_state, save_states);
+  const GateParameters parameters(A_log, dt_bias);
+  const OptionalTensor g = unit_channels(g_, 3);
   const auto& [out, final_state, states] = outputs;
   advise_huge_pages(out);
   advise_huge_pages(states);
@@ -116,6 +142,7 @@ DeltaRuleOutputs fwd_cpu(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   const auto documents = documents_of(v, o);
   DeltaRuleForward args{};
   set_inputs(args, q, k, v, g, beta, o, documents);
+  args.gates = parameters.gates(o.beta_limit);
   args.initial_state = initial.defined() ? initial.const_data_ptr<float>() : nullptr;
   args.out = out.mutable_data_ptr();
   args.out_strides = strides_of(out);
@@ -156,12 +183,16 @@ void sum_groups(const Tensor& parts, const Tensor& dx) {
 }
 
 DeltaRuleGradients bwd_cpu(const Tensor& dout_, const OptionalTensor& dfinal_state, const Tensor& q_, const Tensor& k_,
-                           const Tensor& v_, const OptionalTensor& g, const OptionalTensor& beta, const OptionalTensor&,
+                           const Tensor& v_, const OptionalTensor& g_, const OptionalTensor& beta,
+                           const OptionalTensor&, const OptionalTensor& A_log, const OptionalTensor& dt_bias,
                            const Tensor& states_, const DeltaRuleOptions& o, bool need_dq, bool need_dk, bool need_dv,
-                           bool need_dg, bool need_dbeta, bool need_dinitial_state) {
-  const auto gradients =
-      empty_delta_rule_bwd(q_, k_, v_, g, beta, o, need_dq, need_dk, need_dv, need_dg, need_dbeta, need_dinitial_state);
-  const auto& [dq, dk, dv, dg, dbeta, dinitial_state] = gradients;
+                           bool need_dg, bool need_dbeta, bool need_dinitial_state, bool need_dA_log,
+                           bool need_ddt_bias) {
+  const auto gradients = empty_delta_rule_bwd(q_, k_, v_, g_, beta, A_log, dt_bias, o, need_dq, need_dk, need_dv,
+                                              need_dg, need_dbeta, need_dinitial_state, need_dA_log, need_ddt_bias);
+  const OptionalTensor g = unit_channels(g_, 3);
+  const auto& [dq, dk, dv, dg, dbeta, dinitial_state, dA_log, ddt_bias] = gradients;
+  const GateParameters parameters(A_log, dt_bias);
   TORCH_CHECK_VALUE(dout_.sizes() == v_.sizes() && dout_.scalar_type() == v_.scalar_type(),
                     "dout must have v's shape and dtype; got ", dout_.sizes());
   const Tensor q = unit_last_stride(q_), k = unit_last_stride(k_), v = unit_last_stride(v_),
@@ -170,6 +201,7 @@ DeltaRuleGradients bwd_cpu(const Tensor& dout_, const OptionalTensor& dfinal_sta
   const auto documents = documents_of(v, o);
   DeltaRuleBackward args{};
   set_inputs(args, q, k, v, g, beta, o, documents);
+  args.gates = parameters.gates(o.beta_limit);
   TORCH_CHECK_VALUE(states.numel() == v.size(0) * args.n_heads * args.n_chunks * args.key_width * args.value_width,
                     "states must have a state for each chunk; got ", states.sizes());
   if (dfinal.defined()) check_delta_rule_state("dfinal_state", dfinal, k, v, static_cast<int64_t>(documents.size()));
@@ -191,18 +223,39 @@ DeltaRuleGradients bwd_cpu(const Tensor& dout_, const OptionalTensor& dfinal_sta
   args.dbeta = written(dbeta, need_dbeta);
   args.n_tokens = v.size(2);
   args.dinitial_state = need_dinitial_state ? dinitial_state.mutable_data_ptr<float>() : nullptr;
-  if (documents.empty() || args.n_heads == 0) return gradients;
+  // Each document's part of a parameter's gradient, added up in order.
+  const auto of_documents = [&](const Tensor& t, bool needed) {
+    if (!needed) return Tensor();
+    std::vector<int64_t> sizes = t.sizes().vec();
+    sizes.insert(sizes.begin(), static_cast<int64_t>(documents.size()));
+    return at::zeros(sizes, at::kDouble);
+  };
+  const Tensor of_A_log = of_documents(dA_log, need_dA_log), of_dt_bias = of_documents(ddt_bias, need_ddt_bias);
+  if (need_dA_log) args.ddecay_log = of_A_log.mutable_data_ptr<double>();
+  if (need_ddt_bias) args.ddt_bias = of_dt_bias.mutable_data_ptr<double>();
+  const auto add_documents = [&] {
+    if (need_dA_log) dA_log.copy_(of_A_log.sum(0));
+    if (need_ddt_bias) ddt_bias.copy_(of_dt_bias.sum(0));
+  };
+  if (documents.empty() || args.n_heads == 0) {
+    add_documents();
+    return gradients;
+  }
   run(FK_CHOOSE_ISA(gated_delta_rule_backward), args,
       tasks_of(documents, args.n_heads, args.value_width, args.value_width), v.size(0) * v.size(2),
       gated_delta_rule_backward_scratch(args));
   sum_groups(dq_parts, dq);
   sum_groups(dk_parts, dk);
+  add_documents();
   return gradients;
 }
 
-Tensor step_cpu(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g,
-                const OptionalTensor& beta, const Tensor& state, double scale, bool l2norm) {
-  check_delta_rule_step(q_, k_, v_, g, beta, state);
+Tensor step_cpu(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g_,
+                const OptionalTensor& beta, const Tensor& state, const OptionalTensor& A_log,
+                const OptionalTensor& dt_bias, double scale, bool l2norm, std::optional<double> beta_limit) {
+  check_delta_rule_step(q_, k_, v_, g_, beta, state, A_log, dt_bias, beta_limit);
+  const GateParameters parameters(A_log, dt_bias);
+  const OptionalTensor g = unit_channels(g_, 2);
   const Tensor out(at::detail::empty_cpu(v_.sizes(), v_.scalar_type()));
   const int64_t dk = q_.size(2), dv = v_.size(2), heads = v_.size(0) * v_.size(1);
   TORCH_CHECK_VALUE((state.stride(3) == 1 || dv == 1) && (state.stride(2) == dv || dk == 1),
@@ -216,8 +269,8 @@ Tensor step_cpu(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Opti
                            strides(q),
                            strides(k),
                            strides(v),
-                           numbers_of(g, false),
-                           numbers_of(beta, false),
+                           numbers_of(g, 2),
+                           numbers_of(beta, 2),
                            state.mutable_data_ptr<float>(),
                            state.stride(0),
                            state.stride(1),
@@ -228,7 +281,8 @@ Tensor step_cpu(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Opti
                            dv,
                            static_cast<float>(scale),
                            l2norm,
-                           dtype_of(q)};
+                           dtype_of(q),
+                           parameters.gates(beta_limit)};
   const auto kernel = FK_CHOOSE_ISA(gated_delta_rule_step);
   at::parallel_for(0, heads, std::max<int64_t>(1, 2 * kGrain / (dk * dv)), [&](int64_t begin, int64_t end) {
     std::vector<float> scratch(gated_delta_rule_step_scratch(args));

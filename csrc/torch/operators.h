@@ -46,7 +46,9 @@ struct LoraCall {
 std::vector<Tensor> lora_linears(const Tensor& x, at::TensorList tensors, const LoraCall& call);
 // Steps of decoding, without gradients. They overwrite the state.
 Tensor gated_delta_rule_step(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                             const OptionalTensor& beta, const Tensor& state, double scale, bool qk_l2norm);
+                             const OptionalTensor& beta, const Tensor& state, const OptionalTensor& A_log,
+                             const OptionalTensor& dt_bias, double scale, bool qk_l2norm,
+                             std::optional<double> beta_limit);
 Tensor short_conv1d_step(const Tensor& x, const Tensor& state, const Tensor& weight, const OptionalTensor& bias,
                          c10::string_view activation);
 // CPU inference only.

@@ -1,16 +1,17 @@
 """Attention, losses, norms and activations with the signatures and layouts of PyTorch and flash-attn.
 
 The functions `flash_attn_*`, `apply_rotary_emb*` and those of `bert_padding` have flash-attn 2's signatures, with
-tokens before heads; those of `flash_attn_3` have FlashAttention 3's; `scaled_dot_product_attention`, `varlen_attn`,
-`flex_attention`, `cross_entropy`, `linear_cross_entropy` and `layer_norm` have PyTorch's; `selective_log_softmax` and
-`entropy_from_logits` have TRL's; `causal_conv1d_*`, `mamba_chunk_scan_combined` and `selective_state_update` have those
-of causal-conv1d and mamba_ssm. `use_sdpa` replaces PyTorch's `scaled_dot_product_attention` in the whole process,
-`use_flex_attention` its `flex_attention`. Functions that compute take one more argument, `backend`, and are a thin
-layer over :func:`foundry_kernels.flash_attention` and similar functions. They refuse unsupported arguments, and
+tokens before heads; those of `flash_attn_3` have FlashAttention 3's and those of `fla` flash-linear-attention's;
+`scaled_dot_product_attention`, `varlen_attn`, `flex_attention`, `cross_entropy`, `linear_cross_entropy` and
+`layer_norm` have PyTorch's; `selective_log_softmax` and `entropy_from_logits` have TRL's; `causal_conv1d_*`,
+`mamba_chunk_scan_combined` and `selective_state_update` have those of causal-conv1d and mamba_ssm. `use_sdpa` replaces
+PyTorch's `scaled_dot_product_attention` in the whole process, `use_flex_attention` its `flex_attention`. Functions that
+compute take one more argument, `backend`, and are a thin layer over :func:`foundry_kernels.flash_attention` and similar
+functions. They refuse unsupported arguments, and
 the error names an alternative.
 """
 
-from foundry_kernels.compat import bert_padding, flash_attn_3, torch_flash
+from foundry_kernels.compat import bert_padding, fla, flash_attn_3, torch_flash
 from foundry_kernels.compat.activation import gelu, silu
 from foundry_kernels.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
 from foundry_kernels.compat.flex import flex_attention
@@ -47,6 +48,7 @@ __all__ = [
     "causal_conv1d_update",
     "cross_entropy",
     "entropy_from_logits",
+    "fla",
     "flash_attn_3",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

@@ -45,6 +45,9 @@ def sharded_gated_delta_rule(
     *,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    beta_limit: float | None = None,
     qk_l2norm: bool = False,
     chunk_size: int | None = None,
     backend: str = "auto",
@@ -58,7 +61,8 @@ def sharded_gated_delta_rule(
         mesh: of one dimension, the n processes.
         cu_seqlens: ``[N + 1]`` int32 or int64: the whole sequence holds N packed documents; B is 1. It may be on any
             device; on the CPU, reading it does not wait.
-        scale, qk_l2norm, chunk_size, backend: as of `gated_delta_rule`.
+        scale, A_log, dt_bias, beta_limit, qk_l2norm, chunk_size, backend: as of `gated_delta_rule`. The gradients of
+            A_log and dt_bias are this process's part of the whole's.
 
     Returns:
         ``[B, H_v, T / n, D_v]`` of v's dtype.
@@ -70,8 +74,9 @@ def sharded_gated_delta_rule(
     """
     numbers = {name: x for name, x in (("g", g), ("beta", beta)) if x is not None}
     parts = _Parts.of(mesh, {"q": q, "k": k, "v": v, **numbers}, 2, cu_seqlens)
-    q, k, v, _ = check_sequence(q, k, v, g, beta, None, scale, False, None, qk_l2norm, chunk_size, delta=True)
-    options: dict[str, Any] = {"qk_l2norm": qk_l2norm, "chunk_size": chunk_size, "backend": backend}
+    gates: dict[str, Any] = {"A_log": A_log, "dt_bias": dt_bias, "beta_limit": beta_limit}
+    q, k, v, _ = check_sequence(q, k, v, g, beta, None, scale, False, None, qk_l2norm, chunk_size, delta=True, **gates)
+    options: dict[str, Any] = {"qk_l2norm": qk_l2norm, "chunk_size": chunk_size, "backend": backend, **gates}
     chunks = [_Tokens(*(None if x is None else _half(x, i, 2) for x in (k, v, g, beta))) for i in (0, 1)]  # type: ignore[arg-type]
     maps = [_map(parts, number, chunk, **options) for number, chunk in zip(parts.place.chunks, chunks, strict=True)]
     gathered = _gather(torch.stack(maps), parts, q, k, v, g, beta)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from foundry_kernels.ops.swiglu import swiglu
@@ -40,27 +40,45 @@ class ShardedDelta(Protocol):
         g: Tensor,
         beta: Tensor,
         *,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        beta_limit: float,
         cu_seqlens: Tensor | None,
         qk_l2norm: bool,
         backend: str,
     ) -> Tensor: ...
 
 
-def decay_and_step(
-    a: Tensor, b: Tensor, decay_log: Tensor, dt_bias: Tensor, step_limit: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Returns ``g = -exp(decay_log) softplus(a + dt_bias)`` and ``beta = step_limit sigmoid(b)``, ``[B, H, T]`` in
-    float32 (float64), for a and b ``[B, T, H]``."""
-    wide = wide_dtype(a.dtype)
-    g = -decay_log.to(wide).exp() * F.softplus(a.to(wide) + dt_bias.to(wide))
-    beta = b.to(wide).sigmoid()
-    return g.transpose(1, 2), (beta if step_limit == 1.0 else beta * step_limit).transpose(1, 2)
+class Gates(NamedTuple):
+    """The gates of the decay and of the step size. Their inputs a and b are ``[B, H, T]``: the decay's logarithm is
+    ``-exp(A_log) softplus(a + dt_bias)``, and the step size ``limit * sigmoid(b)``."""
+
+    A_log: Tensor
+    dt_bias: Tensor
+    limit: float = 1.0
+
+    def options(self, a: Tensor, b: Tensor, v: Tensor) -> dict[str, Any]:
+        """What the rule takes for values v."""
+        return {
+            "g": _allowed(a, v),
+            "beta": _allowed(b, v),
+            "A_log": _allowed(self.A_log, v),
+            "dt_bias": _allowed(self.dt_bias, v),
+            "beta_limit": self.limit,
+        }
+
+
+def _allowed(x: Tensor, v: Tensor) -> Tensor:
+    """x in v's dtype or in that of the arithmetic: a layer may hold others."""
+    low = autocast_dtype(v)
+    return x if x.dtype in (wide := wide_dtype(v.dtype), v.dtype if low is None else low) else x.to(wide)
 
 
 def delta_rule_of(
     mixed: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    gates: Gates,
     heads: tuple[int, int],
     dims: tuple[int, int],
     backends: Mapping[str, str],
@@ -72,23 +90,23 @@ def delta_rule_of(
 ) -> tuple[Tensor, Tensor | None]:
     """Runs the rule on the convolution's result ``[B, T, C]``, which holds queries, keys and values in this order.
 
-    heads, dims: (H_k, H_v) and (D_k, D_v). sharded: how the rule runs if the sequence is sharded over processes; then
-    there is no state.
+    a, b: ``[B, H_v, T]``. heads, dims: (H_k, H_v) and (D_k, D_v). sharded: how the rule runs if the sequence is sharded
+    over processes; then there is no state.
 
     Returns:
         ``[B, T, H_v, D_v]``, contiguous, and the final state or None.
     """
     q, k, v = (x.transpose(1, 2) for x in _vectors(mixed, heads, dims))
     backend = backends["gated_delta_rule"]
+    gated = gates.options(a, b, v)
     if sharded is not None:
-        out = sharded.gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu_seqlens, qk_l2norm=True, backend=backend)
+        out = sharded.gated_delta_rule(q, k, v, **gated, cu_seqlens=cu_seqlens, qk_l2norm=True, backend=backend)
         return out.transpose(1, 2), None
     found = gated_delta_rule(
         q,
         k,
         v,
-        g,
-        beta,
+        **gated,
         initial_state=initial_state,
         return_final_state=return_final_state,
         cu_seqlens=cu_seqlens,
@@ -101,18 +119,20 @@ def delta_rule_of(
 
 def delta_rule_step_of(
     mixed: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    gates: Gates,
     heads: tuple[int, int],
     dims: tuple[int, int],
     backends: Mapping[str, str],
     state: Tensor,
 ) -> Tensor:
     """`delta_rule_of` for one token of each sequence, whose state is overwritten, without gradients: mixed ``[B, C]``,
-    g and beta ``[B, H_v, 1]``, result ``[B, 1, H_v, D_v]``."""
+    a and b ``[B, H_v, 1]``, result ``[B, 1, H_v, D_v]``."""
     q, k, v = _vectors(mixed, heads, dims)
     backend = backends["gated_delta_rule_step"]
-    out = gated_delta_rule_step(q, k, v, g.squeeze(2), beta.squeeze(2), state, qk_l2norm=True, backend=backend)
+    gated = gates.options(a.squeeze(2), b.squeeze(2), v)
+    out = gated_delta_rule_step(q, k, v, state=state, **gated, qk_l2norm=True, backend=backend)
     return out.unsqueeze(1)
 
 

@@ -23,11 +23,10 @@ from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._delta import (
     DELTA_OPS,
+    Gates,
     ShardedDelta,
-    decay_and_step,
     delta_rule_of,
     delta_rule_step_of,
-    gated,
     taps_of,
 )
 from foundry_kernels.nn._linear_layers import layers_for
@@ -35,6 +34,7 @@ from foundry_kernels.nn._paged import NO_GRADIENT
 from foundry_kernels.nn._scripting import refuse_scripting
 from foundry_kernels.nn.norm import RMSNorm
 from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM
+from foundry_kernels.ops.gated_rms_norm import gated_rms_norm
 from foundry_kernels.ops.short_conv1d import MAX_TAPS, short_conv1d, short_conv1d_step
 
 
@@ -122,7 +122,7 @@ class GatedDeltaNet(torch.nn.Module):
         check_bool("negative_eigenvalues", negative_eigenvalues)
         if norm_eps is not None:
             check_not_negative("norm_eps", norm_eps)
-        self.backends = plan(backend, (*DELTA_OPS, "rms_norm", "swiglu"))
+        self.backends = plan(backend, (*DELTA_OPS, "rms_norm", "gated_rms_norm"))
         self.dim, self.n_v_heads, self.n_k_heads = dim, n_v_heads, n_k_heads
         self.head_k_dim, self.head_v_dim, self.conv_size = head_k_dim, head_v_dim, conv_size
         self.negative_eigenvalues = negative_eigenvalues
@@ -240,16 +240,18 @@ class GatedDeltaNet(torch.nn.Module):
                 return_final_state=True,
                 backend=backend,
             )
-        g, beta = decay_and_step(a, b, self.A_log, self.dt_bias, 2.0 if self.negative_eigenvalues else 1.0)
+        a, b = a.transpose(1, 2), b.transpose(1, 2)
+        gates = Gates(self.A_log, self.dt_bias, 2.0 if self.negative_eigenvalues else 1.0)
         heads, dims = (self.n_k_heads, self.n_v_heads), (self.head_k_dim, self.head_v_dim)
         if state is not None and steps:
-            out = delta_rule_step_of(mixed, g, beta, heads, dims, self.backends, state.recurrent)
+            out = delta_rule_step_of(mixed, a, b, gates, heads, dims, self.backends, state.recurrent)
         else:
             initial = None if state is None else state.recurrent
             out, final = delta_rule_of(
                 mixed,
-                g,
-                beta,
+                a,
+                b,
+                gates,
                 heads,
                 dims,
                 self.backends,
@@ -261,8 +263,15 @@ class GatedDeltaNet(torch.nn.Module):
             if state is not None and final is not None:
                 state.conv.copy_(conv)
                 state.recurrent.copy_(final)
-        normed = self.norm(out).flatten(2)
-        return layers.linear(gated(normed, z, out.dtype, self.backends["swiglu"]), self.out_proj)
+        y = gated_rms_norm(
+            out,
+            z.view(out.shape).to(out.dtype),
+            self.norm.weight,
+            self.norm.eps,
+            round_before_weight=self.norm.round_before_weight,
+            backend=self.backends["gated_rms_norm"],
+        )
+        return layers.linear(y.flatten(2), self.out_proj)
 
     def extra_repr(self) -> str:
         extra = ", negative_eigenvalues=True" if self.negative_eigenvalues else ""

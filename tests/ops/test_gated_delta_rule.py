@@ -151,7 +151,7 @@ def test_a_step_writes_to_a_part_of_a_cache(backend: str) -> None:
     rows = [args[name][:, :, 0] for name in NAMES[:-1]]
     cache = torch.randn(3, 2, 6, 16, 24, generator=torch.Generator().manual_seed(2))
     before, state = cache.clone(), cache[1, :, 1:5]
-    expected = reference.gated_delta_rule_step(*rows, before[1, :, 1:5], 0.25, False)
+    expected = reference.gated_delta_rule_step(*rows, before[1, :, 1:5], None, None, 0.25, False, None)
     version = cache._version
     torch.testing.assert_close(fk.gated_delta_rule_step(*rows, state, backend=backend), expected)
     torch.testing.assert_close(cache, before)

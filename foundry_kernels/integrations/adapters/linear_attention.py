@@ -20,14 +20,15 @@ from foundry_kernels.integrations.adapters.base import Adapter, at, layers_of, s
 from foundry_kernels.integrations.attention.call import current
 from foundry_kernels.integrations.attention.documents import LENGTHS, ONE_A_ROW, Documents, from_lengths, once
 from foundry_kernels.nn._delta import (
+    Gates,
     continues_in_place,
-    decay_and_step,
     delta_rule_of,
     delta_rule_step_of,
     gated,
     taps_of,
 )
 from foundry_kernels.nn._linear_layers import Layers
+from foundry_kernels.ops.gated_rms_norm import gated_rms_norm
 from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.short_conv1d import ACTIVATIONS, short_conv1d, short_conv1d_step
 from foundry_kernels.ops.swiglu import glu
@@ -64,6 +65,13 @@ def _gated_norm_forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tenso
     if row.once:
         x, weight = x.to(wide_dtype(dtype)), weight.to(wide_dtype(dtype))
     eps = at(self, row.eps) if isinstance(row.eps, str) else row.eps
+    backend = backends["rms_norm"]
+    if backends.get(row.act) == backend and gate.dtype == dtype and not (backend == "native" and x.is_cuda):
+        act = "silu" if row.act == "swiglu" else "sigmoid"
+        weight, once = getattr(self, row.weight), row.once
+        return gated_rms_norm(
+            hidden_states, gate, weight, eps, activation=act, round_before_weight=not once, backend=backend
+        )
     y = rms_norm(x, weight, eps, round_before_weight=not row.once, backend=backends["rms_norm"])
     if row.act == "swiglu" and "swiglu" in backends:
         return gated(y, gate, dtype, backends["swiglu"])
@@ -228,15 +236,16 @@ def _delta_forward(
     if not steps:
         a, b = call.in_one_row(a), call.in_one_row(b)
     doubled = getattr(self, "allow_neg_eigval", False)
-    g, beta = decay_and_step(a, b, self.A_log, self.dt_bias, 2.0 if doubled else 1.0)
+    a, b, gates = a.transpose(1, 2), b.transpose(1, 2), Gates(self.A_log, self.dt_bias, 2.0 if doubled else 1.0)
     heads, dims = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
     if call.state is not None and steps:
-        out = delta_rule_step_of(mixed, g, beta, heads, dims, backends, call.state)
+        out = delta_rule_step_of(mixed, a, b, gates, heads, dims, backends, call.state)
     else:
         out, final = delta_rule_of(
             mixed,
-            g,
-            beta,
+            a,
+            b,
+            gates,
             heads,
             dims,
             backends,

@@ -6,7 +6,8 @@ towards v, and reads it with q:
 
 .. math:: S \leftarrow e^{g} S, \qquad S \leftarrow S + \beta k (v - S^T k)^T, \qquad o = s \, S^T q
 
-with the scale s. Without g it is the delta rule. Gated linear attention adds :math:`k v^T` instead of the correction.
+with the scale s. Without g it is the delta rule. If g has a number for each dimension of a key, :math:`e^g` is a
+diagonal matrix. Gated linear attention adds :math:`k v^T` instead of the correction.
 The work grows linearly with the number of tokens, and decoding needs the state and no keys or values of the past.
 
 Kernels compute chunks of tokens by matmuls: with the decays :math:`L_{ij} = e^{g_{j+1} + \dots + g_i}` from token j to
@@ -18,11 +19,16 @@ solution of a triangular system, and
    O &= s \, (\mathrm{diag}(L_i) Q S_0 + (L \odot Q K^T) V'), \quad
    S_1 = L_C S_0 + K^T \mathrm{diag}(L_{Cj}) V'
 
+With a decay for each dimension, the products of two tokens' keys and queries are sums over dimensions of products with
+the decay between them. Within 16 tokens these are computed for each pair; between blocks of 16 they are matmuls of rows
+decayed from the start of the later block and of rows decayed up to it. So each factor is a product of decays, and none
+overflows where decays do not.
+
 Arithmetic is in float32 (float64 for float64 inputs), and results are rounded once.
 
 Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024, arXiv:2412.06464. Chunks: Yang
 et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024, arXiv:2406.06484. Gated
-linear attention: Yang et al., 2023, arXiv:2312.06635, there with a decay for each dimension of a key.
+linear attention: Yang et al., 2023, arXiv:2312.06635. Kimi Delta Attention: Kimi Team, 2025, arXiv:2510.26692.
 """
 
 from __future__ import annotations
@@ -53,13 +59,17 @@ __all__ = [
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, *,
     scale: float | None = None, initial_state: Tensor | None = None, return_final_state: Literal[False] = False,
-    cu_seqlens: Tensor | None = None, qk_l2norm: bool = False, chunk_size: int | None = None, backend: str = "auto",
+    cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, beta_limit: float | None = None,
+    qk_l2norm: bool = False, chunk_size: int | None = None, backend: str = "auto",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, *,
     scale: float | None = None, initial_state: Tensor | None = None, return_final_state: bool = False,
-    cu_seqlens: Tensor | None = None, qk_l2norm: bool = False, chunk_size: int | None = None, backend: str = "auto",
+    cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, beta_limit: float | None = None,
+    qk_l2norm: bool = False, chunk_size: int | None = None, backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def gated_delta_rule(
     q: Tensor,
@@ -72,6 +82,9 @@ def gated_delta_rule(
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    beta_limit: float | None = None,
     qk_l2norm: bool = False,
     chunk_size: int | None = None,
     backend: str = "auto",
@@ -83,9 +96,9 @@ def gated_delta_rule(
         k: as q, of q's shape, dtype and device.
         v: ``[B, H_v, T, D_v]`` of q's dtype, H_v a multiple of H_k, D_v in 1 .. 256. Head h of v has the queries and
             keys of head ``h // (H_v / H_k)``.
-        g: ``[B, H_v, T]``, the logarithm of each token's decay, in float32 or q's dtype; None for no decay (the delta
-            rule). Usually at most 0; other values are computed as they are. A decay for each dimension of a key is not
-            supported.
+        g: ``[B, H_v, T]``, the logarithm of each token's decay, or ``[B, H_v, T, D_k]``, a decay for each dimension of
+            a key (Kimi Delta Attention), in float32 or q's dtype; None for no decay (the delta rule). Usually at most
+            0; other values are computed as they are.
         beta: ``[B, H_v, T]``, the step size, in float32 or q's dtype; None for 1. Usually in 0 .. 1 or 0 .. 2; other
             values are computed as they are.
         scale: of the output, > 0; None for ``D_k ** -0.5``.
@@ -95,6 +108,12 @@ def gated_delta_rule(
         cu_seqlens: ``[N + 1]`` int32 or int64, the ends of N documents packed one after another, starting with 0; then
             B must be 1. A document may be empty. Nothing passes from one document to another, not even NaN. The values
             are checked on the CPU; on a GPU, a check would synchronize.
+        A_log: ``[H_v]``, in float32 or q's dtype: g is a gate's input, and the decay's logarithm is ``-exp(A_log) *
+            softplus(g + dt_bias)``. None: g is the logarithm.
+        dt_bias: ``[H_v]``, or ``[H_v, D_k]`` for a decay for each dimension, only with `A_log`, in float32 or q's
+            dtype; None for 0.
+        beta_limit: beta is a gate's input, and the step size is ``beta_limit * sigmoid(beta)``. None: beta is the step
+            size.
         qk_l2norm: divide each query and key by its length, ``x * rsqrt(sum(x ** 2) + 1e-6)``.
         chunk_size: 16, 32, 64 or 128 tokens that a kernel computes at a time, None for its own choice. It changes
             the speed and the last bits.
@@ -113,9 +132,10 @@ def gated_delta_rule(
     Under ``torch.autocast``, q, k and v (unless float64) are cast to its dtype first. There is no second derivative.
     """
     q, k, v, options = check_sequence(
-        q, k, v, g, beta, initial_state, scale, return_final_state, cu_seqlens, qk_l2norm, chunk_size, delta=True
-    )
-    out, final = resolve(GATED_DELTA_RULE, backend, v)(q, k, v, g, beta, initial_state, options)
+        q, k, v, g, beta, initial_state, scale, return_final_state, cu_seqlens, qk_l2norm, chunk_size, True, A_log,
+        dt_bias, beta_limit,
+    )  # fmt: skip
+    out, final = resolve(GATED_DELTA_RULE, backend, v)(q, k, v, g, beta, initial_state, A_log, dt_bias, options)
     return (out, final) if return_final_state else out
 
 
@@ -129,6 +149,7 @@ def delta_rule(
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    beta_limit: float | None = None,
     qk_l2norm: bool = False,
     chunk_size: int | None = None,
     backend: str = "auto",
@@ -144,6 +165,7 @@ def delta_rule(
         initial_state=initial_state,
         return_final_state=return_final_state,
         cu_seqlens=cu_seqlens,
+        beta_limit=beta_limit,
         qk_l2norm=qk_l2norm,
         chunk_size=chunk_size,
         backend=backend,
@@ -160,19 +182,22 @@ def gated_linear_attention(
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     qk_l2norm: bool = False,
     chunk_size: int | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Linear attention with one decay for each head and token (RetNet, Mamba-2), without the delta rule's correction:
-    ``S = exp(g) S + k v^T``, ``o = scale S^T q``.
+    """Linear attention with a decay for each head and token (RetNet, Mamba-2), or for each dimension of a key (GLA),
+    without the delta rule's correction: ``S = exp(g) S + k v^T``, ``o = scale S^T q``.
 
-    All arguments, results and errors are those of :func:`gated_delta_rule`, which has one argument more, `beta`.
+    All arguments, results and errors are those of :func:`gated_delta_rule`, which has `beta` and `beta_limit` besides.
     """
     q, k, v, options = check_sequence(
-        q, k, v, g, None, initial_state, scale, return_final_state, cu_seqlens, qk_l2norm, chunk_size, delta=False
-    )
-    out, final = resolve(GATED_LINEAR_ATTENTION, backend, v)(q, k, v, g, None, initial_state, options)
+        q, k, v, g, None, initial_state, scale, return_final_state, cu_seqlens, qk_l2norm, chunk_size, False, A_log,
+        dt_bias,
+    )  # fmt: skip
+    out, final = resolve(GATED_LINEAR_ATTENTION, backend, v)(q, k, v, g, None, initial_state, A_log, dt_bias, options)
     return (out, final) if return_final_state else out
 
 
@@ -185,6 +210,9 @@ def gated_delta_rule_step(
     state: Tensor,
     *,
     scale: float | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    beta_limit: float | None = None,
     qk_l2norm: bool = False,
     backend: str = "auto",
 ) -> Tensor:
@@ -194,11 +222,11 @@ def gated_delta_rule_step(
         q: ``[B, H_k, D_k]`` float32, bfloat16, float16 or float64, any strides.
         k: as q, of q's shape, dtype and device.
         v: ``[B, H_v, D_v]`` of q's dtype, H_v a multiple of H_k.
-        g: ``[B, H_v]`` in float32 or q's dtype, or None.
+        g: ``[B, H_v]`` or ``[B, H_v, D_k]`` in float32 or q's dtype, or None.
         beta: ``[B, H_v]`` in float32 or q's dtype, or None.
         state: ``[B, H_v, D_k, D_v]`` float32 (float64 for float64 inputs), whose last two dimensions are contiguous. It
             is overwritten by the states after the token.
-        scale, qk_l2norm, backend: as for :func:`gated_delta_rule`.
+        scale, A_log, dt_bias, beta_limit, qk_l2norm, backend: as for :func:`gated_delta_rule`.
 
     Returns:
         o ``[B, H_v, D_v]`` of v's dtype, contiguous.
@@ -208,12 +236,15 @@ def gated_delta_rule_step(
         TypeError, ValueError, BackendUnavailable: as for :func:`gated_delta_rule`.
     """
     if not is_dynamo_compiling():
-        found = GATED_DELTA_RULE_STEP.direct(backend, q, k, v, g, beta, state, scale, qk_l2norm)
+        found = GATED_DELTA_RULE_STEP.direct(
+            backend, q, k, v, g, beta, state, A_log, dt_bias, scale, qk_l2norm, beta_limit
+        )
         if found is not None:
             return found
-    wanted, (q, k, v, g, beta, state) = cut(q, k, v, g, beta, state)
-    q, k, v, scale = check_step(q, k, v, g, beta, state, scale, qk_l2norm)
-    out = resolve(GATED_DELTA_RULE_STEP, backend, v)(q, k, v, g, beta, state, scale, qk_l2norm)
+    wanted, (q, k, v, g, beta, state, A_log, dt_bias) = cut(q, k, v, g, beta, state, A_log, dt_bias)
+    q, k, v, scale, beta_limit = check_step(q, k, v, g, beta, state, scale, qk_l2norm, A_log, dt_bias, beta_limit)
+    backend_step = resolve(GATED_DELTA_RULE_STEP, backend, v)
+    out = backend_step(q, k, v, g, beta, state, A_log, dt_bias, scale, qk_l2norm, beta_limit)
     why = "gated_delta_rule_step has no gradient; use torch.no_grad()"
     return without_backward((out,), wanted, why)[0] if wanted else out
 

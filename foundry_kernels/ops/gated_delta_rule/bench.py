@@ -26,21 +26,25 @@ _CHECKED = 128
 BENCH_QUICK = ("T=512 D=128-linear", "B=1 H=4.8 T=2048 D=128-linear", "B=2 H=16.32 T=2048 D=128-linear", "decode")
 
 
-def _sequence(b: int, hk: int, hv: int, t: int, d: int, op: str) -> Case:
-    options: dict[str, Any] = {"qk_l2norm": True, "layout": "swapped"}
+def _sequence(b: int, hk: int, hv: int, t: int, d: int, op: str, channels: bool = False) -> Case:
+    options: dict[str, Any] = {"qk_l2norm": True, "layout": "swapped", "channels": channels}
     if op == "gated_linear_attention":
         options["beta"] = None
-    return replace(sequence_case(b, (hk, hv), t, (d, d), **options), id=f"B={b} H={hk}.{hv} T={t} D={d}-linear")
+    name = f"B={b} H={hk}.{hv} T={t} D={d}{'-channels' * channels}-linear"
+    return replace(sequence_case(b, (hk, hv), t, (d, d), **options), id=name)
 
 
-def _step(b: int, hk: int, hv: int, d: int) -> Case:
-    return replace(step_case(b, (hk, hv), (d, d), qk_l2norm=True), id=f"B={b} H={hk}.{hv} D={d}-decode")
+def _step(b: int, hk: int, hv: int, d: int, channels: bool = False) -> Case:
+    case = step_case(b, (hk, hv), (d, d), qk_l2norm=True, channels=channels)
+    return replace(case, id=f"B={b} H={hk}.{hv} D={d}{'-channels' * channels}-decode")
 
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
+    """The last one has a decay for each dimension of a key, and the heads of Kimi Linear."""
     if op == "gated_delta_rule_step":
-        return tuple(_step(*shape) for shape in _STEPS[device])
-    return tuple(_sequence(*shape, op) for shape in _SEQUENCES[device])
+        return (*(_step(*shape) for shape in _STEPS[device]), _step(1, 32, 32, 128, channels=True))
+    kimi = (1, 8, 8, 512, 128) if device == "cpu" else (1, 32, 32, 4096, 128)
+    return (*(_sequence(*shape, op) for shape in _SEQUENCES[device]), _sequence(*kimi, op, channels=True))
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
@@ -112,12 +116,22 @@ def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any] |
     """The functions of Hugging Face's transformers in plain PyTorch, on tensors of [B, T, H, D]."""
     if op == "gated_linear_attention":
         return {}
+    g, q = case.args["g"], case.args["q"]
+    assert g is not None
+    assert q is not None
+    family = "qwen3_next" if len(g.shape) < len(q.shape) else "kimi_linear"
     try:
-        model = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+        model = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     except ImportError as error:
-        return {"transformers": f"transformers has no Qwen3-Next ({error})"}
-    chunks = getattr(model.torch_chunk_gated_delta_rule, "__wrapped__", model.torch_chunk_gated_delta_rule)
-    tokens = getattr(model.torch_recurrent_gated_delta_rule, "__wrapped__", model.torch_recurrent_gated_delta_rule)
+        return {"transformers": f"transformers has no {family} ({error})"}
+    chunks, tokens = (
+        next(f for n in names if (f := getattr(model, n, None)) is not None)
+        for names in (
+            ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"),
+            ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"),
+        )
+    )
+    chunks, tokens = (getattr(function, "__wrapped__", function) for function in (chunks, tokens))
 
     normalizes = bool(case.options.get("qk_l2norm"))
 

@@ -43,6 +43,7 @@ def sequence_case(
     note: str = "",
     *,
     g: Values | None = DECAYS,
+    channels: bool = False,
     beta: Values | None = STEPS,
     k: Values | None = None,
     q: Values | None = None,
@@ -50,6 +51,7 @@ def sequence_case(
     layout: str = "contiguous",
     rows_layout: str = "contiguous",
     wide_rows: bool = True,
+    gates: str = "",
     state: bool = False,
     state_layout: str = "contiguous",
     index: torch.dtype = torch.int32,
@@ -59,7 +61,9 @@ def sequence_case(
     **options: Any,
 ) -> Case:
     """heads: (H_k, H_v); tokens: T, or the lengths of packed documents; dims: (D_k, D_v); rows: g and beta; frozen:
-    letters of the inputs without gradient. Keys have a length of about 1 if `k` is not given, as after a norm."""
+    letters of the inputs without gradient;
+    gates: "A", and "b" with a bias; channels: g has a decay for each dimension of a key. Keys have a
+    length of about 1 if `k` is not given, as after a norm."""
     (hk, hv), (dk, dv) = heads, dims
     packed = isinstance(tokens, tuple)
     t = sum(tokens) if isinstance(tokens, tuple) else tokens
@@ -70,7 +74,9 @@ def sequence_case(
     }
     for name, values in (("g", g), ("beta", beta)):
         if values is not None:
-            args[name] = Arg((batch, hv, t), rows_layout, values, grad=name[0] not in frozen, wide=wide_rows)
+            shape = (batch, hv, t, dk) if channels and name == "g" else (batch, hv, t)
+            args[name] = Arg(shape, rows_layout, values, grad=name[0] not in frozen, wide=wide_rows)
+    args |= _gates(gates, hv, dk if channels else None, wide_rows, "a" not in frozen)
     if state:
         n = len(tokens) if isinstance(tokens, tuple) else batch
         args["initial_state"] = Arg((n, hv, dk, dv), state_layout, grad="s" not in frozen, wide=True)
@@ -79,6 +85,15 @@ def sequence_case(
     lengths = "+".join(map(str, tokens)) if isinstance(tokens, tuple) else str(tokens)
     id = f"{batch}x{hk}.{hv}x{lengths}x{dk}.{dv}" + "-packed" * packed + ("-" + note if note else "")
     return Case(id, args, options, cotangent, interpreted)
+
+
+def _gates(gates: str, heads: int, channels: int | None, wide: bool, grad: bool = False) -> dict[str, Arg | None]:
+    args: dict[str, Arg | None] = {}
+    if "A" in gates:
+        args["A_log"] = Arg((heads,), values=Between(-2.0, 1.0), grad=grad, wide=wide)
+    if "b" in gates:
+        args["dt_bias"] = Arg((heads, channels) if channels else (heads,), grad=grad, wide=wide)
+    return args
 
 
 _FINAL: dict[str, Any] = {"return_final_state": True}
@@ -135,8 +150,74 @@ def _sequences(delta: bool) -> tuple[Case, ...]:
     )
 
 
+def _channels(delta: bool) -> tuple[Case, ...]:
+    """A decay for each dimension of a key."""
+
+    def case(*args: Any, **kw: Any) -> Case:
+        made = sequence_case(*args, channels=True, **kw)
+        made = replace(made, id=f"{made.id}-channels")
+        return made if delta else replace(made, args={n: a for n, a in made.args.items() if n != "beta"})
+
+    both: dict[str, Any] = {"state": True, **_FINAL}
+    return (
+        case(1, (1, 1), 3, (2, 2), "tiny", **both),  # for finite differences
+        *(case(1, (1, 2), t, note="lengths", **_FINAL) for t in (1, 15, 16, 17, 33, 64, 65)),
+        *(case(1, (1, 1), 21, d) for d in ((1, 1), (7, 20), (40, 7), (128, 128))),
+        case(1, (1, 1), 19, (256, 256), "wide", **both),
+        replace(case(1, (1, 2), 150, (128, 64), "long", **both), interpreted=False),
+        case(2, (2, 4), 20, note="group-2", **both),
+        case(2, (2, 2), 37, note="l2norm", k=normal(), qk_l2norm=True, **both),
+        case(1, (1, 2), 37, note="l2norm-group", k=normal(9.0), qk_l2norm=True),
+        case(1, (2, 2), 70, note="g-strong", g=Between(-0.3, 0.0, (-50.0,)), **both),
+        case(1, (2, 2), 70, note="g-all-strong", g=Between(-60.0, -40.0), **both),
+        case(1, (2, 2), 70, note="g-mild", g=Between(-1e-3, 0.0), **both),
+        case(1, (2, 2), 70, note="g-all", g=Between(-1e-4, 0.0, (-0.1, -1.0, -5.0, -50.0)), **both),
+        case(1, (2, 2), 37, note="g-positive", g=Between(-0.1, 0.05), **both),
+        case(1, (2, 2), 37, note="scale-no-state", scale=1.7, q=normal(3.0)),
+        case(1, (2, 2), 37, note="rows-of-its-dtype", wide_rows=False, **both),
+        *(case(1, (1, 1), 70 + c // 2, note=f"chunk-{c}", chunk_size=c, **both) for c in (16, 32, 64, 128)),
+        *(
+            case(2, (2, 4), 18, note=x, layout=x, rows_layout=x, cotangent=x, state_layout=x, **both)
+            for x in ("swapped", "sliced", "offset", "expanded", "strided")
+        ),
+        *(case(1, (1, 2), 33, note=f"frozen-{x}", frozen=x, **both) for x in ("g", "qk", "qkvbs")),
+        case(1, (2, 2), (5, 0, 40, 1, 17, 0), note="final", **both),
+        case(1, (1, 2), (20, 33), note="l2norm", qk_l2norm=True, chunk_size=16, **both),
+        case(2, (1, 2), 0, note="no-tokens", **both),
+    )
+
+
+def _gated(delta: bool) -> tuple[Case, ...]:
+    """Gates in the kernel, whose inputs are g and, with a limit, beta."""
+
+    def case(*args: Any, note: str = "", **kw: Any) -> Case:
+        both: dict[str, Any] = {"g": normal(), "beta": normal(2.0), "state": True, **_FINAL} | kw
+        if delta:
+            both["beta_limit"] = 2.0 if "2" in note else 1.0
+        both["note"] = "gates" + ("-" + note if note else "")
+        made = sequence_case(*args, **both)
+        return made if delta else replace(made, args={n: a for n, a in made.args.items() if n != "beta"})
+
+    return tuple(
+        replace(made, id=made.id + "-channels" * channels)
+        for channels in (False, True)
+        for made in (
+            case(1, (1, 1), 3, (2, 2), gates="Ab", channels=channels),  # for finite differences
+            case(2, (2, 4), 37, gates="Ab", channels=channels),
+            case(1, (1, 2), 70, (16, 40), note="large-2", gates="Ab", g=normal(30.0), channels=channels),
+            case(2, (2, 2), 37, note="no-bias", gates="A", wide_rows=False, channels=channels),
+            case(1, (1, 2), (5, 0, 40, 17), gates="Ab", qk_l2norm=True, channels=channels),
+            case(1, (1, 2), 33, note="frozen", frozen="ga", gates="Ab", channels=channels),
+            case(2, (1, 2), 0, note="no-tokens", gates="Ab", channels=channels),
+        )
+    )
+
+
 _SEQUENCES = (
     *_sequences(True),
+    *_channels(True),
+    *_gated(True),
+    sequence_case(1, (2, 2), 37, note="beta-limit", beta=normal(3.0), beta_limit=1.0, state=True, **_FINAL),
     sequence_case(1, (2, 2), 37, note="no-beta", beta=None, state=True, **_FINAL),
     sequence_case(1, (2, 2), 37, note="delta-rule", g=None, state=True, **_FINAL),
     sequence_case(1, (2, 2), 37, note="neither", g=None, beta=None),
@@ -157,10 +238,12 @@ def step_case(
     note: str = "",
     *,
     g: Values | None = DECAYS,
+    channels: bool = False,
     beta: Values | None = STEPS,
     layout: str = "contiguous",
     state_layout: str = "contiguous",
     wide_rows: bool = True,
+    gates: str = "",
     **options: Any,
 ) -> Case:
     (hk, hv), (dk, dv) = heads, dims
@@ -168,10 +251,11 @@ def step_case(
         "q": Arg((batch, hk, dk), layout, grad=False),
         "k": Arg((batch, hk, dk), layout, normal(dk**-0.5), grad=False),
         "v": Arg((batch, hv, dv), layout, grad=False),
-        "g": None if g is None else Arg((batch, hv), values=g, grad=False, wide=wide_rows),
+        "g": None if g is None else Arg((batch, hv, dk)[: 2 + channels], values=g, grad=False, wide=wide_rows),
         "beta": None if beta is None else Arg((batch, hv), values=beta, grad=False, wide=wide_rows),
         "state": Arg((batch, hv, dk, dv), state_layout, grad=False, wide=True),
     }
+    args |= _gates(gates, hv, dk if channels else None, wide_rows)
     return Case(f"{batch}x{hk}.{hv}x{dk}.{dv}" + ("-" + note if note else ""), args, options)
 
 
@@ -188,11 +272,32 @@ _STEPS = (
     *(step_case(2, (2, 4), (16, 24), x, layout=x) for x in ("swapped", "sliced", "offset", "expanded", "strided")),
     step_case(2, (2, 4), (16, 24), "state-offset", state_layout="offset"),
     step_case(0, (2, 4), (16, 24), "no-batch"),
+    *(step_case(2, (1, 2), d, "channels", channels=True) for d in ((1, 1), (7, 20), (40, 7), (128, 128))),
+    step_case(2, (2, 2), (16, 16), "channels-rows-of-its-dtype", channels=True, wide_rows=False, qk_l2norm=True),
+    *(
+        step_case(
+            2,
+            (1, 2),
+            (20, 24),
+            f"gates{'-channels' * c}{'-narrow' * (not wide)}",
+            channels=c,
+            g=normal(3.0),
+            beta=normal(),
+            gates="Ab",
+            beta_limit=1.0 + c,
+            wide_rows=wide,
+            qk_l2norm=True,
+        )
+        for c in (False, True)
+        for wide in (False, True)
+    ),
+    step_case(2, (2, 2), (16, 16), "gates-no-bias", g=normal(), gates="A"),
+    step_case(2, (2, 2), (16, 16), "channels-strong", channels=True, g=Between(-60.0, -40.0, (-1e-4, -1.0))),
 )
 
 CASES: dict[str, tuple[Case, ...]] = {
     "gated_delta_rule": _SEQUENCES,
-    "gated_linear_attention": _sequences(False),
+    "gated_linear_attention": (*_sequences(False), *_channels(False), *_gated(False)),
     "gated_delta_rule_step": _STEPS,
 }
 
@@ -232,33 +337,50 @@ def scales(
     tiny = dict.fromkeys((*args, "output 0", "output 1"), _TINY)
     if "state" in args or v.numel() == 0 or not (g is not None or options.get("qk_l2norm")):
         return tiny
+    rate, bias, limit = args.get("A_log"), args.get("dt_bias"), options.get("beta_limit")
+    if g is not None and rate is not None:
+        raw, rate = g if bias is None else g + bias.detach().unsqueeze(1), rate.detach()
+    g, beta = reference.opened(g, beta, rate, None if bias is None else bias.detach(), limit, q.dtype, tokens=True)
     state, factors = args.get("initial_state"), {}
     if options.get("qk_l2norm"):
         factors = {n: torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS) for n, x in (("q", q), ("k", k))}
         q, k = q * factors["q"], k * factors["k"]
     leaves = {"q": q.requires_grad_(), "k": k.requires_grad_()}
     if g is not None:
-        g = leaves["g"] = g[..., None, None].repeat(1, 1, 1, q.shape[-1], v.shape[-1]).requires_grad_()
+        channels, g_values = g.dim() == 4, g
+        g = g if channels else g[..., None].expand(*g.shape, q.shape[-1])
+        g = leaves["g"] = g[..., None].repeat(1, 1, 1, 1, v.shape[-1]).requires_grad_()
     scale = options.get("scale") or q.shape[-1] ** -0.5
     final = bool(options.get("return_final_state"))
     found = {}
     for delta in (True, False):
-        call = DeltaRuleOptions(args.get("cu_seqlens"), scale, False, delta, None, final)
-        outputs = reference.gated_delta_rule(q, k, v, g, beta, None if state is None else state.detach(), call)
+        call = DeltaRuleOptions(args.get("cu_seqlens"), scale, False, delta, None, None, final)
+        initial = None if state is None else state.detach()
+        outputs = reference.gated_delta_rule(q, k, v, g, beta, initial, None, None, call)
         results = [x for x in outputs if x is not None]
         grads = dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), cotangents), strict=True))
         if delta:
             found = {n: float((grads[n] * by).abs().max()) for n, by in factors.items()}
         if g is not None:
-            found["g"] = max(found.get("g", 0.0), float(grads["g"].square().sum((-1, -2)).sqrt().max()))
-    return tiny | found
+            sizes = grads["g"].square().sum((-1,) if channels else (-1, -2)).sqrt()
+            own = {"g": sizes}
+            if rate is not None and sizes.numel():  # through the gate, and summed over tokens: errors of g's gradient
+                shape, size = (-1, *[1] * (sizes.dim() - 2)), sizes.max()  # have the size of the largest one
+                own["g"] = size * rate.exp().view(shape) * raw.sigmoid()
+                rest = [d for d in range(sizes.dim()) if d != 1]
+                own["A_log"] = (size * g_values).square().sum(rest).sqrt()
+                own["dt_bias"] = own["g"].square().sum((0, 2)).sqrt()
+            for name, size in own.items():
+                found[name] = max(found.get(name, 0.0), float(size.max()) if size.numel() else 0.0)
+    return {**tiny, **{name: size for name, size in found.items() if name in args}}
 
 
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
     """What `inspect` compiles without --all: heads of Qwen3-Next and narrower ones, dense and packed."""
     if op == "gated_delta_rule_step":
         step = step_case(2, (2, 4), (128, 128), qk_l2norm=True)
-        return (step, torch.bfloat16), (step, torch.float32)
+        channels = step_case(2, (2, 2), (128, 128), "channels", channels=True, qk_l2norm=True)
+        return (step, torch.bfloat16), (step, torch.float32), (channels, torch.bfloat16)
     packed: dict[str, Any] = {"qk_l2norm": True, "state": True, **_FINAL}
     kinds = (
         (sequence_case(1, (2, 4), 128, (128, 128), wide_rows=False), torch.bfloat16),
@@ -266,6 +388,9 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
         (sequence_case(1, (2, 4), (100, 28), (64, 64), **packed), torch.bfloat16),
         (sequence_case(1, (2, 4), 128, (64, 64)), torch.float32),
         (sequence_case(1, (2, 4), (100, 28), (128, 128), **packed), torch.float32),
+        (sequence_case(1, (2, 2), 128, (128, 128), "channels", channels=True), torch.bfloat16),
+        (sequence_case(1, (2, 4), (100, 28), (128, 128), "channels", channels=True, **packed), torch.bfloat16),
+        (sequence_case(1, (2, 2), (100, 28), (128, 128), "channels", channels=True, **packed), torch.float32),
     )
     if op == "gated_delta_rule":
         return kinds

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from foundry_kernels.ops.gated_delta_rule.cases import Between, sequence_case, step_case
-from foundry_kernels.testing import Arg, Case, normal
+from foundry_kernels.testing import Arg, Case, Values, normal
 from foundry_kernels.testing.fuzzing import layouts, sizes
 
 _DECAYS = st.sampled_from(
@@ -25,9 +25,17 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
     wide = draw(st.integers(0, 5)) == 0
     dims = tuple(draw(sizes(256 if wide else 40, 1)) for _ in range(2))
     batch = draw(st.integers(0, 3))
-    g, beta = draw(st.none() | _DECAYS), draw(st.none() | _STEPS)
+    g: Values | None = draw(st.none() | _DECAYS)
+    beta: Values | None = draw(st.none() | _STEPS)
     l2norm = draw(st.booleans())
     options: dict[str, Any] = {"qk_l2norm": l2norm, "scale": draw(st.sampled_from([None, 0.3, 1.0]))}
+    options["channels"] = draw(st.booleans())
+    if g is not None and (gates := draw(st.sampled_from(["", "", "A", "Ab"]))):
+        g, options["gates"] = normal(draw(st.sampled_from([1.0, 8.0]))), gates
+    if op == "gated_linear_attention":
+        beta = None
+    elif beta is not None and draw(st.integers(0, 3)) == 0:
+        beta, options["beta_limit"] = normal(2.0), draw(st.sampled_from([1.0, 2.0]))
     if op == "gated_delta_rule_step":
         case = step_case(batch, heads, (dims[0], dims[1]), g=g, beta=beta, **options)
         return _laid_out(draw, case, {"state"})
@@ -40,7 +48,7 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
         tokens,
         (dims[0], dims[1]),
         g=g,
-        beta=None if op == "gated_linear_attention" else beta,
+        beta=beta,
         k=normal(draw(st.sampled_from([1.0, 30.0]))) if l2norm else None,
         state=draw(st.booleans()),
         wide_rows=draw(st.booleans()),

@@ -16,19 +16,21 @@ from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
 #: n_chunks, D_k, D_v]``; from Triton the inverses of their triangles. Empty without `save_states`.
 FWD = (
     "gated_delta_rule_fwd(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, "
-    f"{DeltaRuleOptions.SCHEMA}, bool need_final_state, bool save_states) "
+    f"Tensor? A_log, Tensor? dt_bias, {DeltaRuleOptions.SCHEMA}, bool need_final_state, bool save_states) "
     "-> (Tensor out, Tensor final_state, Tensor states)"
 )
 #: A gradient that is not needed is an empty tensor.
 BWD = (
     "gated_delta_rule_bwd(Tensor dout, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
-    f"Tensor? initial_state, Tensor states, {DeltaRuleOptions.SCHEMA}, bool need_dq, bool need_dk, bool need_dv, "
-    "bool need_dg, bool need_dbeta, bool need_dinitial_state) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dinitial_state)"
+    f"Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, Tensor states, {DeltaRuleOptions.SCHEMA}, "
+    "bool need_dq, bool need_dk, bool need_dv, "
+    "bool need_dg, bool need_dbeta, bool need_dinitial_state, bool need_dA_log, bool need_ddt_bias) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dinitial_state, Tensor dA_log, "
+    "Tensor ddt_bias)"
 )
 STEP = (
-    "gated_delta_rule_step(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor(a!) state, float scale, "
-    "bool qk_l2norm) -> Tensor out"
+    "gated_delta_rule_step(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor(a!) state, "
+    "Tensor? A_log, Tensor? dt_bias, float scale, bool qk_l2norm, float? beta_limit) -> Tensor out"
 )
 
 #: The forward and the backward operator by the prefix of their names, which torch.compile can look up.
@@ -55,9 +57,11 @@ def make_backend(
         g: Tensor | None,
         beta: Tensor | None,
         initial_state: Tensor | None,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
         options: DeltaRuleOptions,
     ) -> tuple[Tensor, Tensor | None]:
-        tensors = q, k, v, g, beta, initial_state
+        tensors = q, k, v, g, beta, initial_state, A_log, dt_bias
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             out, final = apply(_DeltaRule, prefix, options, *tensors)
         else:

@@ -13,4 +13,5 @@ class DeltaRuleOptions(Options, not_in_schema=("return_final_state",)):
     qk_l2norm: bool
     delta: bool  # False: gated linear attention, which adds k v^T without looking at the state
     chunk_size: int | None  # None: the backend's choice; the reference has no chunks
+    beta_limit: float | None  # beta is beta_limit * sigmoid(beta); None: as it is
     return_final_state: bool = False

@@ -7,6 +7,7 @@ training with long sequences it is slow, and autograd keeps a state for each tok
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foundry_kernels.core.layout import inverse, storage_order
@@ -24,9 +25,12 @@ def gated_delta_rule(
     g: Tensor | None,
     beta: Tensor | None,
     initial_state: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     options: DeltaRuleOptions,
 ) -> tuple[Tensor, Tensor | None]:
     wide, order = wide_dtype(v.dtype), storage_order(v)
+    g, beta = opened(g, beta, A_log, dt_bias, options.beta_limit, wide, tokens=True)
     q, k = _heads_of(q, v, options.qk_l2norm), _heads_of(k, v, options.qk_l2norm)
     tokens, n_documents = v.shape[2], v.shape[0]
     starts: Tensor | None = None
@@ -41,7 +45,8 @@ def gated_delta_rule(
     steps = 0 if v.is_meta else tokens  # without values, only shapes and the graph matter
     if steps == 0:  # results on the graph of what they would be made of
         for x in (g, beta):
-            nothing = nothing if x is None else nothing * x.to(wide)[..., None]
+            if x is not None:
+                nothing = nothing * (x.sum(-1) if x.dim() == 4 else x).to(wide)[..., None]
         initial = initial + k.transpose(-1, -2) @ nothing
 
     state = initial if starts is None else v.new_zeros((1, *shape[1:]), dtype=wide)
@@ -79,9 +84,13 @@ def gated_delta_rule_step(
     g: Tensor | None,
     beta: Tensor | None,
     state: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     scale: float,
     qk_l2norm: bool,
+    beta_limit: float | None,
 ) -> Tensor:
+    g, beta = opened(g, beta, A_log, dt_bias, beta_limit, wide_dtype(v.dtype), tokens=False)
     out, after = advance(
         state, _heads_of(q, v, qk_l2norm), _heads_of(k, v, qk_l2norm), v.to(wide_dtype(v.dtype)), g, beta, delta=True
     )
@@ -89,15 +98,32 @@ def gated_delta_rule_step(
     return (out * scale).to(v.dtype)
 
 
+def opened(
+    g: Tensor | None, beta: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, beta_limit: float | None,
+    wide: torch.dtype, tokens: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """g and beta from what is before the gates. tokens: they have a dimension of tokens after that of heads."""
+    if g is not None and A_log is not None:
+        g, rate, channels = g.to(wide), A_log.to(wide).exp(), g.dim() - 2 - tokens
+        if dt_bias is not None:
+            g = g + (dt_bias.to(wide).unsqueeze(1) if tokens else dt_bias.to(wide))
+        g = -rate.view(-1, *[1] * (tokens + channels)) * F.softplus(g)
+    if beta is not None and beta_limit is not None:
+        beta = beta_limit * beta.to(wide).sigmoid()
+    return g, beta
+
+
 def advance(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, delta: bool
 ) -> tuple[Tensor, Tensor]:
-    """One token: ``[B, H, D]`` vectors, decays and betas ``[B, H]``. Returns the output without scale, and the state
-    after the token. `g` may also have a decay for each entry of the state, by which the tests find the terms of g's
-    gradient."""
+    """One token: ``[B, H, D]`` vectors, decays ``[B, H]`` or ``[B, H, D_k]``, and betas ``[B, H]``. Returns the output
+    without scale, and the state after the token. `g` may also have a decay for each entry of the state, by which the
+    tests find the terms of g's gradient."""
     if g is not None:
         decay = g.to(state.dtype).exp()
-        state = state * (decay if decay.dim() == state.dim() else decay[..., None, None])
+        while decay.dim() < state.dim():
+            decay = decay[..., None]
+        state = state * decay
     value = v - _read(state, k) if delta else v
     if beta is not None:
         value = value * beta.to(state.dtype)[..., None]

@@ -14,8 +14,14 @@ _STEP = {"q": "bhk", "k": "bhk", "v": "bhv", "out": "bhv", "g": "bh", "beta": "b
 
 
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    channels = args.get("g") is not None and len(args["g"].shape) == len(args["q"].shape)
     if "state" in args:
-        return _STEP, "bh"
+        return _STEP | {"g": "bhk"} if channels else _STEP, "bh"
     packed = args.get("cu_seqlens") is not None
     state = "nhkv" if packed else "bhkv"
-    return _SEQUENCE | {"initial_state": state, "final_state": state, "cu_seqlens": "m"}, "h" if packed else "bh"
+    decay = {"g": "bhtk"} if channels else {}
+    return _SEQUENCE | decay | {
+        "initial_state": state,
+        "final_state": state,
+        "cu_seqlens": "m",
+    }, "h" if packed else "bh"

@@ -211,6 +211,8 @@ def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> d
         spread,
         None,
         None if initial is None else initial.detach().mT,
+        None,
+        None,
         call,
     )
     y = reference.finished(read.transpose(1, 2), x, D, z)

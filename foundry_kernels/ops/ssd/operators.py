@@ -52,7 +52,7 @@ def _attention(options: SsdOptions, tensors: Any, sizes: Tensor) -> tuple[Tensor
     """The arguments of linear attention: queries, keys, values, decays, factors of the values, the initial state."""
     x, _, A, B, C, _, _, _, initial_states = tensors
     given = (C, B, x, sizes * A.to(sizes.dtype), sizes)
-    return *(each.transpose(1, 2) for each in given), None if initial_states is None else initial_states.mT
+    return *(each.transpose(1, 2) for each in given), None if initial_states is None else initial_states.mT, None, None
 
 
 def _read(prefix: str, options: SsdOptions, tensors: Any, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,7 +109,7 @@ class _Ssd(torch.autograd.Function):
             wanted = (needs_C, needs_B, needs_x, needs_dt or needs_A or needs_bias, needs_dt or needs_bias)
             dq, dk, dv, dg, dbeta, dstate, *_ = _OPERATORS[ctx.prefix][1](
                 dread.to(x.dtype).transpose(1, 2), dfinal, *attention, states, *call.operator_args(), *wanted,
-                needs_initial,
+                needs_initial, False, False,
             )  # fmt: skip
             dC, dB, dx = dq.transpose(1, 2) if needs_C else None, dk.transpose(1, 2) if needs_B else None, None
             if needs_x:

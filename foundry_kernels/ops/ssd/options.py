@@ -22,6 +22,7 @@ class SsdOptions(Options):
             scale=1.0,
             qk_l2norm=False,
             delta=False,
+            beta_limit=None,
             chunk_size=self.chunk_size,
             return_final_state=self.return_final_states,
         )

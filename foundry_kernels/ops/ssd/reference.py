@@ -27,7 +27,7 @@ def ssd(
     dt = step_sizes(dt, dt_bias, wide_dtype(x.dtype), options.dt_softplus, options.dt_min, options.dt_max)
     q, k, v, g, beta = (each.transpose(1, 2) for each in (C, B, x, dt * A.to(dt.dtype), dt))
     initial = None if initial_states is None else initial_states.mT
-    read, final = gated_delta_rule(q, k, v, g, beta, initial, options.of_attention())
+    read, final = gated_delta_rule(q, k, v, g, beta, initial, None, None, options.of_attention())
     return finished(read.transpose(1, 2), x, D, z), None if final is None else final.mT
 
 

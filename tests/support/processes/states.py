@@ -17,6 +17,8 @@ DOCUMENTS: dict[str, tuple[int, ...] | None] = {
     "at the ends of chunks": (0, 16, 32, LENGTH),
     "one document": (0, LENGTH),
 }
+#: Tensors that every process has as a whole, and to whose gradients it adds a part.
+PARAMETERS = ("weight", "A_log", "dt_bias")
 BAD = 20  # a token of the document 5 .. 24, which lies in two processes
 Found = dict[str, tuple[Tensor, Tensor]]
 
@@ -34,24 +36,34 @@ def linear_attention(rank: int, folder: Path, ports: list[int]) -> dict[str, Fou
             case = f"{name}, {width} wide{', frozen' * bool(frozen)}"
             torch.manual_seed(0)
             found[case] = _delta_rule(mesh, documents, width, frozen) | _convolution(mesh, documents, frozen)
+        if name == "packed":
+            found["gates and channels"] = _delta_rule(mesh, documents, 12, (), gated=True)
     torch.manual_seed(0)
     found["NaN in one document"] = _delta_rule(mesh, DOCUMENTS["packed"], 12, (), bad=BAD)
     return found
 
 
 def _delta_rule(
-    mesh: Any, documents: tuple[int, ...] | None, width: int, frozen: tuple[str, ...], bad: int | None = None
-) -> Found:
+    mesh: Any, documents: tuple[int, ...] | None, width: int, frozen: tuple[str, ...], bad: int | None = None,
+    gated: bool = False,
+) -> Found:  # fmt: skip
     import foundry_kernels as fk
     from foundry_kernels.distributed import sharded_gated_delta_rule
 
     batch = 2 if documents is None else 1
     shapes = {"q": (2, LENGTH, 8), "k": (2, LENGTH, 8), "v": (4, LENGTH, width), "g": (4, LENGTH), "beta": (4, LENGTH)}
+    if gated:  # and a decay for each dimension
+        shapes["g"] = (4, LENGTH, 8)
     whole = {name: torch.randn(batch, *shape, dtype=torch.float64) for name, shape in shapes.items()}
-    whole["g"], whole["beta"] = -0.3 * whole["g"].abs(), whole["beta"].sigmoid()
+    if gated:
+        whole |= {"A_log": torch.randn(4, dtype=torch.float64), "dt_bias": torch.randn(4, 8, dtype=torch.float64)}
+    else:
+        whole["g"], whole["beta"] = -0.3 * whole["g"].abs(), whole["beta"].sigmoid()
     if bad is not None:
         whole["v"][:, :, bad] = torch.nan
     options = {"cu_seqlens": None if documents is None else torch.tensor(documents), "qk_l2norm": True}
+    if gated:
+        options["beta_limit"] = 1.0
 
     def sharded(**given: Tensor) -> Tensor:
         return sharded_gated_delta_rule(**given, mesh=mesh, **options)
@@ -79,7 +91,7 @@ def _compare(
 ) -> Found:
     from foundry_kernels.distributed import gather_sequence, shard_sequence
 
-    parts = {n: x.clone() if n == "weight" else shard_sequence(x, mesh, dim) for n, x in whole.items()}
+    parts = {n: x.clone() if n in PARAMETERS else shard_sequence(x, mesh, dim) for n, x in whole.items()}
     results = []
     for given, function in ((parts, sharded), (whole, single)):
         given = {name: x.requires_grad_(name not in frozen) for name, x in given.items()}
@@ -92,8 +104,8 @@ def _compare(
         results.append({"output": output.detach()} | dict(zip(wanted, grads, strict=True)))
     found = {}
     for name, part in results[0].items():
-        if name == "weight":
+        if name in PARAMETERS:
             dist.all_reduce(part)
         name_of = "y" if dim == 1 and name == "output" else name
-        found[name_of] = (part if name == "weight" else gather_sequence(part, mesh, dim), results[1][name])
+        found[name_of] = (part if name in PARAMETERS else gather_sequence(part, mesh, dim), results[1][name])
     return found

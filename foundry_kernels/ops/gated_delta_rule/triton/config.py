@@ -30,6 +30,23 @@ _INTERPRETED: dict[str, list[Row]] = {
     "dstates": [(32, 32, 4, 1), (0, 16, 4, 1)],
     "pairs": [(32, 32, 4, 1), (16, 16, 4, 1)],
     "dqk": [(32, 32, 4, 1), (16, 16, 4, 1)],
+    "channel_rows": [(64, 64, 4, 1), (16, 64, 4, 1)],
+    "channel_scores": [(64, 64, 4, 1), (16, 64, 4, 1)],
+    "channel_solve": [(64, 64, 4, 1), (64, 16, 4, 1)],
+    "channel_outputs": [(64, 64, 4, 1), (16, 16, 4, 1)],
+    "channel_pairs": [(64, 64, 4, 1), (16, 16, 4, 1)],
+    "channel_dqk": [(64, 64, 4, 1), (16, 16, 4, 1)],
+    "channel_finish": [(64, 64, 4, 1), (16, 16, 4, 1)],
+}
+#: With a decay for each dimension of a key, for all dtypes and devices.
+_CHANNELS: dict[str, list[Row]] = {
+    "channel_rows": [(32, 32, 4, 1), (32, 32, 8, 1)],
+    "channel_scores": [(32, 32, 4, 1), (64, 32, 4, 1)],
+    "channel_solve": [(32, 32, 4, 1), (32, 32, 8, 1)],
+    "channel_outputs": [(32, 32, 4, 1), (32, 64, 4, 1)],
+    "channel_pairs": [(32, 32, 4, 1), (32, 32, 8, 1)],
+    "channel_dqk": [(32, 32, 4, 1), (64, 32, 4, 1)],
+    "channel_finish": [(32, 32, 4, 1), (64, 32, 4, 1)],
 }
 
 #: For 16-bit inputs, by class of device and by the width of the heads.
@@ -73,12 +90,17 @@ _SINGLE: dict[str, dict[int, list[Row]]] = {
 }
 
 
-def chunk_length(chunk_size: int | None, head_dim: int, dtype: torch.dtype, capability: int) -> int:
+def chunk_length(
+    chunk_size: int | None, head_dim: int, dtype: torch.dtype, capability: int, channels: bool = False
+) -> int:
     """The number of tokens of a chunk, for the option of this name. `head_dim` is the larger of D_k and D_v, and
-    capability 0 is the interpreter."""
+    capability 0 is the interpreter. channels: with a decay for each dimension of a key, for which rows of q and k are
+    in float32."""
     if capability == 0:
         return min(chunk_size or _INTERPRETED_CHUNK, 64)
-    return min(chunk_size or 64, next(most for width, most in _MOST[dtype.itemsize].items() if head_dim <= width))
+    most = 32 if channels else 64
+    fit = next(tokens for width, tokens in _MOST[dtype.itemsize].items() if head_dim <= width)
+    return min(chunk_size or most, most, fit)
 
 
 def configs(kernel: str, capability: int, head_dim: int, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -87,7 +109,7 @@ def configs(kernel: str, capability: int, head_dim: int, dtype: torch.dtype) -> 
         rows = _INTERPRETED[kernel]
     else:
         table = _HALF.get(device_of(capability).name, _HALF["ampere"]) if dtype.itemsize == 2 else _SINGLE
-        rows = next(rows for width, rows in table[kernel].items() if head_dim <= width)
+        rows = _CHANNELS.get(kernel) or next(rows for width, rows in table[kernel].items() if head_dim <= width)
         if kernel in ("states", "dstates") and device_of(capability).name == "cdna":
             # AMD's barrier need not wait until a state is stored, so it is not read back; there are 512 registers.
             rows = list(dict.fromkeys((0, row[1], 4, 1) for row in rows))

@@ -19,6 +19,7 @@ from foundry_kernels.ops.gated_delta_rule.triton.chunks import (
     place_of,
     store_tile,
 )
+from foundry_kernels.ops.gated_delta_rule.triton.gates import open_beta, softplus
 from foundry_kernels.ops.gated_delta_rule.triton.products import product
 
 #: Added to the sum of squares under the root.
@@ -83,17 +84,19 @@ def inverse_of_unit_lower(b_a, KIND: tl.constexpr, CHUNK: tl.constexpr, MERGES: 
 
 @triton.jit(do_not_specialize=["tokens", "n_chunks", "n_documents"])
 def gated_delta_rule_prepare_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, dout_ptr, cu_seqlens_ptr, decay_ptr, q_norm_ptr, k_norm_ptr, inverse_ptr, du_ptr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, decay_log_ptr, dt_bias_ptr, dout_ptr, cu_seqlens_ptr,
+    decay_ptr, q_norm_ptr, k_norm_ptr, inverse_ptr, du_ptr, opened_ptr,
     n_documents, tokens, n_chunks, n_heads, group, decay_size, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_gb, stride_gh, stride_gt,
     stride_bb, stride_bh, stride_bt, stride_ob, stride_oh, stride_ot,
     KIND: tl.constexpr, COMPUTE: tl.constexpr, DOCUMENTS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
-    MERGES: tl.constexpr, PARTS: tl.constexpr,
+    MERGES: tl.constexpr, PARTS: tl.constexpr, BETA_LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Writes, of a chunk and a head of v, what has a pointer: the sums of log decays [2, B, H_v, T] (see `Decay`), the
     reciprocal norms of q and k [B, H_k, T], the inverse of the triangle [B, H_v, n_chunks, CHUNK, CHUNK], and the
-    gradients of the corrected values [B, H_v, T, DV] that the outputs of the same chunk have."""
+    gradients of the corrected values [B, H_v, T, DV] that the outputs of the same chunk have, and beta behind its gate
+    [B, H_v, T]."""
     scale = tl.full([], 0.0, COMPUTE) + scale
     i = tl.program_id(0) // n_heads
     head = tl.program_id(0) % n_heads
@@ -110,7 +113,14 @@ def gated_delta_rule_prepare_kernel(
     b_low = tl.zeros([CHUNK], COMPUTE)
     if decay_ptr is not None:
         p_g = g_ptr + batch * stride_gb + v_head * stride_gh
-        b_g = load_tokens(p_g, first, stride_gt, n_rows, tl.float64, CHUNK)
+        if decay_log_ptr is None:
+            b_g = load_tokens(p_g, first, stride_gt, n_rows, tl.float64, CHUNK)
+        else:
+            b_g = load_tokens(p_g, first, stride_gt, n_rows, COMPUTE, CHUNK)
+            if dt_bias_ptr is not None:
+                b_g += tl.load(dt_bias_ptr + v_head).to(COMPUTE)
+            b_g = -tl.exp(tl.load(decay_log_ptr + v_head).to(COMPUTE)) * softplus(b_g)
+            b_g = tl.where(m_rows, b_g, 0.0).to(tl.float64)
         b_sum = tl.cumsum(tl.where(b_g < _LEAST, _LEAST, b_g), 0)
         b_high = b_sum.to(COMPUTE)
         b_low = (b_sum - b_high.to(tl.float64)).to(COMPUTE)
@@ -155,9 +165,15 @@ def gated_delta_rule_prepare_kernel(
             b_dout = load_tile(p_dout + v0, stride_ot, n_rows, DV - v0, CHUNK, BLOCK_V, DV % BLOCK_V == 0)
             b_du = product(b_p, b_dout, tl.zeros([CHUNK, BLOCK_V], COMPUTE), KIND, PARTS)
             store_tile(du_ptr + o_tokens * DV + v0, DV, b_du, n_rows, DV - v0, CHUNK, BLOCK_V, DV % BLOCK_V == 0)
+    if opened_ptr is not None:
+        p_beta = beta_ptr + batch * stride_bb + v_head * stride_bh
+        b_beta = open_beta(load_tokens(p_beta, first, stride_bt, n_rows, COMPUTE, CHUNK), BETA_LIMIT)
+        tl.store(opened_ptr + o_tokens + rows, b_beta, mask=m_rows)
     if inverse_ptr is not None:
         p_beta = None if beta_ptr is None else beta_ptr + batch * stride_bb + v_head * stride_bh
         b_beta = load_tokens(p_beta, first, stride_bt, n_rows, COMPUTE, CHUNK, 1.0)
+        if opened_ptr is not None:
+            b_beta = open_beta(b_beta, BETA_LIMIT)
         b_a = b_kk * (b_beta * b_norm)[:, None] * b_norm[None, :]
         if decay_ptr is not None:
             b_a *= between(decay, True, CHUNK)

@@ -46,9 +46,16 @@ def _by_state(
         return b_known
 
 
+@triton.jit
+def _load_row(ptr, n, WIDTH: tl.constexpr):
+    """[WIDTH, 1]"""
+    rows = tl.arange(0, WIDTH)[:, None]
+    return tl.load(ptr + rows, mask=rows < n, other=0.0)
+
+
 @triton.jit(do_not_specialize=["tokens", "n_chunks"])
 def gated_delta_rule_states_kernel(
-    k_ptr, v_ptr, beta_ptr, decay_ptr, k_norm_ptr, inverse_ptr, initial_ptr, cu_seqlens_ptr,
+    k_ptr, v_ptr, beta_ptr, decay_ptr, k_norm_ptr, k_end_ptr, total_ptr, inverse_ptr, initial_ptr, cu_seqlens_ptr,
     states_ptr, updates_ptr, final_ptr,
     tokens, n_chunks, n_heads, group, decay_size,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_bb, stride_bh, stride_bt,
@@ -57,7 +64,9 @@ def gated_delta_rule_states_kernel(
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Writes the states at the chunks' starts [B, H_v, n_chunks, D, DV], the corrected values [B, H_v, T, DV] and the
-    final state [N, H_v, D, DV], if it has a pointer. Without `inverse_ptr` values are not corrected."""
+    final state [N, H_v, D, DV], if it has a pointer. Without `inverse_ptr` values are not corrected. With a decay for
+    each dimension, k is decayed from the chunk's start, k_end [B, H_v, T, D] to its end, and `total` are the decays of
+    chunks [B, H_v, n_chunks, D]."""
     n_blocks = tl.cdiv(DV, BLOCK_V)
     v0 = tl.program_id(0) % n_blocks * BLOCK_V
     head = (tl.program_id(0) // n_blocks % n_heads).to(tl.int64)
@@ -101,8 +110,12 @@ def gated_delta_rule_states_kernel(
             b_u = product(b_inverse, b_r, tl.zeros([CHUNK, BLOCK_V], COMPUTE), KIND, PARTS)
         p_u = updates_ptr + (o_tokens + first) * DV + v0
         store_tile(p_u, DV, b_u, n_rows, n_cols, CHUNK, BLOCK_V, WHOLE)
-        b_u *= (to_end(decay) * b_norm)[:, None]
-        b_state = product(tl.trans(b_k), b_u, b_state * of_chunk(decay), KIND, PARTS)
+        if k_end_ptr is None:
+            b_u *= (to_end(decay) * b_norm)[:, None]
+            b_state = product(tl.trans(b_k), b_u, b_state * of_chunk(decay), KIND, PARTS)
+        else:
+            b_k = load_tile(k_end_ptr + (o_tokens + first) * D, D, n_rows, D, CHUNK, WIDTH, D == WIDTH)
+            b_state = product(tl.trans(b_k), b_u, b_state * _load_row(total_ptr + at * D, D, WIDTH), KIND, PARTS)
     if final_ptr is not None:
         p_final = final_ptr + (tl.program_id(0) // n_blocks).to(tl.int64) * (D * DV) + v0
         store_tile(p_final, DV, b_state, D, n_cols, WIDTH, BLOCK_V, WHOLE)
@@ -110,8 +123,8 @@ def gated_delta_rule_states_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "n_chunks"])
 def gated_delta_rule_dstates_kernel(
-    q_ptr, k_ptr, beta_ptr, dout_ptr, decay_ptr, q_norm_ptr, k_norm_ptr, inverse_ptr, dfinal_ptr, cu_seqlens_ptr,
-    dstates_ptr, dr_ptr, dinitial_ptr,
+    q_ptr, k_ptr, beta_ptr, dout_ptr, decay_ptr, q_norm_ptr, k_norm_ptr, k_end_ptr, total_ptr, inverse_ptr, dfinal_ptr,
+    cu_seqlens_ptr, dstates_ptr, dr_ptr, dinitial_ptr,
     tokens, n_chunks, n_heads, group, decay_size, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_bb, stride_bh, stride_bt,
     stride_ob, stride_oh, stride_ot, stride_fb, stride_fh, stride_fd,
@@ -119,7 +132,8 @@ def gated_delta_rule_dstates_kernel(
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of the states at the chunks' ends [B, H_v, n_chunks, D, DV], of the initial state, and of
-    the values r that the triangle is solved for [B, H_v, T, DV]; `dr_ptr` holds what `prepare` wrote before."""
+    the values r that the triangle is solved for [B, H_v, T, DV]; `dr_ptr` holds what `prepare` wrote before. With a
+    decay for each dimension, q and k are decayed from the chunk's start; see `states` for k_end and `total`."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale = b_zero + scale
     n_blocks = tl.cdiv(DV, BLOCK_V)
@@ -155,14 +169,22 @@ def gated_delta_rule_dstates_kernel(
         b_k_norm = load_tokens(p_k_norm, first, 1, n_rows, COMPUTE, CHUNK, 1.0)
         decay = load_decay(decay_ptr, o_tokens + first, decay_size, tl.minimum(n_rows, CHUNK), COMPUTE, CHUNK)
         p_dr = dr_ptr + (o_tokens + first) * DV + v0
-        b_du = _by_state(
-            p_k + first * stride_kt, stride_kt, dstates_ptr + at * (D * DV) + v0, b_k, b_dstate, n_rows, n_cols,
-            KIND, COMPUTE, D, DV, WIDTH, BLOCK_D, BLOCK_V, CHUNK, PARTS,
-        )  # fmt: skip
-        b_du *= (to_end(decay) * b_k_norm)[:, None]
+        if k_end_ptr is None:
+            b_du = _by_state(
+                p_k + first * stride_kt, stride_kt, dstates_ptr + at * (D * DV) + v0, b_k, b_dstate, n_rows, n_cols,
+                KIND, COMPUTE, D, DV, WIDTH, BLOCK_D, BLOCK_V, CHUNK, PARTS,
+            )  # fmt: skip
+            b_du *= (to_end(decay) * b_k_norm)[:, None]
+        else:
+            p_end = k_end_ptr + (o_tokens + first) * D
+            b_end = load_tile(p_end, D, n_rows, D, CHUNK, WIDTH, D == WIDTH)
+            b_du = _by_state(
+                p_end, D, dstates_ptr + at * (D * DV) + v0, b_end, b_dstate, n_rows, n_cols,
+                KIND, COMPUTE, D, DV, WIDTH, BLOCK_D, BLOCK_V, CHUNK, PARTS,
+            )  # fmt: skip
         b_du += load_tile(p_dr, DV, n_rows, n_cols, CHUNK, BLOCK_V, WHOLE)
         b_left = from_start(decay)
-        b_dstate *= of_chunk(decay)
+        b_dstate *= of_chunk(decay) if k_end_ptr is None else _load_row(total_ptr + at * D, D, WIDTH)
         if inverse_ptr is not None:
             b_inverse = tl.load(inverse_ptr + at * (CHUNK * CHUNK) + square)
             b_du = product(tl.trans(b_inverse), b_du, tl.zeros([CHUNK, BLOCK_V], COMPUTE), KIND, PARTS)
