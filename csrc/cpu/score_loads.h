@@ -10,6 +10,8 @@
 namespace foundry {
 namespace FK_ISA {
 
+constexpr int64_t kScoreVecs = kScoreLanes / kLanes;
+
 // A value's numbers: step s, register v of its lanes.
 struct ScoreView {
   float* data;
@@ -54,13 +56,13 @@ inline VecI element_of(const ScoreDimension& d, VecI i) {  // of narrow loads
 
 // Calls f(s, v, offsets of the lanes as int64 or, of narrow loads, int32).
 template <class Views, class F>
-inline void for_each_offset(const ScoreLoad& l, int64_t steps, int64_t vecs, Views&& view, F&& f) {
+inline void for_each_offset(const ScoreLoad& l, int64_t steps, Views&& view, F&& f) {
   ScoreView index[2];  // of the last two dimensions, which are all in most programs
   const int rank = int(l.dimensions.size());
   for (int i = 0; i < 2 && i < rank; ++i) index[i] = view(l.dimensions[rank - 1 - i].index);
   const auto view_of = [&](int d) { return d >= rank - 2 ? index[rank - 1 - d] : view(l.dimensions[d].index); };
   for (int64_t s = 0; s < steps; ++s)
-    for (int64_t v = 0; v < vecs; ++v)
+    for (int64_t v = 0; v < kScoreVecs; ++v)
       if (l.narrow) {
         VecI at{};
         for (int d = 0; d < rank; ++d)
@@ -122,18 +124,45 @@ template <class T> inline Vec elements(const T* data, const int64_t* at) {
 }
 
 template <class Views>
-inline void load_elements(const ScoreLoad& l, ScoreView to, int64_t steps, int64_t vecs, Views&& view) {
+inline void load_elements(const ScoreLoad& l, ScoreView to, int64_t steps, Views&& view) {
   with_score_type(l.type, [&](auto* type) {
     const auto* data = static_cast<const std::remove_pointer_t<decltype(type)>*>(l.data);
     if (l.is_empty) {
       for (int64_t s = 0; s < steps; ++s)
-        for (int64_t v = 0; v < vecs; ++v) to.store(s, v, Vec{});
+        for (int64_t v = 0; v < kScoreVecs; ++v) to.store(s, v, Vec{});
       return;
     }
-    for_each_offset(l, steps, vecs, view, [&](int64_t s, int64_t v, const auto& at) FK_INLINE {
+    for_each_offset(l, steps, view, [&](int64_t s, int64_t v, const auto& at) FK_INLINE {
       to.store(s, v, elements(data, at));
     });
   });
+}
+
+// Loads whose offset is the same along diagonals: each element is read once. False, and nothing is done, if indices
+// leave the tensor.
+template <class Views>
+inline bool load_diagonals(const ScoreLoad& l, ScoreView to, int64_t steps, int64_t lanes, Views&& view) {
+  if (l.diagonal == 0) return false;
+  int64_t first = (1 - steps) * l.diagonal;  // of the last step in lane 0
+  for (const ScoreDimension& d : l.dimensions) {
+    const int64_t i = view(d.index).number(0, 0), along = d.by_lane * (lanes - 1), down = d.by_step * (steps - 1);
+    const int64_t least = i + std::min<int64_t>(along, 0) + std::min<int64_t>(down, 0);
+    const int64_t most = i + std::max<int64_t>(along, 0) + std::max<int64_t>(down, 0);
+    if (least < 0 || most >= d.size) return false;
+    first += i * d.stride;
+  }
+  float numbers[kScoreSteps + kScoreLanes + kLanes] = {};
+  with_score_type(l.type, [&](auto* type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    const T* data = static_cast<const T*>(l.data) + first;
+    for (int64_t u = 0; u < steps + lanes - 1; u += kLanes)
+      Whole::store(numbers + u,
+                   lanes_from<T>(int(std::min<int64_t>(kLanes, steps + lanes - 1 - u)),
+                                 [&](int i) FK_INLINE { return data[(u + i) * l.diagonal]; }));
+  });
+  for (int64_t s = 0; s < steps; ++s)
+    for (int64_t v = 0; v < kScoreVecs; ++v) to.store(s, v, Whole::load(numbers + (steps - 1 - s) + v * kLanes));
+  return true;
 }
 
 // Elements [key, key + n) of a row along the dimension `along`, n <= kLanes. Prefetches those of the next tile: rows
@@ -161,11 +190,10 @@ inline void load_rows(const ScoreLoad& l, const int64_t* offsets, ScoreView to, 
 }
 
 // The same where keys [key, key + n) are the steps.
-inline void load_columns(const ScoreLoad& l, const int64_t* offsets, ScoreView to, int64_t vecs, int64_t key,
-                         int64_t n) {
+inline void load_columns(const ScoreLoad& l, const int64_t* offsets, ScoreView to, int64_t key, int64_t n) {
   with_score_type(l.type, [&](auto* type) {
     const auto* data = static_cast<const std::remove_pointer_t<decltype(type)>*>(l.data);
-    for (int64_t v = 0; v < vecs; ++v)
+    for (int64_t v = 0; v < kScoreVecs; ++v)
       for (int64_t j = 0; j < n; j += kLanes) {
         const int64_t count = std::min<int64_t>(kLanes, n - j);
         Vec block[kLanes];
@@ -239,9 +267,9 @@ inline void add_elements(const ScorePlan& plan, const ScoreMemories& memory, con
         }
       }
   } else {
-    for_each_offset(l, n, vecs, view, [&](int64_t s, int64_t v, const auto& at) FK_INLINE {
+    for_each_offset(l, n, view, [&](int64_t s, int64_t v, const auto& at) FK_INLINE {
       const float* from = products + s * kScoreLanes + v * kLanes;
-      const int64_t last = std::min<int64_t>(kLanes, rows - v * kLanes);
+      const int64_t last = std::min<int64_t>(kLanes, rows - v * kLanes);  // may be below 0
       std::remove_const_t<std::remove_reference_t<decltype(at[0])>> offsets[kLanes];
       std::memcpy(offsets, &at, sizeof(offsets));
       for (int64_t i = 0; i < last; ++i) sums[offsets[i]] += from[i];

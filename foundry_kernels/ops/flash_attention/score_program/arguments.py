@@ -32,13 +32,16 @@ def program_of(
         check_indices(program, tensors, sizes)
     if mesh is not None or any(is_dtensor(x) for x in tensors):
         tensors = tuple([_replicated(x, mesh) for x in tensors])
-    return _encoded(program), tensors
+    # torch.compile would warn of the caches.
+    code = (_encoded.__wrapped__ if is_dynamo_compiling() else _encoded)(program)
+    return code, tensors
 
 
 @lru_cache(maxsize=256)
 def _encoded(program: Program) -> tuple[int, ...]:
     """The program, then its derivatives, which the C++ kernels interpret; `Program.decode` reads the first."""
-    return (*program.encode(), *derive(program).encode())
+    derived = (derive.__wrapped__ if is_dynamo_compiling() else derive)(program)
+    return (*program.encode(), *derived.encode())
 
 
 def _replicated(x: Tensor, mesh: Any) -> Tensor:
