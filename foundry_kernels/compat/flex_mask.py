@@ -163,7 +163,7 @@ def _masked(block_mask: BlockMask, sizes: Sizes, mask_mod: Callable[..., Any], i
     places = torch.arange(batch * heads, device=device, dtype=torch.int32)
 
     def whole(begin: int, end: int) -> Tensor:
-        """Of all pairs: shapes do not depend on values, so that a graph can hold it."""
+        """Calls the function for all pairs, by operations whose shapes do not depend on values, as a graph needs."""
         rows = torch.arange(begin, end, device=device, dtype=torch.int32)
         n = places.shape[0]
         seen = fn(places // heads, places % heads, rows.expand(n, -1), keys.expand(n, -1))
@@ -171,7 +171,7 @@ def _masked(block_mask: BlockMask, sizes: Sizes, mask_mod: Callable[..., Any], i
         return (seen if full is None else seen | _spread(full, rows // size_q, size_k))[..., :n_keys]
 
     def blocks(begin: int, end: int) -> Tensor:
-        """Of the listed blocks alone."""
+        """Calls the function for the pairs of listed blocks."""
         rows = torch.arange(begin, end, device=device, dtype=torch.int32)
         seen = torch.zeros(batch, heads, end - begin, n_columns, size_k, dtype=torch.bool, device=device)
         if full is not None:

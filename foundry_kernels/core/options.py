@@ -33,8 +33,8 @@ SCHEMA_TYPES: dict[Any, str] = {
     float | None: "float?",
     bool: "bool",
     str: "str",
-    tuple[int, ...]: "int[]",
-    tuple[Tensor, ...]: "Tensor[]",
+    tuple[int, ...] | None: "int[]?",
+    tuple[Tensor, ...] | None: "Tensor[]?",
 }
 
 
@@ -63,7 +63,7 @@ class _OptionsMeta(type):
         made.SCHEMA = ", ".join(f"{kind} {field}{_default(made, field)}" for field, kind in kinds.items())
         made._n_in_schema = len(in_schema)
         made._tensors_at = tuple(i for i, kind in enumerate(kinds.values()) if kind in ("Tensor", "Tensor?"))
-        made._lists_at = tuple(i for i, kind in enumerate(kinds.values()) if kind == "Tensor[]")
+        made._lists_at = tuple(i for i, kind in enumerate(kinds.values()) if kind == "Tensor[]?")
         if len(made._lists_at) > 1:
             raise TypeError(f"{name}: at most one field may be a list of tensors")
         for method, function in vars(Options).items():
@@ -108,7 +108,7 @@ class Options(tuple[Any, ...], metaclass=_OptionsMeta):
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors that autograd has to save with `save_for_backward`."""
-        return (*[self[i] for i in self._tensors_at], *[x for i in self._lists_at for x in self[i]])
+        return (*[self[i] for i in self._tensors_at], *[x for i in self._lists_at for x in self[i] or ()])
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> Self:
         """The options with these in place of their tensors, in the order of `tensors`."""
@@ -117,7 +117,7 @@ class Options(tuple[Any, ...], metaclass=_OptionsMeta):
         for at, tensor in zip(self._tensors_at, tensors[:single], strict=True):
             values[at] = tensor
         for at in self._lists_at:
-            values[at] = tuple(tensors[single:])
+            values[at] = tuple(tensors[single:]) or None
         return self._make(values)
 
     def without_tensors(self) -> Self:
@@ -145,5 +145,5 @@ class Options(tuple[Any, ...], metaclass=_OptionsMeta):
         if self._fields == supported:
             return
         for name, value in zip(self._fields, self, strict=True):
-            if name not in supported and value is not None and value is not False and value != ():
+            if name not in supported and value is not None and value is not False:
                 raise BackendUnavailable(f"{op}: backend {backend!r} does not support {name}; got {value!r}")

@@ -136,7 +136,7 @@ def _register(op: torch._ops.OpOverload, rule: Rule) -> None:
     register_sharding(op)(lambda *given: strategies(op, rule, given))
     # Other arguments than tensors matter too: which tensors are absent, and which outputs are requested.
     # `register_sharding` caches by integers only, and would return an earlier call's outputs for a later call.
-    lists = any(str(argument.type).startswith("List") for argument in op._schema.arguments)
+    lists = any("List" in str(argument.type) for argument in op._schema.arguments)
     info = RuntimeSchemaInfo(0, needs_pytree=lists)  # without which DTensor sees no tensors in lists
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = info
 

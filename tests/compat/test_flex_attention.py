@@ -141,6 +141,33 @@ def test_results_and_gradients(backend: str, gqa: bool) -> None:
     assert torch.equal(flex_attention(*given, None, block_mask, -0.5, gqa, True, {}, backend=backend)[1], aux.lse)
 
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_score_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its mask as blocks: the results of PyTorch's own eager function, and the gradients of a float64 form."""
+    from torch.nn.attention import flex_attention as module
+
+    monkeypatch.setattr(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    example, sizes = EXAMPLES[name], Sizes(2, 4, 36, 36)
+    given, captured = inputs(sizes), example.captured(sizes)
+    trained = [*given, *(captured[n] for n in example.trained)]
+    score_mod = None if example.score is None else example.score(captured)
+    block_mask = None
+    if example.mask is not None:
+        block_mask = create_block_mask(example.mask(captured), 2, 4, 36, 36, device="cpu", BLOCK_SIZE=(16, 8))
+    out = flex_attention(*given, score_mod, block_mask, enable_gqa=True)
+    with torch.no_grad():
+        bare = [x.detach() for x in given]
+        theirs = flex_switch.TORCHS(*bare, example.score_mod(captured), enable_gqa=True)
+    torch.testing.assert_close(out, theirs, rtol=1e-4, atol=1e-5)
+    wide = [x.detach().double().requires_grad_() for x in given]
+    exact = example.captured(sizes, torch.float64)
+    expected = eager(*wide, example.score_mod(exact))[0]
+    found = torch.autograd.grad(out.square().sum(), trained)
+    right = torch.autograd.grad(expected.square().sum(), [*wide, *(exact[n] for n in example.trained)])
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-4, atol=2e-5)
+
+
 def test_one_batch_of_keys_for_all_queries() -> None:
     q, k, v = inputs(Sizes(3, 2, 9, 9))
     out = flex_attention(q, k[:1], v[:1])
@@ -204,6 +231,8 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         compiled = torch.compile(module.flex_attention, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(q, k, v, block_mask=made), expected)
+        score_mod = EXAMPLES["mla_rope"].score(EXAMPLES["mla_rope"].captured(Sizes(1, 2, 9, 9)))  # type: ignore[misc]
+        torch.testing.assert_close(compiled(q, k, v, score_mod), flex_attention(q, k, v, score_mod))
     assert globals()["imported"] is module.flex_attention is flex_switch.TORCHS
     with pytest.raises(NotImplementedError, match="backward on CPU"):
         flex_switch.routed(q, k, v)

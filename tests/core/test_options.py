@@ -24,6 +24,8 @@ class Example(Options, not_in_schema=("return_lse",), schema_types={"ignore_inde
     softcap: float | None = 1.5
     slopes: Tensor | None = None
     exact: bool = True
+    code: tuple[int, ...] | None = None
+    tables: tuple[Tensor, ...] | None = None
     return_lse: bool = False
 
     @property
@@ -38,11 +40,11 @@ OPTIONS = Example(0.5, LENGTHS, 7, "mean", -100, 3, slopes=SLOPES, return_lse=Tr
 def test_the_schema_follows_from_the_fields() -> None:
     assert Example.SCHEMA == (
         "float scale, Tensor lengths, SymInt longest, str reduction, int ignore_index, SymInt? window=None, "
-        "float? softcap=1.5, Tensor? slopes=None, bool exact=True"
+        "float? softcap=1.5, Tensor? slopes=None, bool exact=True, int[]? code=None, Tensor[]? tables=None"
     )
     schema = torch._C.parse_schema(f"example({Example.SCHEMA}) -> Tensor")
     assert tuple(a.name for a in schema.arguments) == Example._fields[:-1]
-    assert [a.default_value for a in schema.arguments[5:]] == [None, 1.5, None, True]
+    assert [a.default_value for a in schema.arguments[5:]] == [None, 1.5, None, True, None, None]
 
 
 def test_it_is_a_named_tuple() -> None:
@@ -73,6 +75,10 @@ def test_tensors_are_kept_apart() -> None:
     assert bare.with_tensors((LENGTHS, SLOPES)) == OPTIONS
     with pytest.raises(ValueError, match="shorter"):
         bare.with_tensors((LENGTHS,))
+    several = OPTIONS._replace(slopes=None, code=(1, 2), tables=(SLOPES, LENGTHS))
+    assert several.tensors() == (LENGTHS, None, SLOPES, LENGTHS)
+    assert several.without_tensors().with_tensors(several.tensors()) == several
+    assert Example.from_operator_args([*several[:9], [1, 2], [SLOPES, LENGTHS]])[0] == several._replace(return_lse=False)
 
 
 def test_options_that_a_backend_does_not_support_are_refused() -> None:
@@ -94,3 +100,9 @@ def test_a_class_that_cannot_be_flattened_is_refused() -> None:
         class Mixed(Options, not_in_schema=("first",)):
             first: bool = False
             second: bool = False
+
+    with pytest.raises(TypeError, match="Lists: at most one field may be a list of tensors"):
+
+        class Lists(Options):
+            first: tuple[Tensor, ...] | None
+            second: tuple[Tensor, ...] | None

@@ -34,7 +34,7 @@ def plain_options(t: int, s: int, scale: float = 0.1, **given: Any) -> Attention
     """The options for T queries and S keys, off except for the given ones."""
     fields: dict[str, Any] = dict.fromkeys(AttentionOptions._fields)
     fields |= {"max_seqlen_q": t, "max_seqlen_k": s, "scale": scale, "bottom_right": True, "deterministic": True}
-    fields |= {"batch_invariant": False, "score_mod": (), "score_tensors": ()}
+    fields["batch_invariant"] = False
     return AttentionOptions(**(fields | {"return_lse": False, "return_stats": False} | given))
 
 

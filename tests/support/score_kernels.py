@@ -1,4 +1,4 @@
-"""Compiles the kernels of attention with score functions ahead of time: ``python score_kernels.py ARCH WIDTH NAME ...``.
+"""Compiles attention's kernels with score functions ahead of time: ``python score_kernels.py ARCH WIDTH NAME ...``.
 
 Prints a line for each kernel: its name, the example's (or "built-in", which is ALiBi as an option), registers, bytes of
 stack, and the instructions of its code.

@@ -357,7 +357,7 @@ def flash_attention_varlen(
         deterministic, batch_invariant, return_lse, return_stats,
     )  # fmt: skip
     options = make_options(q, (cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k), given, pages)
-    if block_table is not None and options.score_tensors:
+    if block_table is not None and options.score_tensors is not None:
         more, captured = cut(*options.score_tensors)
         wanted, options = wanted + more, options._replace(score_tensors=captured)
     first = hopper.first_backend(q, k, v, options)

@@ -256,8 +256,7 @@ def make_options(q: Tensor, lengths: Lengths, given: AttentionArguments, pages: 
         seed = drop[1]
     if mesh is not None and (drop or given.score_mod is not None):
         heads = _global_heads(scores, mesh)
-    code: tuple[int, ...] = ()
-    captured: tuple[Tensor, ...] = ()
+    code = captured = None
     if given.score_mod is not None:
         code, captured = program_of(given.score_mod, q, scores[:4], mesh)
     batch_invariant = given.batch_invariant or invariance.on

@@ -55,8 +55,8 @@ class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
     dropout_p: float | None  # None for no dropout, see `dropout`
     dropout_seed: Tensor | None
     dropout_heads: Tensor | None  # [B, H]: batch << 32 | head of each head in the whole of which this is a shard
-    score_mod: tuple[int, ...]  # the encoded program, see `score_program`; () for none
-    score_tensors: tuple[Tensor, ...]  # what it reads, one for each slot of the program
+    score_mod: tuple[int, ...] | None  # the encoded program, see `score_program`
+    score_tensors: tuple[Tensor, ...] | None  # what it reads, one for each slot of the program; None if nothing
     bottom_right: bool
     deterministic: bool
     batch_invariant: bool
@@ -69,9 +69,9 @@ class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
 
     def needs(self) -> tuple[str, ...]:
         """The options that the call sets, of those that not every backend supports."""
-        if self.block_table is None and not self.score_mod:
+        if self.block_table is None and self.score_mod is None:
             return ()
-        return tuple([name for name in ("block_table", "score_mod") if getattr(self, name) not in (None, ())])
+        return tuple([name for name in ("block_table", "score_mod") if getattr(self, name) is not None])
 
     def select(self, out: Tensor, lse: Tensor, entropy: Tensor, max_logit: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The requested results."""

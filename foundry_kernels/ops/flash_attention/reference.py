@@ -149,7 +149,7 @@ def _places(q: Tensor, k: Tensor, options: AttentionOptions) -> tuple[Tensor, ..
 
 def _needs_heads(options: AttentionOptions) -> bool:
     """Whether a part of the batch must know the numbers that its heads have in the whole."""
-    return options.dropout_p is not None or len(options.score_mod) > 0
+    return options.dropout_p is not None or options.score_mod is not None
 
 
 def _either(hidden: Tensor | None, other: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def _scores(q: Tensor, k: Tensor, options: AttentionOptions, bias: _Bias) -> Ten
     if added is not None:
         scores = scores + added.to(scores.dtype)
     if options.score_mod:
-        scores = modified(options.score_mod, scores, places, options.score_tensors)
+        scores = modified(options.score_mod, scores, places, options.score_tensors or ())
     return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
 

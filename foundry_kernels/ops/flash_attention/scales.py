@@ -118,7 +118,8 @@ def _scales(
     hidden = scores == -torch.inf
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     error2 = scale**2 * q.square() @ k.square().transpose(-1, -2)  # of a score, as tiny() counts errors
-    error2 = error2 * reference.bent_slope(unbiased, asked) ** 2
+    capped = reference.scores(q, k, whole._replace(alibi_slopes=None, score_mod=()))
+    error2 = error2 * reference.bent_slope(capped, asked) ** 2
     error2 = error2 + (_ROUNDING * (unbiased - unmasked)).square().nan_to_num(0.0)  # -inf of score_mod in both
     if bias is not None and bias.dtype != torch.bool:
         of_bias = (_ROUNDING * bias.nan_to_num(0.0, 0.0, 0.0)).square()

@@ -40,7 +40,8 @@ and or xor not     bool, or int by its bits
 where              (condition: bool, a, b): a or b of the value's kind
 =================  ===========================================================================================
 
-**Encoding** (`Program.encode`, a flat list of int64)::
+**Encoding** (`Program.encode`, a flat list of int64; operators get that of the program followed by that of its
+derivatives)::
 
     n_slots n_instructions n_outputs
     kind rank                                    for each slot (kinds: 0 bool, 1 int, 2 float)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling
 
 from foundry_kernels.core.registry import is_dtensor, wide_dtype
 from foundry_kernels.ops.flash_attention.score_program.derive import derive
@@ -17,8 +17,8 @@ from foundry_kernels.ops.flash_attention.score_program.trace import ScoreFunctio
 
 def program_of(
     score_mod: ScoreFunction, q: Tensor, sizes: tuple[int, int, int, int], mesh: Any
-) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-    """The encoded program and its tensors, for scores of these sizes [B, H, T, S].
+) -> tuple[tuple[int, ...], tuple[Tensor, ...] | None]:
+    """The encoded program and its tensors (None for none), for scores of these sizes [B, H, T, S].
 
     mesh: q's, if it is a DTensor. Captured tensors are then the same on all devices, since a shard of heads reads them
     by the heads' numbers in the whole.
@@ -28,13 +28,13 @@ def program_of(
             sharded.
     """
     program, tensors = trace(score_mod, wide_dtype(q.dtype), q.device)
-    if not is_dynamo_compiling():
+    if not is_compiling():
         check_indices(program, tensors, sizes)
     if mesh is not None or any(is_dtensor(x) for x in tensors):
         tensors = tuple([_replicated(x, mesh) for x in tensors])
     # torch.compile would warn of the caches.
     code = (_encoded.__wrapped__ if is_dynamo_compiling() else _encoded)(program)
-    return code, tensors
+    return code, tensors or None
 
 
 @lru_cache(maxsize=256)

@@ -30,7 +30,8 @@ def evaluate(program: Program, score: Tensor, places: Sequence[Tensor], tensors:
             values.append(inputs[x.op])
         elif x.value is not None:
             dtype = {"float": score.dtype, "int": torch.int64, "bool": torch.bool}[x.kind]
-            values.append(torch.full((), x.value, dtype=dtype, device=score.device))
+            # Not without dimensions: torch.compile would read an index from it.
+            values.append(torch.full((1,), x.value, dtype=dtype, device=score.device))
         elif x.op == "load":
             loaded = tensors[x.slot][at_indices(x, tensors[x.slot], operands)]
             values.append(_as(loaded, x.kind, score.dtype))

@@ -64,7 +64,7 @@ class _FlashAttention(torch.autograd.Function):
     ) -> Any:  # fmt: skip
         ctx.set_materialize_grads(False)  # zeros would cost a pass, and are no DTensors where the outputs are
         if sinks is not None or attn_mask is not None or score_tensors:
-            options = options._replace(sinks=sinks, attn_mask=attn_mask, score_tensors=score_tensors)
+            options = options._replace(sinks=sinks, attn_mask=attn_mask, score_tensors=score_tensors or None)
         save_lse = True
         out, lse, entropy, max_logit = flash_attention_fwd(q, k, v, options, save_lse, options.return_stats)
         given = options.tensors() if options.has_tensors() else ()
@@ -103,19 +103,19 @@ class _FlashAttention(torch.autograd.Function):
             dsinks if need_dsinks else None,
             dbias if need_dbias else None,
             None,
-            *split_dscore(dscore, options.score_tensors, dscore_slots),
+            *split_dscore(dscore, options.score_tensors or (), dscore_slots),
         )
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
     options.refuse_others(AttentionOptions._fields, "flash_attention", "triton")
-    sinks, attn_mask, score_tensors = options.sinks, options.attn_mask, options.score_tensors
+    sinks, attn_mask, score_tensors = options.sinks, options.attn_mask, options.score_tensors or ()
     backward = requires_grad(q, k, v, sinks, attn_mask, *score_tensors)
     refuse_wide(q, v, backward)
     if backward:
         bare = options
         if sinks is not None or attn_mask is not None or score_tensors:
-            bare = options._replace(sinks=None, attn_mask=None, score_tensors=())
+            bare = options._replace(sinks=None, attn_mask=None, score_tensors=None)
         results = apply(_FlashAttention, q, k, v, sinks, attn_mask, bare, *score_tensors)
         return results if len(results) > 1 else results[0]
     out, lse, entropy, max_logit = flash_attention_fwd(q, k, v, options, options.return_lse, options.return_stats)

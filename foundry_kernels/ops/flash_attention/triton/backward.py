@@ -193,7 +193,8 @@ def flash_attention_dkdv_kernel(
     q_strides, k_strides, v_strides,
     do_strides, dk_strides, dv_strides,
     stride_lseb, score, natural_scale, window, mask_strides, tile_strides, list_strides, threshold, keep_scale,
-    score_layout, PREPARE: tl.constexpr, MODIFY: tl.constexpr, HAS: tl.constexpr, VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, PTX: tl.constexpr, LSE_LOW: tl.constexpr,
+    score_layout, PREPARE: tl.constexpr, MODIFY: tl.constexpr, HAS: tl.constexpr, VARLEN: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, PTX: tl.constexpr, LSE_LOW: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip

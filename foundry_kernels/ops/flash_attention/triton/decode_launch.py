@@ -87,7 +87,9 @@ def _plan_decode(
         "BLOCK_SPLITS": min(MAX_SPLITS.value, _LOADED_AT_ONCE // numbers_of_sums) if added else 0,
         "Q_AHEAD": added and p.dtype.itemsize == 2 and not p.needs_registers and max(p.head_dim, p.head_dim_v) <= 256,
     }
-    decode = p.plan(num_splits * p.n_batch * p.n_kv_heads, numbers, p.pages, flags, splitting, p.score_functions(), config)
+    decode = p.plan(
+        num_splits * p.n_batch * p.n_kv_heads, numbers, p.pages, flags, splitting, p.score_functions(), config
+    )
     if num_splits == 1:
         return decode, None, 0, 0
     if added:

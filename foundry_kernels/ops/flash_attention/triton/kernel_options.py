@@ -48,7 +48,7 @@ def tensor_options(options: AttentionOptions) -> TensorOptions:
         None if tiles is None else (tiles.shape, tiles.stride()),
         options.dropout_heads is not None,
         None if options.block_table is None else _table_layout(options.block_table),
-        tuple([(x.shape, x.stride()) for x in options.score_tensors]),
+        tuple([(x.shape, x.stride()) for x in options.score_tensors or ()]),
     )
 
 
@@ -142,7 +142,7 @@ def kernel_options(
     sides = (options.window_left, options.window_right)
     left, right = (None if side is None or side >= reach else side for side in sides)
     softcap, has_alibi = options.softcap, tensors.alibi_dims > 0
-    modified = len(options.score_mod) > 0
+    modified = options.score_mod is not None
     natural = tensors.biased or modified
     unit = 1.0 if natural else math.log2(math.e)  # of the scores, see `scores`
     numbers = {

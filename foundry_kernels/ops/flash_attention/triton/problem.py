@@ -172,9 +172,7 @@ class _Problem:
         fit = _SECTION_BYTES // (max(tokens, 1) * row_bytes)
         return max(1, min(fit, self.n_batch * self.n_kv_heads * num_splits))
 
-    def plan(
-        self, programs: int, numbers: tuple[Any, ...], *others: dict[str, Any]
-    ) -> Plan:
+    def plan(self, programs: int, numbers: tuple[Any, ...], *others: dict[str, Any]) -> Plan:
         """The launch of a kernel that computes scores. After the tensors it gets `numbers`, in the kernel's own order.
         By name it gets what follows from the options and the shapes, and `others`: its flags and its
         launch config."""

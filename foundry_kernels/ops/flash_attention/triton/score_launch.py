@@ -53,10 +53,10 @@ def launch_dscore(
     """Writes the gradients of these slots' tensors. A kernel sums each load's gradient over the queries, the keys or
     both that its indices do not depend on, in float32; PyTorch adds the sums to the elements in a fixed order, in
     float64. If the indices depend on both, there is a number for each pair, of `_AT_ONCE` pairs at a time."""
-    program = Program.decode(options.score_mod)
+    program, tensors = Program.decode(options.score_mod or ()), options.score_tensors or ()
     begin = 0
     for slot in slots:
-        x = options.score_tensors[slot]
+        x = tensors[slot]
         total = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
         if x.numel() > 0:
             for number, at in enumerate(program.loads()):
@@ -76,7 +76,8 @@ def _of_load(
     at: int,
 ) -> Tensor:
     load = program.instructions[at]
-    x, device = options.score_tensors[load.slot], p.device
+    tensors = options.score_tensors or ()
+    x, device = tensors[load.slot], p.device
     if load.depends & ON_SCORE:
         raise BackendUnavailable(
             "flash_attention: backend 'triton': score_mod reads a tensor that requires a gradient at an index which "
@@ -103,5 +104,5 @@ def _of_load(
         tiles = n_units // heads.shape[0]
         queries = unit % tiles * rows + torch.arange(rows, device=device)[:, None]
         places = (b[unit // tiles], h[unit // tiles], queries, torch.arange(width, device=device))
-        total += _gathered(sums, _indices(program, at, sums.new_zeros(1), places, options.score_tensors), x)
+        total += _gathered(sums, _indices(program, at, sums.new_zeros(1), places, tensors), x)
     return total

@@ -1,8 +1,8 @@
 """Prints a score program as functions of Triton, which the attention kernels get as constants.
 
-`prepare(m)` loads what does not change in a kernel's loop: what depends on neither the score nor the moving index, which
-is the key in kernels that own queries, and the query where keys are owned. `modify(score, moving, m)` computes the
-program's results for a tile. `m` is a `Modifier`. The text is a module of its own in `linecache`, where Triton and
+`prepare(m)` loads what does not change in a kernel's loop: what depends on neither the score nor the moving index,
+which is the key in kernels that own queries, and the query where keys are owned. `modify(score, moving, m)` computes
+the program's results for a tile. `m` is a `Modifier`. The text is a module of its own in `linecache`, where Triton and
 debuggers find it; its name has a hash of the text, so that Triton's own cache on disk serves later processes.
 """
 
@@ -102,7 +102,13 @@ def _body(
         if i in needed and i not in known:
             needed.update(program.instructions[i].operands)
     owned = "moving" if by_keys else "m.at"
-    inputs = {"score": "score", "b": "number(m.b)", "h": "number(m.h)", "q": owned, "k": "m.at" if by_keys else "moving"}
+    inputs = {
+        "score": "score",
+        "b": "number(m.b)",
+        "h": "number(m.h)",
+        "q": owned,
+        "k": "m.at" if by_keys else "moving",
+    }
     signs = Builder(program)
     places = _layout_places(program)
     lines = []
@@ -129,7 +135,11 @@ def _body(
         elif x.op == "float":
             text = f"{given[0]}.to(F)"
         elif x.op == "int":
-            text = f"to_int({given[0]})" if program.instructions[x.operands[0]].kind == "float" else f"{given[0]}.to(tl.int32)"
+            text = (
+                f"to_int({given[0]})"
+                if program.instructions[x.operands[0]].kind == "float"
+                else f"{given[0]}.to(tl.int32)"
+            )
         elif x.op in ("floordiv", "mod"):
             divisor = program.instructions[x.operands[1]].value
             simple = divisor is not None and divisor > 0 and signs.is_not_negative(x.operands[0])

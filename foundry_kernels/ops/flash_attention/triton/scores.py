@@ -47,8 +47,8 @@ def of_head(scoring, score, alibi_slopes_ptr, n, head, HAS: tl.constexpr):
 def scores(b_qk, rel_pos, scoring, HAS: tl.constexpr):
     """(b_s, b_t): the scores and, for `product_gradient`, the hyperbolic tangent of the soft cap.
 
-    Without a cap, ALiBi, a bias or a score function, b_s is b_qk itself, which the caller multiplies by `score_factor`. `rel_pos` is the
-    key's position minus the query's, after alignment.
+    Without a cap, ALiBi, a bias or a score function, b_s is b_qk itself, which the caller multiplies by `score_factor`.
+    `rel_pos` is the key's position minus the query's, after alignment.
     """
     b_t = b_qk
     if HAS.softcap:
