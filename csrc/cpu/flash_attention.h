@@ -210,7 +210,7 @@ FK_DECLARE_PER_ISA_AND_AMX(void, attention_bias_gradient, const AttentionBackwar
                            float* scratch)
 // The gradients of the tensors that a score function reads, added to `sums`: those of the task's pairs. Keys are all.
 FK_DECLARE_PER_ISA_AND_AMX(void, attention_score_gradient, const AttentionBackward& args, const AttentionBiasTask& task,
-                           double* const* sums, float* scratch)
+                           void* const* sums, float* scratch)
 FK_DECLARE_PER_ISA_AND_AMX(void, attention_delta, const AttentionDelta& args, int64_t sequence, int64_t token_begin,
                            int64_t token_end)
 FK_DECLARE_PER_ISA_AND_AMX(float, attention_dsink, const AttentionDelta& args, int64_t n_sequences, int64_t head,

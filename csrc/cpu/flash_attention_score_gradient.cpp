@@ -10,7 +10,7 @@ namespace FK_ISA {
 namespace {
 
 template <class E>
-void score_gradient(const AttentionBackward& a, const AttentionBiasTask& task, double* const* sums, float* memory) {
+void score_gradient(const AttentionBackward& a, const AttentionBiasTask& task, void* const* sums, float* memory) {
   const GradientScratch scratch(a, memory);
   const ScoreScratch& of = scratch.program;
   for (int64_t n = task.sequence_begin; n < task.sequence_end; ++n) {
@@ -27,7 +27,7 @@ void score_gradient(const AttentionBackward& a, const AttentionBiasTask& task, d
 
 }  // namespace
 
-void attention_score_gradient(const AttentionBackward& a, const AttentionBiasTask& task, double* const* sums,
+void attention_score_gradient(const AttentionBackward& a, const AttentionBiasTask& task, void* const* sums,
                               float* scratch) {
   if constexpr (kPairs) {
     if (a.type == Dtype::bf16 && !a.widens) {

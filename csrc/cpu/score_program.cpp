@@ -213,7 +213,7 @@ void score_tile(const ScorePlan& plan, const float* block, float* tile, float* s
 }
 
 void score_gradients(const ScorePlan& plan, const float* block, const float* tile, const float* ds, float* products,
-                     int64_t rows, int64_t key, int64_t n, double* const* sums) {
+                     int64_t rows, int64_t key, int64_t n, void* const* sums) {
   const ScoreMemories memory{const_cast<float*>(block), const_cast<float*>(tile), nullptr, 0};
   for (const ScoreGradient& g : plan.gradients) {
     const ScoreView by = memory.view(plan, g.derivative, 0);
@@ -222,7 +222,7 @@ void score_gradients(const ScorePlan& plan, const float* block, const float* til
         const Vec d = Whole::load(ds + s * kScoreLanes + v * kLanes);
         Whole::store(products + s * kScoreLanes + v * kLanes, d == Vec{} ? d : d * by.load(s, v));
       }
-    add_elements(plan, memory, g.load, products, rows, key, n, sums[g.sums]);
+    add_elements(plan, memory, g, products, rows, key, n, sums[g.sums]);
   }
 }
 

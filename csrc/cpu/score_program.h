@@ -111,6 +111,7 @@ struct ScoreGradient {
   ScoreLoad load;
   int sums;           // which
   int indexed_by[3];  // the dimension whose index is b, h or q itself, or -1
+  bool exclusive = false;  // each pair has its own element, along keys: the sums are float, not double
 };
 
 struct ScorePlan {
@@ -155,4 +156,4 @@ FK_DECLARE_PER_ISA(void, score_tile, const ScorePlan& plan, const float* block, 
 // Adds ds [n, kScoreLanes] times the derivatives to the sums of captured tensors, after score_tile. `products` is a
 // tile of scratch.
 FK_DECLARE_PER_ISA(void, score_gradients, const ScorePlan& plan, const float* block, const float* tile, const float* ds,
-                   float* products, int64_t rows, int64_t key, int64_t n, double* const* sums)
+                   float* products, int64_t rows, int64_t key, int64_t n, void* const* sums)

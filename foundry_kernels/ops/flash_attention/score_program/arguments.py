@@ -33,14 +33,14 @@ def program_of(
     if mesh is not None or any(is_dtensor(x) for x in tensors):
         tensors = tuple([_replicated(x, mesh) for x in tensors])
     # torch.compile would warn of the caches.
-    code = (_encoded.__wrapped__ if is_dynamo_compiling() else _encoded)(program)
+    code = (_encoded.__wrapped__ if is_compiling() else _encoded)(program)
     return code, tensors or None
 
 
 @lru_cache(maxsize=256)
 def _encoded(program: Program) -> tuple[int, ...]:
     """The program, then its derivatives, which the C++ kernels interpret; `Program.decode` reads the first."""
-    derived = (derive.__wrapped__ if is_dynamo_compiling() else derive)(program)
+    derived = (derive.__wrapped__ if is_compiling() else derive)(program)
     return (*program.encode(), *derived.encode())
 
 
