@@ -78,7 +78,9 @@ def test_tensors_are_kept_apart() -> None:
     several = OPTIONS._replace(slopes=None, code=(1, 2), tables=(SLOPES, LENGTHS))
     assert several.tensors() == (LENGTHS, None, SLOPES, LENGTHS)
     assert several.without_tensors().with_tensors(several.tensors()) == several
-    assert Example.from_operator_args([*several[:9], [1, 2], [SLOPES, LENGTHS]])[0] == several._replace(return_lse=False)
+    assert Example.from_operator_args([*several[:9], [1, 2], [SLOPES, LENGTHS]])[0] == several._replace(
+        return_lse=False
+    )
 
 
 def test_options_that_a_backend_does_not_support_are_refused() -> None:

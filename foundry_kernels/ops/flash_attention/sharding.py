@@ -1,7 +1,8 @@
 """The dimensions of the tensors of the kernels' operators, of which `foundry_kernels.distributed` makes rules.
 
 Sequences and heads may be sharded, the query heads of a group together with their key-value head. Of packed sequences
-only heads may. What a score function reads is the same on all devices. A mask is sharded with them along the dimensions in which it is not broadcast.
+only heads may. What a score function reads is the same on all devices. A mask is sharded with sequences and heads along
+the dimensions in which it is not broadcast.
 """
 
 from collections.abc import Mapping

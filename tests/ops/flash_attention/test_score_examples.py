@@ -110,3 +110,29 @@ def test_packed_sequences(name: str, backend: str) -> None:
     exact = results(dense, example, sizes, torch.float64, torch.float64)
     actual = results(packed, example, sizes, torch.float32, torch.float32)
     check(actual, results(dense, example, sizes, torch.float32, torch.float32), exact)
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="no Triton")
+def test_heads_of_a_shard() -> None:
+    """A function gets the numbers of sequences and heads in the whole, also for the gradient of what it reads."""
+    from foundry_kernels.ops.flash_attention import reference as plain
+    from foundry_kernels.ops.flash_attention import triton
+    from foundry_kernels.ops.flash_attention.checks import make_options
+    from foundry_kernels.ops.flash_attention.options import AttentionArguments
+
+    q, k, v = (torch.randn(1, n, 36, 16, device=DEVICE) for n in (4, 2, 2))
+    heads = torch.tensor([[(3 << 32) + 8 + i for i in range(4)]], device=DEVICE)
+    table = torch.randn(5, 12, 7, device=DEVICE, requires_grad=True)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score * table[b, h, kv_idx % 7] + h + b
+
+    given = AttentionArguments(score_mod=score_mod)
+    options = make_options(q, (None, None, 36, 36), given)._replace(dropout_heads=heads)
+    found = []
+    for attend in (plain.flash_attention, triton.flash_attention):
+        out = attend(q, k, v, options)
+        assert isinstance(out, Tensor)
+        found.append((out.detach(), *torch.autograd.grad(out.square().sum(), table)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert found[1][1].nonzero()[:, :2].unique(dim=0).tolist() == [[3, 8 + i] for i in range(4)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import random
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from score_functions import EXAMPLES, Sizes, whole
+from score_random import FUNCTIONS, INTEGERS, TABLE, RandomFunction
 from torch import Tensor
 
 from foundry_kernels.ops.flash_attention.score_program import Program, derive, evaluate, trace
 from foundry_kernels.ops.flash_attention.score_program.arguments import check_indices
 
 CPU = torch.device("cpu")
-TABLE = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
 SIZES = Sizes()
 
 
@@ -82,73 +81,6 @@ def test_examples(name: str) -> None:
 
 # --- random programs --------------------------------------------------------------------------------------------------
 
-_FLOATS = torch.randn(3, 4, 7, dtype=torch.float64)
-_INTEGERS = torch.randint(-4, 9, (5, 6))
-
-
-class _Random:
-    """A random expression; the same choices each time that it is evaluated."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def __call__(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        self.inputs, self.rng = (score, b, h, q, k), random.Random(self.seed)
-        return self.float(4) + 0.5 * score
-
-    def float(self, depth: int) -> Any:
-        r = self.rng
-        if depth == 0:
-            return r.choice([lambda: self.inputs[0], lambda: r.uniform(-2, 2), lambda: self.int(0) * 0.25])()
-        one = partial(self.float, depth - 1)
-        return r.choice([
-            lambda: one() + one(), lambda: one() - one(), lambda: one() * one(), lambda: one() / (abs_(one()) + 0.5),
-            lambda: torch.tanh(scalar(one())), lambda: torch.sigmoid(scalar(one())), lambda: torch.sin(scalar(one())),
-            lambda: torch.cos(scalar(one())), lambda: torch.exp(-abs_(one())), lambda: torch.log(abs_(one()) + 0.5),
-            lambda: torch.sqrt(abs_(one()) + 0.1), lambda: torch.rsqrt(abs_(one()) + 0.1),
-            lambda: torch.exp2(torch.clamp(scalar(one()), -3.0, 3.0)), lambda: torch.log2(abs_(one()) + 0.5),
-            lambda: (abs_(one()) + 0.5) ** r.choice([0.5, 1.5, 2, 3, -1]), lambda: torch.square(scalar(one())) * 0.1,
-            lambda: torch.where(self.bool(depth - 1), one(), one()),
-            lambda: torch.minimum(scalar(one()), scalar(one())), lambda: torch.maximum(scalar(one()), scalar(one())),
-            lambda: torch.floor(scalar(one())) * 0.5,
-            lambda: torch.clamp(scalar(one()), -0.7, 0.9), lambda: -one(),
-            lambda: _FLOATS[self.int(0) % 3, self.int(0) % 4, self.int(depth - 1) % 7],
-            lambda: self.int(depth - 1) * 0.125, lambda: scalar(one()).detach() * one(),
-        ])()  # fmt: skip
-
-    def int(self, depth: int) -> Any:
-        r = self.rng
-        if depth == 0:
-            return r.choice(self.inputs[1:])
-        one = partial(self.int, depth - 1)
-        return r.choice([
-            lambda: one() + one(), lambda: one() - one(), lambda: one() * r.randint(-3, 3), lambda: abs(one()),
-            lambda: one() // r.choice([-3, 2, 5]), lambda: one() % r.choice([-3, 2, 5]), lambda: -one(),
-            lambda: torch.where(self.bool(depth - 1), one(), one()), lambda: torch.minimum(one(), one()),
-            lambda: torch.clamp(one(), min=-3, max=6), lambda: _INTEGERS[one() % 5, one() % 6], lambda: one() & 7,
-            lambda: torch.floor(torch.clamp(scalar(self.float(depth - 1)), -5.0, 5.0)).to(torch.int64),
-        ])()  # fmt: skip
-
-    def bool(self, depth: int) -> Any:
-        r = self.rng
-        if depth == 0:
-            return r.choice([lambda: self.int(0) >= self.int(0), lambda: scalar(self.float(0)) < 0.25])()
-        one = partial(self.bool, depth - 1)
-        return r.choice([
-            lambda: one() & one(), lambda: one() | one(), lambda: ~one(), lambda: one() ^ one(),
-            lambda: scalar(self.float(depth - 1)) > 0.1, lambda: scalar(self.int(depth - 1)) == self.int(depth - 1),
-            lambda: scalar(self.int(depth - 1)) != 2, lambda: torch.logical_and(one(), one()),
-        ])()  # fmt: skip
-
-
-def scalar(x: Any) -> Any:
-    """A tensor in place of a number, which functions of torch do not take."""
-    return torch.tensor(x, dtype=torch.float64) if isinstance(x, float) else x
-
-
-def abs_(x: Any) -> Any:
-    return torch.abs(scalar(x))
-
 
 @pytest.mark.parametrize("seeds", [range(i, i + 15) for i in range(0, 60, 15)], ids=lambda r: f"from {r.start}")
 def test_random_programs(seeds: range) -> None:
@@ -156,7 +88,7 @@ def test_random_programs(seeds: range) -> None:
     for seed in seeds:
         torch.manual_seed(seed)
         score = torch.randn(2, 3, 6, 5, dtype=torch.float64, requires_grad=True)
-        fn, places = _Random(seed), places_of(score.shape)
+        fn, places = RandomFunction(seed), places_of(score.shape)
         program, tensors = trace(fn, torch.float64, CPU)
         value, by_score, *_ = evaluate(derive(program), score.detach(), places, tensors)
         wanted = fn(score, *places).expand(score.shape)
@@ -166,30 +98,6 @@ def test_random_programs(seeds: range) -> None:
 
 
 # --- what functions of torch become -----------------------------------------------------------------------------------
-
-FUNCTIONS = {
-    "ceil": lambda s, q, k: torch.ceil(s) + torch.trunc(1.5 * s),
-    "round down": lambda s, q, k: s // 0.7 + s % 0.7 + (-7 // (k + 1)) + (7 % (k + 1)),
-    "div": lambda s, q, k: torch.div(q - k, 3, rounding_mode="trunc") + torch.div(s, 0.3, rounding_mode="trunc"),
-    "floor_divide": lambda s, q, k: torch.floor_divide(q - k, 3) + torch.remainder(q - k, 3) + s / (k + 1),
-    "reflected": lambda s, q, k: 1 - s + 2 / (k + 1) + 2.0**k + (3 ^ k) + (1 & q) + (4 | q) + 3**s,
-    "casts": lambda s, q, k: s.to(torch.int64) + (s > 0).float() + q.double() * s.bool() + (q > k).int() + q.type_as(s),
-    "clamps": lambda s, q, k: s.clamp_min(0.1) + s.clip(max=0.2) + torch.clamp(q, k, 5) + torch.nn.functional.relu(s),
-    "filled": lambda s, q, k: (
-        s.masked_fill(q > k, 2.5) + torch.zeros_like(s) + s.new_tensor(0.5) + torch.full_like(q, 3)
-    ),
-    "compared": lambda s, q, k: torch.where((q != k) & (s <= 0.5) & torch.gt(s, -1.0) & ~torch.eq(q, 3), s, 1 - s),
-    "logical": lambda s, q, k: torch.where(torch.logical_or(q > k, k == 2), s, torch.logical_not(q).to(s.dtype)),
-    "softplus": lambda s, q, k: torch.nn.functional.softplus(40 * s) + torch.nn.functional.logsigmoid(40 * s),
-    "silu": lambda s, q, k: torch.nn.functional.silu(s) + torch.special.expit(s) + s.sigmoid() + s.reciprocal(),
-    "powers": lambda s, q, k: torch.pow(s, 5) + s.square() + abs(s) ** 0.5 + abs(s) ** -0.5 + abs(s) ** 2.7 + q**3,
-    "shifts": lambda s, q, k: s + (q << 2) + (k >> 1),
-    "method": lambda s, q, k: s.where(q > k, s.exp()).add(s, alpha=2).mul(s).sub(q).div(3).abs().neg(),
-    "is": lambda s, q, k: torch.where(torch.isnan(s / (s - s)) | torch.isinf(1 / (s - s)), s, 0.0),
-    "rows": lambda s, q, k: TABLE[0][q % 3] + TABLE[..., :][1, k % 3] + TABLE[k % 2, :][-1] + TABLE.t()[q % 3, 1],
-    "embedding": lambda s, q, k: torch.nn.functional.embedding(q % 2, TABLE)[k % 3],
-    "numbers": lambda s, q, k: s * TABLE[0, 0] + TABLE[0, 1] - torch.tensor(2.0) * s + TABLE.sum() - s,
-}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -202,7 +110,31 @@ def test_functions(name: str) -> None:
             places = [torch.tensor(0), torch.tensor(0), torch.tensor(i), torch.tensor(j)]
             (found,) = evaluate(program, score[0, 0, i, j], places, tensors)
             wanted = fn(score[0, 0, i, j], *places[2:])
-            torch.testing.assert_close(found, wanted.double(), equal_nan=True)
+            torch.testing.assert_close(found.reshape(()), wanted.double(), equal_nan=True)
+
+
+class Learned(torch.nn.Module):
+    """A score function with parameters, of which one is a table of an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.gate = torch.nn.Embedding(8, 4), torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, far: int = 7) -> Tensor:
+        def away() -> Tensor:
+            return torch.clamp(abs(q_idx - kv_idx), max=far)
+
+        return score * self.gate[h] + self.bias(away())[h]
+
+
+def test_callables() -> None:
+    """Modules, methods and partial functions; what they read are the module's own parameters."""
+    module = Learned()
+    for fn in (module, module.forward, partial(module, far=3), lambda *args: module(*args)):
+        program, tensors = trace(fn, torch.float32, CPU)
+        assert [x is y for x, y in zip(tensors, (module.gate, module.bias.weight), strict=True)] == [True, True]
+        far = 3.0 if isinstance(fn, partial) else 7.0
+        assert any(x.value == far for x in program.instructions)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -266,7 +198,7 @@ NOT_KNOWN = {
     "together": lambda s, b, h, q, k: s + TABLE[0, q - q // 2 * 2],
     "in range": lambda s, b, h, q, k: s + TABLE[b, torch.clamp(q - k, -3, 2)],
     "remainder": lambda s, b, h, q, k: s + TABLE[h % 2, (q * 5 - k) % 3],
-    "table": lambda s, b, h, q, k: s + TABLE[0, _INTEGERS[h, 0]],
+    "table": lambda s, b, h, q, k: s + TABLE[0, INTEGERS[h, 0]],
 }
 
 
@@ -275,9 +207,9 @@ def test_ranges_of_indices(name: str) -> None:
     fn = (OUT_OF_RANGE | NOT_KNOWN)[name]
     program, tensors = trace(fn, torch.float32, CPU)
     if name in NOT_KNOWN:
-        check_indices(program, tensors, (2, 4, 8, 8))
+        check_indices(program, tuple(x.shape for x in tensors), (2, 4, 8, 8))
         return
     with pytest.raises(
         ValueError, match=r"score_mod: an index of .* is out of range for dimension [01] of a tensor of"
     ):
-        check_indices(program, tensors, (2, 4, 8, 8))
+        check_indices(program, tuple(x.shape for x in tensors), (2, 4, 8, 8))

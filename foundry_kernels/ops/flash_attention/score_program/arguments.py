@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -29,19 +29,24 @@ def program_of(
     """
     program, tensors = trace(score_mod, wide_dtype(q.dtype), q.device)
     if not is_compiling():
-        check_indices(program, tensors, sizes)
+        check_indices(program, tuple([x.shape for x in tensors]), sizes)
     if mesh is not None or any(is_dtensor(x) for x in tensors):
         tensors = tuple([_replicated(x, mesh) for x in tensors])
-    # torch.compile would warn of the caches.
-    code = (_encoded.__wrapped__ if is_compiling() else _encoded)(program)
-    return code, tensors or None
+    return _with_derivatives(tuple(program.encode())), tensors or None
 
 
 @lru_cache(maxsize=256)
-def _encoded(program: Program) -> tuple[int, ...]:
+def _derived(code: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(derive(Program.decode(code)).encode())
+
+
+def _with_derivatives(code: tuple[int, ...]) -> tuple[int, ...]:
     """The program, then its derivatives, which the C++ kernels interpret; `Program.decode` reads the first."""
-    derived = (derive.__wrapped__ if is_compiling() else derive)(program)
-    return (*program.encode(), *derived.encode())
+    return code + _derived(code)
+
+
+# What torch.compiler.assume_constant_result sets, see `core.registry`.
+_with_derivatives._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _replicated(x: Tensor, mesh: Any) -> Tensor:
@@ -69,7 +74,8 @@ class _Range(NamedTuple):
     letters: int
 
 
-def check_indices(program: Program, tensors: Sequence[Tensor], sizes: tuple[int, int, int, int]) -> None:
+@lru_cache(maxsize=256)
+def check_indices(program: Program, shapes: tuple[torch.Size, ...], sizes: tuple[int, int, int, int]) -> None:
     """Refuses a program that certainly reads a tensor out of range. Where that depends on values or on a condition, it
     is not known, and indices are moved into the range.
 
@@ -83,13 +89,13 @@ def check_indices(program: Program, tensors: Sequence[Tensor], sizes: tuple[int,
         ranges.append(_range_of(x, ranges, sizes))
         if x.op == "load":
             for dim, at in enumerate(x.operands):
-                size, found = tensors[x.slot].shape[dim], ranges[at]
+                size, found = shapes[x.slot][dim], ranges[at]
                 if found is not None and found.exact and not (-size <= found.least and found.greatest < size):
                     letters = [n for i, n in enumerate(("b", "h", "q_idx", "kv_idx")) if found.letters >> i & 1]
                     raise ValueError(
                         f"score_mod: an index of {', '.join(letters) or 'constants'} is from {found.least} to "
                         f"{found.greatest}, which is out of range for dimension {dim} of a tensor of shape "
-                        f"{tuple(tensors[x.slot].shape)}"
+                        f"{tuple(shapes[x.slot])}"
                     )
 
 

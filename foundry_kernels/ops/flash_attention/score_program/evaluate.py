@@ -30,10 +30,13 @@ def evaluate(program: Program, score: Tensor, places: Sequence[Tensor], tensors:
             values.append(inputs[x.op])
         elif x.value is not None:
             dtype = {"float": score.dtype, "int": torch.int64, "bool": torch.bool}[x.kind]
-            # Not without dimensions: torch.compile would read an index from it.
-            values.append(torch.full((1,), x.value, dtype=dtype, device=score.device))
+            values.append(torch.full((), x.value, dtype=dtype, device=score.device))
         elif x.op == "load":
-            loaded = tensors[x.slot][at_indices(x, tensors[x.slot], operands)]
+            # torch.compile would read an index from a tensor without dimensions.
+            known = [program.instructions[i].value for i in x.operands]
+            indices = at_indices(x, tensors[x.slot], operands)
+            at = [i if value is None else int(value) for i, value in zip(indices, known, strict=True)]
+            loaded = tensors[x.slot][tuple(at)]
             values.append(_as(loaded, x.kind, score.dtype))
         elif x.op == "float":
             values.append(operands[0].to(score.dtype))

@@ -236,7 +236,7 @@ def _plan_sum(p: _Problem, splits: int, result: Strides, width: int, scale: floa
 def _launch_dkdv(
     p: _Problem,
     inputs: tuple[Tensor | None, ...],
-    others: tuple[Tensor | None, ...],
+    others: tuple[Any, ...],
     dk: Tensor | None,
     dv: Tensor | None,
 ) -> None:
@@ -274,7 +274,7 @@ def _plan_dq(p: _Problem, dout: tuple[int, ...], dq: tuple[int, ...]) -> Plan:
     return p.plan(tiles * p.n_batch * p.n_heads, numbers, lists, fixed, p.score_functions(slope=0), config)
 
 
-def _launch_dq(p: _Problem, inputs: tuple[Tensor | None, ...], others: tuple[Tensor | None, ...], dq: Tensor) -> None:
+def _launch_dq(p: _Problem, inputs: tuple[Tensor | None, ...], others: tuple[Any, ...], dq: Tensor) -> None:
     result = _batched(dq)
     target = _target(result, p.head_dim)
     dout = inputs[3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import triton
 from torch import Tensor
@@ -57,9 +58,7 @@ def _plan_dbias(p: _Problem, shape: tuple[int, ...], dout: tuple[int, ...], dbia
     return p.plan(math.prod(own), numbers, flags, p.score_functions(slope=0), config)
 
 
-def launch_dbias(
-    p: _Problem, inputs: tuple[Tensor | None, ...], others: tuple[Tensor | None, ...], dbias: Tensor
-) -> None:
+def launch_dbias(p: _Problem, inputs: tuple[Tensor | None, ...], others: tuple[Any, ...], dbias: Tensor) -> None:
     """`inputs` are q, k, v, dout and the tensors of `_Rows`; `others` are lengths, slopes, the results of
     `pair_tensors` and the captured tensors."""
     dout = inputs[3]

@@ -9,13 +9,15 @@ from foundry_kernels._triton import INTERPRET
 from foundry_kernels._triton.functions import tanh
 
 _INTERPRET = tl.constexpr(INTERPRET)
+#: The shape of a number for all pairs. The interpreter makes floats of the bools of numbers when it broadcasts them.
+ONE = tl.constexpr([1, 1] if INTERPRET else [])
 
-__all__ = ["clamped", "floordiv", "mod", "number", "power", "tanh", "to_int"]
+__all__ = ["ONE", "clamped", "floordiv", "mod", "number", "power", "tanh", "to_int"]
 
 
 @triton.jit
 def number(x):
-    """A number for all pairs. The interpreter makes floats of the bools of numbers when it broadcasts them."""
+    """A number for all pairs, see `ONE`."""
     return x + tl.zeros([1, 1], x.dtype) if _INTERPRET else x
 
 

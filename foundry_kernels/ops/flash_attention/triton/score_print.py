@@ -19,7 +19,9 @@ from foundry_kernels.ops.flash_attention.score_program import ON_K, ON_Q, ON_SCO
 
 _HEAD = """import triton
 import triton.language as tl
-from foundry_kernels.ops.flash_attention.triton.score_math import clamped, floordiv, mod, number, power, tanh, to_int
+from foundry_kernels.ops.flash_attention.triton.score_math import (
+    ONE, clamped, floordiv, mod, number, power, tanh, to_int,
+)
 """
 
 _UNARY = {
@@ -170,5 +172,5 @@ def _constant(kind: str, value: float | int) -> str:
     """A bare number would be a float32 in the interpreter, and in a product with a float64."""
     if kind == "float":
         number = repr(float(value)) if math.isfinite(value) else f'float("{float(value)}")'
-        return f"tl.full([], {number}, F)"
-    return f"tl.full([], {int(value)}, tl.int32)" if kind == "int" else f"tl.full([], {bool(value)}, tl.int1)"
+        return f"tl.full(ONE, {number}, F)"
+    return f"tl.full(ONE, {int(value)}, tl.int32)" if kind == "int" else f"tl.full(ONE, {bool(value)}, tl.int1)"
