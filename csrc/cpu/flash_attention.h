@@ -118,8 +118,9 @@ struct AttentionBackward : AttentionInputs {
   const float* delta;  // see AttentionDelta
   void *dq, *dk, *dv;  // each null if not needed
   HeadStrides dq_strides, dk_strides, dv_strides;
-  float* sums;  // see AttentionBackwardTask
-  void* dbias;  // of bias_type, or null
+  float* sums;              // see AttentionBackwardTask
+  void* const* score_sums;  // those of `program`'s gradients, which are exclusive (see ScoreGradient), or null
+  void* dbias;              // of bias_type, or null
   PairStrides dbias_strides;
   bool own_dbias;  // each pair has its own element, which the tasks write; otherwise AttentionBiasTask computes them
 

@@ -398,11 +398,12 @@ struct ScoreSums {
   }
 };
 
-void compute_dscore(AttentionBackward a, const KeepAlive& keep, const AttentionOptions& options, const Slots& slots,
-                    const Tensor& dscore) {
+// Computes dscore. If each pair has its own element of all captured tensors, and others are wanted, computes dq, dk and
+// dv in the same pass. Returns whether it has.
+bool compute_dscore(AttentionBackward a, const KeepAlive& keep, const AttentionOptions& options, const Slots& slots,
+                    const Tensor& dscore, bool need_dqkv) {
   ScorePlan program = plan_scores(options.score_mod, keep.score_tensors, {a.group > 1, false, true, slots});
   a.program = &program;
-  a.dbias = nullptr;
   const ScoreSums split(a, keep, options, slots);
   for (ScoreGradient& g : program.gradients) g.exclusive = split.exclusive[g.sums];
   std::vector<Tensor> sums, results;
@@ -410,6 +411,14 @@ void compute_dscore(AttentionBackward a, const KeepAlive& keep, const AttentionO
     results.push_back(dscore.narrow(0, begin, split.numel[i]));
     sums.push_back(split.exclusive[i] ? results[i].zero_() : at::zeros({split.copies[i], split.numel[i]}, at::kDouble));
   }
+  if (need_dqkv && std::all_of(split.exclusive.begin(), split.exclusive.end(), [](bool each) { return each; })) {
+    std::vector<void*> own;
+    for (const Tensor& each : results) own.push_back(each.mutable_data_ptr<float>());
+    a.score_sums = own.data();
+    compute_dqkv(a, keep);
+    return true;
+  }
+  a.dbias = nullptr;
   const auto n_tasks = static_cast<int64_t>(split.tasks.size());
   const int64_t scratch =
       attention_backward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr) + score_scratch(a.program);
@@ -437,6 +446,7 @@ void compute_dscore(AttentionBackward a, const KeepAlive& keep, const AttentionO
       }
     });
   }
+  return false;
 }
 
 SixTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -480,8 +490,8 @@ SixTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tenso
     if (a.own_dbias && !all_seen) dbias.zero_();
     if (!a.own_dbias) compute_dbias(a, keep);
   }
-  if (need_dqkv) compute_dqkv(a, keep);
-  if (!dscore_slots.empty()) compute_dscore(a, keep, options, dscore_slots, dscore);
+  const bool done = !dscore_slots.empty() && compute_dscore(a, keep, options, dscore_slots, dscore, need_dqkv);
+  if (need_dqkv && !done) compute_dqkv(a, keep);
   return {dq, dk, dv, dsinks, dbias, dscore};
 }
 

@@ -190,6 +190,25 @@ def test_the_number_of_threads_does_not_change_a_bit() -> None:
         assert all(map(torch.equal, found[0], other))
 
 
+def test_a_gradient_is_the_same_in_a_pass_of_its_own() -> None:
+    """Of a tensor of which each pair has its own element, alone, beside others and with those of q, k and v."""
+    table, gate = torch.randn(4, 150, 140, requires_grad=True), torch.ones(4, requires_grad=True)
+    q, k, v = (torch.randn(1, n, t, 16).requires_grad_() for n, t in ((4, 150), (2, 140), (2, 140)))
+
+    def attend(use_gate: bool) -> Tensor:
+        return fk.flash_attention(
+            q, k, v, causal=True, softcap=3.0, backend="native",
+            score_mod=lambda s, b, h, i, j: table[h, i, j] * s * (gate[h] if use_gate else 1.0),
+        )  # fmt: skip
+
+    dout = torch.randn(1, 4, 150, 16)
+    alone = torch.autograd.grad(attend(False), [table], dout)[0]
+    for use_gate in (False, True):
+        dq, dtable = torch.autograd.grad(attend(use_gate), [q, table], dout)
+        torch.testing.assert_close(dtable, alone, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(dq, torch.autograd.grad(attend(False), [q], dout)[0], rtol=1e-5, atol=1e-6)
+
+
 @over_sets
 def test_hidden_pairs_hide_what_a_function_returns(instruction_set: Callable[[str], None], name: str) -> None:
     """NaN and infinity at pairs that a mask or -inf hides reach nothing, forward and backward."""
