@@ -189,7 +189,16 @@ def call_of(spec: OpSpec, q: Tensor, k: Tensor, v: Tensor, batch_invariant: bool
     parameters = inspect.signature(spec.public).parameters
     given = {"q": q, "k": k, "v": v, "batch_invariant": batch_invariant, "backend": "auto"}
     order = ("backend", "q", "k", "v", "causal", "scale", "window", "softcap", "alibi_slopes", "sinks", "attn_mask")
-    order += ("dropout_p", "dropout_seed", "align", "deterministic", "batch_invariant", "return_lse", "return_stats")
+    order += (
+        "dropout_p",
+        "dropout_seed",
+        "score_mod",
+        "align",
+        "deterministic",
+        "batch_invariant",
+        "return_lse",
+        "return_stats",
+    )
     return tuple(given.get(name, parameters[name].default) for name in order)
 
 

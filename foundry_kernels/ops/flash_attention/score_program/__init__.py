@@ -60,6 +60,7 @@ that load i read. Where ds is 0, as it is for hidden pairs and for results of -i
 derivative is.
 """
 
+from foundry_kernels.ops.flash_attention.score_program import functions  # noqa: F401  (fills `trace.FUNCTIONS`)
 from foundry_kernels.ops.flash_attention.score_program.derive import derive
 from foundry_kernels.ops.flash_attention.score_program.evaluate import evaluate
 from foundry_kernels.ops.flash_attention.score_program.program import (

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels.ops.flash_attention.score_program.trace import Recorder, Row, Scalar, _Arguments, kind_of
+from foundry_kernels.ops.flash_attention.score_program.trace import (
+    FUNCTIONS,
+    Recorder,
+    Row,
+    Scalar,
+    _Arguments,
+    kind_of,
+)
 
 Function = Callable[..., Any]
-
-#: The operators that have a reflected form and one in place.
-REFLECTED = (
-    "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
-)  # fmt: skip
 
 
 def _float_unary(op: str) -> Function:
@@ -312,7 +314,7 @@ def _isnan(r: Recorder, input: Any) -> Scalar:
     return r.new(r.builder.emit("not", "bool", r.builder.emit("eq", "bool", x, x)))
 
 
-FUNCTIONS: dict[str, Function] = {
+FUNCTIONS |= {
     **{op: _float_unary(op) for op in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos")},
     **{op: _signed_unary(op) for op in ("neg", "abs")},
     "special_expit": _float_unary("sigmoid"), "negative": _signed_unary("neg"), "absolute": _signed_unary("abs"),

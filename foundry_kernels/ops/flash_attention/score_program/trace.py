@@ -22,6 +22,14 @@ from foundry_kernels.ops.flash_attention.score_program.program import INPUTS, KI
 
 ScoreFunction = Callable[..., Any]
 
+#: The functions of torch that a score function may use, by name; `functions` fills it.
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+
+#: The operators that have a reflected form and one in place.
+_REFLECTED = (
+    "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
+)  # fmt: skip
+
 
 def trace(fn: ScoreFunction, dtype: torch.dtype, device: torch.device) -> tuple[Program, tuple[Tensor, ...]]:
     """The program of ``fn(score, b, h, q_idx, kv_idx)`` and the captured tensors, one for each of its slots.
@@ -259,17 +267,15 @@ def _recorder_of(args: tuple[Any, ...]) -> Recorder | None:
 
 def apply(recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function of torch of this name, or a method of a tensor, does."""
-    from foundry_kernels.ops.flash_attention.score_program import functions
-
     plain = name.strip("_")
-    if name.startswith("__r") and plain[1:] in functions.REFLECTED and len(args) == 2:
+    if name.startswith("__r") and plain[1:] in _REFLECTED and len(args) == 2:
         plain, args = plain[1:], (args[1], args[0])
     own = name.startswith("__")
-    if (own and name[2] == "i" and plain[1:] in functions.REFLECTED) or (name.endswith("_") and not own):
+    if (own and name[2] == "i" and plain[1:] in _REFLECTED) or (name.endswith("_") and not own):
         recorder.fail(f"changes a value in place ({name})")
     if plain == "getitem":
         return _indexed(recorder, args[0], (), args[1])
-    function = functions.FUNCTIONS.get(plain)
+    function = FUNCTIONS.get(plain)
     if function is None:
         recorder.fail(f"uses {plain}, which is not among the operations of a score function")
     try:

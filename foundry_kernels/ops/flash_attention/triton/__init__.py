@@ -103,7 +103,7 @@ class _FlashAttention(torch.autograd.Function):
             dsinks if need_dsinks else None,
             dbias if need_dbias else None,
             None,
-            *split_dscore(dscore, options.score_tensors or (), dscore_slots),
+            *(split_dscore(dscore, options.score_tensors, dscore_slots) if options.score_tensors else ()),
         )
 
 

@@ -138,7 +138,7 @@ def empty_bwd(
         rows(v, v.shape[-1]) if need_dv else None,
         torch.empty_like(options.sinks) if need_dsinks and options.sinks is not None else None,
         torch.empty_like(options.attn_mask) if need_dbias and options.attn_mask is not None else None,
-        empty_dscore(q, options.score_tensors or (), dscore_slots),
+        empty_dscore(q, options.score_tensors or (), dscore_slots) if dscore_slots else None,
     )
 
 
