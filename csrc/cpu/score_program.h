@@ -109,8 +109,8 @@ struct ScoreLoad {
 struct ScoreGradient {
   int derivative;
   ScoreLoad load;
-  int sums;           // which
-  int indexed_by[3];  // the dimension whose index is b, h or q itself, or -1
+  int sums;                // which
+  int indexed_by[3];       // the dimension whose index is b, h or q itself, or -1
   bool exclusive = false;  // each pair has its own element, along keys: the sums are float, not double
 };
 
