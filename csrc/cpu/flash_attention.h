@@ -118,8 +118,9 @@ struct AttentionBackward : AttentionInputs {
   const float* delta;  // see AttentionDelta
   void *dq, *dk, *dv;  // each null if not needed
   HeadStrides dq_strides, dk_strides, dv_strides;
-  float* sums;  // see AttentionBackwardTask
-  void* dbias;  // of bias_type, or null
+  float* sums;              // see AttentionBackwardTask
+  void* const* score_sums;  // those of `program`'s gradients, which are exclusive (see ScoreGradient), or null
+  void* dbias;              // of bias_type, or null
   PairStrides dbias_strides;
   bool own_dbias;  // each pair has its own element, which the tasks write; otherwise AttentionBiasTask computes them
 
@@ -210,7 +211,7 @@ FK_DECLARE_PER_ISA_AND_AMX(void, attention_bias_gradient, const AttentionBackwar
                            float* scratch)
 // The gradients of the tensors that a score function reads, added to `sums`: those of the task's pairs. Keys are all.
 FK_DECLARE_PER_ISA_AND_AMX(void, attention_score_gradient, const AttentionBackward& args, const AttentionBiasTask& task,
-                           double* const* sums, float* scratch)
+                           void* const* sums, float* scratch)
 FK_DECLARE_PER_ISA_AND_AMX(void, attention_delta, const AttentionDelta& args, int64_t sequence, int64_t token_begin,
                            int64_t token_end)
 FK_DECLARE_PER_ISA_AND_AMX(float, attention_dsink, const AttentionDelta& args, int64_t n_sequences, int64_t head,

@@ -78,7 +78,7 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
   const int64_t head = task.kv_head * a.group, kv_head = task.kv_head, n_rows = s.q_len * a.group;
   const int64_t padded_d = round_up(a.head_dim, kAttentionPad), padded_dv = round_up(a.head_dim_v, kAttentionPad);
   const int64_t lanes = lanes_of<E>(a.head_dim), value_lanes = lanes_of<E>(a.head_dim_v);
-  const bool need_scores = a.dq || a.dk || a.own_dbias, shared = task.sums >= 0;
+  const bool need_scores = a.dq || a.dk || a.own_dbias || a.score_sums, shared = task.sums >= 0;
   float* key_sums = shared ? a.sums + task.sums : scratch.sums;
   float* dq_sums = task.row_sums >= 0 ? a.sums + task.row_sums : nullptr;
   const KeySums dk(a, a.dk, a.head_dim, key_offset(a.dk_strides, s, kv_head, 0), a.dk_strides.token, key_sums);
@@ -143,6 +143,7 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
         tiles.multiply_values_of(b, decoded, begin, n, values, scratch);
       }
       differentiate<E>(a, s, head, b, scratch, begin, n, first_key, a.own_dbias);
+      if (a.score_sums) add_score_gradients(a, b, scratch, begin, n, a.score_sums);
       if (a.own_dbias) write_bias_tile(a, s, head, b, begin, n, scratch.bias_rows, scratch.bias);
       if (a.dv) add_rows(b.count, n, padded_dv / kLanes, weights, dout, dv.data + begin * dv.ld, dv.ld);
       if (a.dk) add_rows(b.count, n, padded_d / kLanes, dscores, queries, dk.data + begin * dk.ld, dk.ld);

@@ -250,6 +250,13 @@ void differentiate(const AttentionBackward& a, const AttentionSequence& s, int64
   });
 }
 
+// Adds the gradients of the tensors that the score function reads, after `differentiate`.
+inline void add_score_gradients(const AttentionBackward& a, const GradientBlock& b, const GradientScratch& scratch,
+                                int64_t key, int64_t n, void* const* sums) {
+  const ScoreScratch& of = scratch.program;
+  score_gradients(*a.program, of.blocks[0], of.tile, of.tiles[1], of.tiles[2], b.count, key, n, sums);
+}
+
 // Visits the tiles of a block of rows, from `row` on and before row_end, with keys [key_begin, key_end): calls
 // f(block, key, n) once weights and score gradients are in scratch, and the bias gradient if there is a bias.
 template <class E, class F>

@@ -10,24 +10,23 @@ namespace FK_ISA {
 namespace {
 
 template <class E>
-void score_gradient(const AttentionBackward& a, const AttentionBiasTask& task, double* const* sums, float* memory) {
+void score_gradient(const AttentionBackward& a, const AttentionBiasTask& task, void* const* sums, float* memory) {
   const GradientScratch scratch(a, memory);
-  const ScoreScratch& of = scratch.program;
   for (int64_t n = task.sequence_begin; n < task.sequence_end; ++n) {
     const AttentionSequence& s = a.sequences[n];
     const int64_t row_end = std::min(task.row_end, s.q_len * a.group);
     for (int64_t kv_head = task.kv_head_begin; kv_head < task.kv_head_end; ++kv_head)
       for (int64_t row = task.row_begin; row < row_end; row += kAttentionRows)
-        for_each_gradient_tile<E>(
-            a, n, kv_head, row, row_end, 0, s.k_len, scratch, [&](const GradientBlock& b, int64_t key, int64_t n_keys) {
-              score_gradients(*a.program, of.blocks[0], of.tile, of.tiles[1], of.tiles[2], b.count, key, n_keys, sums);
-            });
+        for_each_gradient_tile<E>(a, n, kv_head, row, row_end, 0, s.k_len, scratch,
+                                  [&](const GradientBlock& b, int64_t key, int64_t n_keys) {
+                                    add_score_gradients(a, b, scratch, key, n_keys, sums);
+                                  });
   }
 }
 
 }  // namespace
 
-void attention_score_gradient(const AttentionBackward& a, const AttentionBiasTask& task, double* const* sums,
+void attention_score_gradient(const AttentionBackward& a, const AttentionBiasTask& task, void* const* sums,
                               float* scratch) {
   if constexpr (kPairs) {
     if (a.type == Dtype::bf16 && !a.widens) {

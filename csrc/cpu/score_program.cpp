@@ -10,14 +10,13 @@ namespace FK_ISA {
 
 namespace {
 
-// One list of instructions on `steps` steps of `vecs` registers, the first of which is step `first` of the tile.
+// One list of instructions on `steps` steps, the first of which is step `first` of the tile.
 class Interpreter {
  public:
-  Interpreter(const ScorePlan& plan, ScoreMemories memory, int64_t steps, int64_t vecs, int64_t first)
+  Interpreter(const ScorePlan& plan, ScoreMemories memory, int64_t steps, int64_t first)
       : plan_(plan),
         memory_(memory),
         steps_(steps),
-        vecs_(vecs),
         first_(first) {}
 
   // What is not arithmetic: the caller's.
@@ -31,12 +30,14 @@ class Interpreter {
   template <class F> FK_INLINE void unary(const ScoreInstruction& x, F&& f) const {
     const ScoreView to = view(x.to), a = view(x.from[0]);
     for (int64_t s = 0; s < steps_; ++s)
-      for (int64_t v = 0; v < vecs_; ++v) to.store(s, v, f(a.load(s, v)));
+#pragma GCC unroll 4
+      for (int64_t v = 0; v < kScoreVecs; ++v) to.store(s, v, f(a.load(s, v)));
   }
   template <class F> FK_INLINE void binary(const ScoreInstruction& x, F&& f) const {
     const ScoreView to = view(x.to), a = view(x.from[0]), b = view(x.from[1]);
     for (int64_t s = 0; s < steps_; ++s)
-      for (int64_t v = 0; v < vecs_; ++v) to.store(s, v, f(a.load(s, v), b.load(s, v)));
+#pragma GCC unroll 4
+      for (int64_t v = 0; v < kScoreVecs; ++v) to.store(s, v, f(a.load(s, v), b.load(s, v)));
   }
   // Of ints and masks.
   template <class F> FK_INLINE void unary_int(const ScoreInstruction& x, F&& f) const {
@@ -58,7 +59,7 @@ class Interpreter {
   void compute(const ScoreInstruction& x) const {
     switch (x.op) {
       case ScoreOp::load:
-        return load_elements(plan_.loads[x.load], view(x.to), steps_, vecs_, [&](int at) { return view(at); });
+        return load_elements(plan_.loads[x.load], view(x.to), steps_, [&](int at) { return view(at); });
       case ScoreOp::to_float:
         return unary(x, [](Vec a) FK_INLINE { return __builtin_convertvector(as_int(a), Vec); });
       case ScoreOp::to_int:
@@ -121,7 +122,9 @@ class Interpreter {
       case ScoreOp::where: {
         const ScoreView to = view(x.to), c = view(x.from[0]), a = view(x.from[1]), b = view(x.from[2]);
         for (int64_t s = 0; s < steps_; ++s)
-          for (int64_t v = 0; v < vecs_; ++v) to.store(s, v, as_int(c.load(s, v)) != 0 ? a.load(s, v) : b.load(s, v));
+#pragma GCC unroll 4
+          for (int64_t v = 0; v < kScoreVecs; ++v)
+            to.store(s, v, as_int(c.load(s, v)) != 0 ? a.load(s, v) : b.load(s, v));
         return;
       }
       case ScoreOp::copy: return unary(x, [](Vec a) FK_INLINE { return a; });
@@ -129,7 +132,7 @@ class Interpreter {
       case ScoreOp::spread: {  // the numbers of steps
         const float* from = view(x.from[0]).data;
         const ScoreView to = view(x.to);
-        for (int64_t i = 0; i < vecs_ * kLanes; ++i) to.store(i, 0, splat(from[i]));
+        for (int64_t i = 0; i < kScoreLanes; ++i) to.store(i, 0, splat(from[i]));
         return;
       }
       default: return;  // `detach` has no instruction, and the others are the caller's
@@ -139,15 +142,13 @@ class Interpreter {
  private:
   const ScorePlan& plan_;
   const ScoreMemories memory_;
-  const int64_t steps_, vecs_, first_;
+  const int64_t steps_, first_;
 };
-
-int64_t vecs_of(int64_t n) { return (n + kLanes - 1) / kLanes; }
 
 }  // namespace
 
 void score_block(const ScorePlan& plan, const ScoreRows& rows, float* block) {
-  Interpreter interpreter(plan, {block, nullptr, nullptr, 0}, 1, vecs_of(rows.count), 0);
+  Interpreter interpreter(plan, {block, nullptr, nullptr, 0}, 1, 0);
   // Rows beyond the block repeat the last one, so that they read what it reads.
   const auto row = [&](int64_t i) { return rows.row + std::min(i, rows.count - 1); };
   const auto head = [&](int64_t i) {
@@ -159,8 +160,8 @@ void score_block(const ScorePlan& plan, const ScoreRows& rows, float* block) {
       const ScoreView to = by.view(x.to);
       const bool one = plan.registers[x.to].layout == ScoreLayout::one;
       int32_t numbers[kScoreLanes];
-      for (int64_t i = 0; i < vecs_of(rows.count) * kLanes; ++i) numbers[i] = f(one ? 0 : i);
-      std::memcpy(to.data, numbers, (one ? kLanes : vecs_of(rows.count) * kLanes) * sizeof(float));
+      for (int64_t i = 0; i < kScoreLanes; ++i) numbers[i] = f(one ? 0 : i);
+      std::memcpy(to.data, numbers, (one ? kLanes : kScoreLanes) * sizeof(float));
       return true;
     };
     switch (x.op) {
@@ -176,7 +177,7 @@ void score_block(const ScorePlan& plan, const ScoreRows& rows, float* block) {
         for (int d = 0; d < int(l.dimensions.size()); ++d) {
           if (d == l.along) continue;
           const ScoreView index = by.view(l.dimensions[d].index);
-          for (int64_t i = 0; i < vecs_of(rows.count) * kLanes; ++i)
+          for (int64_t i = 0; i < kScoreLanes; ++i)
             to[i] += l.dimensions[d].stride * element_of(l.dimensions[d], index.number(0, i));
         }
         return true;
@@ -189,40 +190,39 @@ void score_block(const ScorePlan& plan, const ScoreRows& rows, float* block) {
 void score_tile(const ScorePlan& plan, const float* block, float* tile, float* scores, int64_t ld, int64_t rows,
                 int64_t key, int64_t n) {
   const ScoreMemories memory{const_cast<float*>(block), tile, scores, ld};
-  Interpreter(plan, memory, 1, vecs_of(n), 0).run(plan.of_tile, [&](const ScoreInstruction& x, const Interpreter& by) {
+  Interpreter(plan, memory, 1, 0).run(plan.of_tile, [&](const ScoreInstruction& x, const Interpreter& by) {
     if (x.op != ScoreOp::k) return false;
     int32_t numbers[kScoreLanes];
-    for (int64_t i = 0; i < vecs_of(n) * kLanes; ++i) numbers[i] = int32_t(key + std::min(i, n - 1));
-    std::memcpy(by.view(x.to).data, numbers, vecs_of(n) * sizeof(Vec));
+    for (int64_t i = 0; i < kScoreLanes; ++i) numbers[i] = int32_t(key + std::min(i, n - 1));
+    std::memcpy(by.view(x.to).data, numbers, sizeof(numbers));
     return true;
   });
-  const int64_t steps = plan.keys_in_lanes ? rows : n, vecs = vecs_of(plan.keys_in_lanes ? n : rows);
+  const int64_t steps = plan.keys_in_lanes ? rows : n, lanes = plan.keys_in_lanes ? n : rows;
   for (int64_t first = 0; first < steps; first += kScoreSteps) {
     const int64_t count = std::min(kScoreSteps, steps - first);
-    Interpreter(plan, memory, count, vecs, first)
-        .run(plan.of_chunk, [&](const ScoreInstruction& x, const Interpreter& by) {
-          if (x.op != ScoreOp::load || plan.loads[x.load].along < 0) return false;
-          const auto* offsets = reinterpret_cast<const int64_t*>(by.view(x.from[0]).data);
-          const ScoreLoad& l = plan.loads[x.load];
-          if (plan.keys_in_lanes) load_rows(l, offsets + first, by.view(x.to), count, key, n);
-          else load_columns(l, offsets, by.view(x.to), vecs, key + first, count);
-          return true;
-        });
+    Interpreter(plan, memory, count, first).run(plan.of_chunk, [&](const ScoreInstruction& x, const Interpreter& by) {
+      if (x.op != ScoreOp::load) return false;
+      const ScoreLoad& l = plan.loads[x.load];
+      if (l.along < 0) return load_diagonals(l, by.view(x.to), count, lanes, [&](int at) { return by.view(at); });
+      const auto* offsets = reinterpret_cast<const int64_t*>(by.view(x.from[0]).data);
+      if (plan.keys_in_lanes) load_rows(l, offsets + first, by.view(x.to), count, key, n);
+      else load_columns(l, offsets, by.view(x.to), key + first, count);
+      return true;
+    });
   }
 }
 
 void score_gradients(const ScorePlan& plan, const float* block, const float* tile, const float* ds, float* products,
-                     int64_t rows, int64_t key, int64_t n, double* const* sums) {
+                     int64_t rows, int64_t key, int64_t n, void* const* sums) {
   const ScoreMemories memory{const_cast<float*>(block), const_cast<float*>(tile), nullptr, 0};
   for (const ScoreGradient& g : plan.gradients) {
     const ScoreView by = memory.view(plan, g.derivative, 0);
-    const int64_t vecs = vecs_of(rows);
     for (int64_t s = 0; s < n; ++s)
-      for (int64_t v = 0; v < vecs; ++v) {
+      for (int64_t v = 0; v * kLanes < rows; ++v) {
         const Vec d = Whole::load(ds + s * kScoreLanes + v * kLanes);
         Whole::store(products + s * kScoreLanes + v * kLanes, d == Vec{} ? d : d * by.load(s, v));
       }
-    add_elements(plan, memory, g.load, products, rows, key, n, sums[g.sums]);
+    add_elements(plan, memory, g, products, rows, key, n, sums[g.sums]);
   }
 }
 

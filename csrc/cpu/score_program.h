@@ -85,9 +85,11 @@ struct ScoreInstruction {
   int load;
 };
 
-// Element strides. The index of a dimension is a register.
+// Element strides. The index of a dimension is a register. by_lane and by_step: what it grows by from one to the next,
+// of loads along diagonals.
 struct ScoreDimension {
   int64_t size, stride;
+  int64_t by_lane, by_step;
   int index;
   bool may_be_negative;
 };
@@ -98,6 +100,8 @@ struct ScoreLoad {
   bool is_empty;
   bool narrow;  // offsets fit in 32 bits
   int along;    // the dimension whose index is the key, if the others vary with rows alone; otherwise -1
+  int64_t
+      diagonal;  // if not 0, the offset grows by it from a lane to the next and shrinks by it from a step to the next
 };
 
 // The gradient of the tensor that a load reads: ds times the value of `derivative`, added to elements of a contiguous
@@ -105,8 +109,9 @@ struct ScoreLoad {
 struct ScoreGradient {
   int derivative;
   ScoreLoad load;
-  int sums;           // which
-  int indexed_by[3];  // the dimension whose index is b, h or q itself, or -1
+  int sums;                // which
+  int indexed_by[3];       // the dimension whose index is b, h or q itself, or -1
+  bool exclusive = false;  // each pair has its own element, along keys: the sums are float, not double
 };
 
 struct ScorePlan {
@@ -145,11 +150,10 @@ struct ScoreRows {
 // Computes what the rows of a block alone determine.
 FK_DECLARE_PER_ISA(void, score_block, const ScorePlan& plan, const ScoreRows& rows, float* block)
 // Replaces a tile's scores by the results for `rows` rows of the block and keys [key, key + n), and computes the other
-// values of the plan in `tile`. Scores of other keys and rows up to a whole register become undefined, and with
-// keys in the steps those up to a multiple of kScoreSteps keys.
+// values of the plan in `tile`. Scores of other lanes become undefined: each step has room for kScoreLanes.
 FK_DECLARE_PER_ISA(void, score_tile, const ScorePlan& plan, const float* block, float* tile, float* scores, int64_t ld,
                    int64_t rows, int64_t key, int64_t n)
 // Adds ds [n, kScoreLanes] times the derivatives to the sums of captured tensors, after score_tile. `products` is a
 // tile of scratch.
 FK_DECLARE_PER_ISA(void, score_gradients, const ScorePlan& plan, const float* block, const float* tile, const float* ds,
-                   float* products, int64_t rows, int64_t key, int64_t n, double* const* sums)
+                   float* products, int64_t rows, int64_t key, int64_t n, void* const* sums)

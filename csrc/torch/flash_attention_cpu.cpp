@@ -334,6 +334,7 @@ struct ScoreSums {
   std::vector<AttentionBiasTask> tasks;
   std::vector<std::vector<int64_t>> copy_of;  // [task][which tensor]
   std::vector<int64_t> numel, copies;
+  std::vector<bool> exclusive;  // of tensors, see ScoreGradient
 
   ScoreSums(const AttentionBackward& a, const KeepAlive& keep, const AttentionOptions& options, const Slots& slots) {
     int64_t rows = 0;
@@ -356,6 +357,14 @@ struct ScoreSums {
       parts[part] = copied * most[part] <= kMostCopied ? std::max<int64_t>(1, most[part]) : 1;
       for (size_t i = 0; i < slots.size(); ++i)
         if (shared[part][i]) copies[i] *= parts[part];
+    }
+    for (size_t i = 0; i < slots.size(); ++i) {
+      int loads = 0;
+      bool alone = true;
+      for (const ScoreGradient& g : a.program->gradients)
+        if (g.sums == int(i)) ++loads, alone = alone && g.load.along >= 0;
+      for (int part = 0; part < kParts; ++part) alone = alone && (numbers[part] <= 1 || !shared[part][i]);
+      exclusive.push_back(alone && loads == 1);
     }
     int64_t at[kParts];
     for (at[0] = 0; at[0] < parts[0]; ++at[0])
@@ -389,29 +398,44 @@ struct ScoreSums {
   }
 };
 
-void compute_dscore(AttentionBackward a, const KeepAlive& keep, const AttentionOptions& options, const Slots& slots,
-                    const Tensor& dscore) {
-  const ScorePlan program = plan_scores(options.score_mod, keep.score_tensors, {a.group > 1, false, true, slots});
+// Computes dscore. If each pair has its own element of all captured tensors, and others are wanted, computes dq, dk and
+// dv in the same pass. Returns whether it has.
+bool compute_dscore(AttentionBackward a, const KeepAlive& keep, const AttentionOptions& options, const Slots& slots,
+                    const Tensor& dscore, bool need_dqkv) {
+  ScorePlan program = plan_scores(options.score_mod, keep.score_tensors, {a.group > 1, false, true, slots});
   a.program = &program;
-  a.dbias = nullptr;
   const ScoreSums split(a, keep, options, slots);
-  std::vector<Tensor> sums;
-  for (size_t i = 0; i < slots.size(); ++i) sums.push_back(at::zeros({split.copies[i], split.numel[i]}, at::kDouble));
+  for (ScoreGradient& g : program.gradients) g.exclusive = split.exclusive[g.sums];
+  std::vector<Tensor> sums, results;
+  for (size_t i = 0, begin = 0; i < slots.size(); begin += split.numel[i++]) {
+    results.push_back(dscore.narrow(0, begin, split.numel[i]));
+    sums.push_back(split.exclusive[i] ? results[i].zero_() : at::zeros({split.copies[i], split.numel[i]}, at::kDouble));
+  }
+  if (need_dqkv && std::all_of(split.exclusive.begin(), split.exclusive.end(), [](bool each) { return each; })) {
+    std::vector<void*> own;
+    for (const Tensor& each : results) own.push_back(each.mutable_data_ptr<float>());
+    a.score_sums = own.data();
+    compute_dqkv(a, keep);
+    return true;
+  }
+  a.dbias = nullptr;
   const auto n_tasks = static_cast<int64_t>(split.tasks.size());
   const int64_t scratch =
       attention_backward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr) + score_scratch(a.program);
   const auto kernel = FK_CHOOSE_ISA_OF(attention_isa(a.batch_invariant), attention_score_gradient);
   std::atomic<int64_t> next{0};
   on_threads(n_tasks, work_of(a, keep), scratch, [&](float* memory) {
-    std::vector<double*> own(slots.size());
+    std::vector<void*> own(slots.size());
     for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
       for (size_t i = 0; i < slots.size(); ++i)
-        own[i] = sums[i].mutable_data_ptr<double>() + split.copy_of[task][i] * split.numel[i];
+        own[i] = split.exclusive[i] ? static_cast<void*>(sums[i].mutable_data_ptr<float>())
+                                    : sums[i].mutable_data_ptr<double>() + split.copy_of[task][i] * split.numel[i];
       kernel(a, split.tasks[task], own.data(), memory);
     }
   });
-  float* out = dscore.mutable_data_ptr<float>();
-  for (size_t i = 0; i < slots.size(); out += split.numel[i++]) {
+  for (size_t i = 0; i < slots.size(); ++i) {
+    if (split.exclusive[i]) continue;
+    float* out = results[i].mutable_data_ptr<float>();
     const int64_t n = split.numel[i], copies = split.copies[i];
     const double* from = sums[i].const_data_ptr<double>();
     at::parallel_for(0, n, kGrain, [&](int64_t begin, int64_t end) {
@@ -422,6 +446,7 @@ void compute_dscore(AttentionBackward a, const KeepAlive& keep, const AttentionO
       }
     });
   }
+  return false;
 }
 
 SixTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -465,8 +490,8 @@ SixTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tenso
     if (a.own_dbias && !all_seen) dbias.zero_();
     if (!a.own_dbias) compute_dbias(a, keep);
   }
-  if (need_dqkv) compute_dqkv(a, keep);
-  if (!dscore_slots.empty()) compute_dscore(a, keep, options, dscore_slots, dscore);
+  const bool done = !dscore_slots.empty() && compute_dscore(a, keep, options, dscore_slots, dscore, need_dqkv);
+  if (need_dqkv && !done) compute_dqkv(a, keep);
   return {dq, dk, dv, dsinks, dbias, dscore};
 }
 

@@ -20,6 +20,9 @@ struct Value {
   bool live = false, kept = false;        // kept: needed for the whole tile
   int last_use = -1;                      // the last live value that reads it
   int at = -1, spread = -1;               // registers
+  // Of integers: whether it is by_q * q + by_k * k + a number that varies with neither.
+  bool affine = false;
+  int64_t by_q = 0, by_k = 0;
 };
 
 struct Program {
@@ -170,7 +173,32 @@ class Planner {
         x.of_rows |= p_.values[i].of_rows;
         x.of_keys |= p_.values[i].of_keys;
       }
+      find_slope(x);
     }
+  }
+
+  void find_slope(Value& x) const {
+    const Value &a = x.operands.empty() ? x : p_.values[x.operands[0]],
+                &b = x.operands.empty() ? x : p_.values[x.operands.back()];
+    const auto set = [&](int64_t by_q, int64_t by_k) {
+      constexpr int64_t kMost = 1 << 20;
+      x.affine = std::abs(by_q) < kMost && std::abs(by_k) < kMost;
+      x.by_q = by_q, x.by_k = by_k;
+    };
+    const auto times = [&](const Value& y, const Value& constant) {
+      const auto factor = static_cast<int32_t>(constant.bits);
+      set(y.by_q * factor, y.by_k * factor);
+    };
+    if (x.kind != ScoreKind::integer || query_.own_heads) return;
+    if (!x.of_rows && !x.of_keys) return set(0, 0);
+    if (x.op == ScoreOp::q) return set(1, 0);
+    if (x.op == ScoreOp::k) return set(0, 1);
+    if (x.operands.empty() || !a.affine || !b.affine) return;
+    if (x.op == ScoreOp::add) set(a.by_q + b.by_q, a.by_k + b.by_k);
+    if (x.op == ScoreOp::sub) set(a.by_q - b.by_q, a.by_k - b.by_k);
+    if (x.op == ScoreOp::neg) set(-a.by_q, -a.by_k);
+    if (x.op == ScoreOp::mul && a.op == ScoreOp::constant) times(b, a);
+    else if (x.op == ScoreOp::mul && b.op == ScoreOp::constant) times(a, b);
   }
 
   void find_live(const std::vector<int>& wanted) {
@@ -300,16 +328,25 @@ class Planner {
   template <class Read>
   ScoreLoad load_of(const Value& x, const std::vector<int64_t>& strides, Read&& read) const {
     const ScoreTensor& t = tensors_[x.slot];
-    ScoreLoad l{t.data.const_data_ptr(), t.type, {}, t.data.numel() == 0, true, -1};
-    int64_t extent = 0;
+    ScoreLoad l{t.data.const_data_ptr(), t.type, {}, t.data.numel() == 0, true, -1, 0};
+    int64_t extent = 0, by_lane = 0, by_step = 0;
+    bool affine = is_tile(x) && !l.is_empty;
     for (int d = 0; d < int(x.operands.size()); ++d) {
       const int64_t size = t.data.size(d);
-      l.dimensions.push_back({size, strides[d], read(x.operands[d]), (x.negative >> std::min(d, 62) & 1) != 0});
+      const Value& index = p_.values[x.operands[d]];
+      ScoreDimension made{size,       strides[d],          index.by_q,
+                          index.by_k, read(x.operands[d]), (x.negative >> std::min(d, 62) & 1) != 0};
+      if (query_.keys_in_lanes) std::swap(made.by_lane, made.by_step);
+      by_lane += made.by_lane * made.stride;
+      by_step += made.by_step * made.stride;
+      affine = affine && index.affine;
+      l.dimensions.push_back(made);
       extent += std::abs(strides[d]) * std::max<int64_t>(0, size - 1);
       l.narrow = l.narrow && size <= std::numeric_limits<int32_t>::max();
     }
     l.narrow = l.narrow && extent <= std::numeric_limits<int32_t>::max();
     l.along = along_of(x);
+    if (affine && l.along < 0 && by_lane == -by_step) l.diagonal = by_lane;
     return l;
   }
 
