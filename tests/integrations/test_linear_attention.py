@@ -26,10 +26,11 @@ from foundry_kernels.integrations.adapters.tiny import tiny_model
 from foundry_kernels.integrations.families import FAMILIES
 
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
-#: Families of transformers 5.24, with the names of their models: Kimi's delta attention, then Mamba-2. Before, Mamba-2's
-#: layers were written otherwise, and stay.
+#: Families of transformers 5.24, with the names of their models: Kimi's delta attention, and Mamba-2. Before, layers of
+#: Mamba-2 were written otherwise, and stay.
 NEWER = {
     "kimi_linear": "KimiLinearForCausalLM",
+    "bailing_hybrid": "BailingHybridForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
@@ -37,9 +38,12 @@ NEWER = {
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "zamba2": "Zamba2ForCausalLM",
 }
-#: Falcon-H1 has no norm by default: its gate is a part of the scan. Kimi Linear takes all experts, so that none comes and
-#: goes with the last bit.
-OPTIONS: dict[str, dict[str, Any]] = {"falcon_h1": {"mamba_rms_norm": True}, "kimi_linear": {"num_experts_per_tok": 4}}
+#: Falcon-H1 has no norm by default: its gate is a part of the scan. All experts: none comes and goes with the last bit.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"mamba_rms_norm": True},
+    "kimi_linear": {"num_experts_per_tok": 4},
+    "bailing_hybrid": {"num_experts_per_tok": 4},
+}
 BEFORE_NEWER = Version(transformers.__version__) < Version("5.24")
 #: They differ from the others in their code.
 QUICK = (*DELTA_NETS, "kimi_linear", "falcon_h1", "nemotron_h")
@@ -135,10 +139,13 @@ def test_gradients_of_packed_rows_are_those_of_documents(
 
 
 @FAMILY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @torch.no_grad()
-def test_a_cache_that_either_filled(family: str) -> None:
+def test_a_cache_that_either_filled(family: str, dtype: torch.dtype) -> None:
     """A prompt read with or without a patch, then single tokens and several, with or without: one cache object."""
-    model = model_of(family)
+    model = model_of(family).to(dtype)
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # their grouped matmuls have no float64
 
     def logits(patched: tuple[bool, ...]) -> Tensor:
         cache, found = None, []

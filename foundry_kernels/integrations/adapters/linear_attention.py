@@ -105,13 +105,15 @@ def one_each(self: Any, layers: Layers, x: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def by_channel(self: Any, layers: Layers, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Kimi Linear's projections, of which the gate's and the decay's are products of two."""
-    gate, inside = self.forget_gate, _in_kernel(self.forget_gate)
-    first = self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.g_a_proj
-    q, k, v, b, z, *a = layers.each(x, *first, *([gate.f_a_proj] if inside else []))
-    decay = layers.linear(a[0], gate.f_b_proj) if inside else gate(x)
-    decay = decay.reshape(*x.shape[:2], self.num_heads, self.head_dim)
-    return torch.cat((q, k, v), -1), layers.linear(z, self.g_b_proj), b, decay
+    """Kimi Linear's projections, of which the gate's and the decay's are products of two; the gate's may be one."""
+    decay, inside = self.forget_gate, _in_kernel(self.forget_gate)
+    gates = [self.g_a_proj, self.g_b_proj] if hasattr(self, "g_a_proj") else [self.g_proj]
+    first = self.q_proj, self.k_proj, self.v_proj, self.b_proj, gates[0]
+    q, k, v, b, z, *a = layers.each(x, *first, *([decay.f_a_proj] if inside else []))
+    for layer in gates[1:]:
+        z = layers.linear(z, layer)
+    g = layers.linear(a[0], decay.f_b_proj) if inside else decay(x)
+    return torch.cat((q, k, v), -1), z, b, g.reshape(*x.shape[:2], self.num_heads, self.head_dim)
 
 
 #: Kimi Linear's module of the decay, whose arithmetic the rule's kernels have, and the names that it may use.
@@ -199,7 +201,7 @@ class KimiDelta(DeltaNet):
         "apply_mask_to_padding_states shape head_dim torch cat q_proj k_proj v_proj transpose get_conv_state layer_idx "
         "get_recurrent_state causal_conv1d_update conv1d weight squeeze bias activation update_conv_state reshape view "
         "conv_kernel_size causal_conv1d_fn split qkv_dim forget_gate sigmoid b_proj recurrent_kimi_delta_attention "
-        "chunk_kimi_delta_attention update_recurrent_state float32 to g_a_proj g_b_proj"
+        "chunk_kimi_delta_attention update_recurrent_state float32 to g_a_proj g_b_proj g_proj"
     )
 
     def why_not(self, module: Any) -> str | None:

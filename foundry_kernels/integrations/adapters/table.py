@@ -95,6 +95,7 @@ _ROWS: dict[str, Row] = {
         ),
     },
     "kimi_linear": {"DeltaAttention": KimiDelta()},
+    "bailing_hybrid": {"DeltaAttention": KimiDelta()},
     "gpt_neox": {"Attention": NeoXAttention()},
     "bloom": {
         "Attention": BloomAttention(),
