@@ -265,6 +265,17 @@ def test_an_activation_without_a_kernel() -> None:
 
 
 @pytest.mark.skipif(BEFORE_NEWER, reason="a release before 5.24")
+@torch.no_grad()
+def test_a_decay_with_a_hook_is_called() -> None:
+    model, calls = model_of("kimi_linear"), []
+    expected = model(IDS).logits
+    fk.patch(model)
+    layer_of(model).forget_gate.register_forward_hook(lambda *_: calls.append(1))
+    assert close(model(IDS).logits, expected)
+    assert calls == [1]
+
+
+@pytest.mark.skipif(BEFORE_NEWER, reason="a release before 5.24")
 def test_states_that_are_larger_than_the_kernels() -> None:
     report = fk.patch(tiny("FalconH1ForCausalLM", mamba_d_state=257)).report()
     reasons = {e.reason for e in report.left if e.module_class == "FalconH1Mixer"}
