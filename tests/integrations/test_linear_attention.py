@@ -227,6 +227,8 @@ def test_the_report_and_which_operations() -> None:
     with fk.patch(model) as handle:
         entry = next(e for e in handle.report().replaced if e.module_class == "Qwen3_5GatedDeltaNet")
         assert (entry.name, entry.ops) == ("model.layers.0.linear_attn", ("gated_delta_rule",))
+        norm = next(e for e in handle.report().replaced if e.module_class == "Qwen3_5RMSNormGated")
+        assert norm.ops == ("rms_norm", "swiglu")
         assert handle.report().backends.keys() >= {"gated_delta_rule", "gated_delta_rule_step", "short_conv1d"}
         assert "Qwen3_5GatedDeltaNet" in str(handle.report())
     others = ("rms_norm", "swiglu", "flash_attention")

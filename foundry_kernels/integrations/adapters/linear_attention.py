@@ -68,7 +68,9 @@ def _gated_norm_forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tenso
         x, weight = x.to(wide_dtype(dtype)), weight.to(wide_dtype(dtype))
     eps = at(self, row.eps) if isinstance(row.eps, str) else row.eps
     backend = backends["rms_norm"]
-    if backends.get(row.act) == backend and gate.dtype == dtype and not (backend == "native" and x.is_cuda):
+    # The kernel does not round the product with the weight, as a product of 16 bits is.
+    exact = row.once or weight.dtype == wide_dtype(dtype)
+    if backends.get(row.act) == backend and gate.dtype == dtype and exact and not (backend == "native" and x.is_cuda):
         act = "silu" if row.act == "swiglu" else "sigmoid"
         weight, once = getattr(self, row.weight), row.once
         return gated_rms_norm(
