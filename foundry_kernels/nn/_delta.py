@@ -40,8 +40,8 @@ class ShardedDelta(Protocol):
         g: Tensor,
         beta: Tensor,
         *,
-        A_log: Tensor,
-        dt_bias: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
         beta_limit: float,
         cu_seqlens: Tensor | None,
         qk_l2norm: bool,
@@ -50,11 +50,12 @@ class ShardedDelta(Protocol):
 
 
 class Gates(NamedTuple):
-    """The gates of the decay and of the step size. Their inputs a and b are ``[B, H, T]``: the decay's logarithm is
-    ``-exp(A_log) softplus(a + dt_bias)``, and the step size ``limit * sigmoid(b)``."""
+    """The gates of the decay and of the step size. Their inputs a, ``[B, H, T]`` or ``[B, H, T, D_k]``, and b, ``[B, H,
+    T]``: the decay's logarithm is ``-exp(A_log) softplus(a + dt_bias)``, or a itself without `A_log`, and the step size
+    ``limit * sigmoid(b)``."""
 
-    A_log: Tensor
-    dt_bias: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
     limit: float = 1.0
 
     def options(self, a: Tensor, b: Tensor, v: Tensor) -> dict[str, Any]:
@@ -62,8 +63,8 @@ class Gates(NamedTuple):
         return {
             "g": _allowed(a, v),
             "beta": _allowed(b, v),
-            "A_log": _allowed(self.A_log, v),
-            "dt_bias": _allowed(self.dt_bias, v),
+            "A_log": None if self.A_log is None else _allowed(self.A_log, v),
+            "dt_bias": None if self.dt_bias is None else _allowed(self.dt_bias, v),
             "beta_limit": self.limit,
         }
 
@@ -90,8 +91,8 @@ def delta_rule_of(
 ) -> tuple[Tensor, Tensor | None]:
     """Runs the rule on the convolution's result ``[B, T, C]``, which holds queries, keys and values in this order.
 
-    a, b: ``[B, H_v, T]``. heads, dims: (H_k, H_v) and (D_k, D_v). sharded: how the rule runs if the sequence is sharded
-    over processes; then there is no state.
+    a, b: ``[B, H_v, T]``, or a ``[B, H_v, T, D_k]``. heads, dims: (H_k, H_v) and (D_k, D_v). sharded: how the rule runs
+    if the sequence is sharded over processes; then there is no state.
 
     Returns:
         ``[B, T, H_v, D_v]``, contiguous, and the final state or None.
@@ -128,7 +129,7 @@ def delta_rule_step_of(
     state: Tensor,
 ) -> Tensor:
     """`delta_rule_of` for one token of each sequence, whose state is overwritten, without gradients: mixed ``[B, C]``,
-    a and b ``[B, H_v, 1]``, result ``[B, 1, H_v, D_v]``."""
+    a and b with T = 1, result ``[B, 1, H_v, D_v]``."""
     q, k, v = _vectors(mixed, heads, dims)
     backend = backends["gated_delta_rule_step"]
     gated = gates.options(a.squeeze(2), b.squeeze(2), v)

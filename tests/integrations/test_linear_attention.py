@@ -26,8 +26,11 @@ from foundry_kernels.integrations.adapters.tiny import tiny_model
 from foundry_kernels.integrations.families import FAMILIES
 
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
-#: Families whose layers are Mamba-2's, with the names of their models.
-STATE_SPACES = {
+#: Families of transformers 5.24, with the names of their models: Kimi's delta attention, and Mamba-2. Before, layers of
+#: Mamba-2 were written otherwise, and stay.
+NEWER = {
+    "kimi_linear": "KimiLinearForCausalLM",
+    "bailing_hybrid": "BailingHybridForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
@@ -35,19 +38,24 @@ STATE_SPACES = {
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "zamba2": "Zamba2ForCausalLM",
 }
-#: Before, their layers were written otherwise, and stay.
-WITHOUT_STATE_SPACES = Version(transformers.__version__) < Version("5.24")
-#: The first two differ from the others in their code.
-QUICK = (*DELTA_NETS, "falcon_h1", "nemotron_h")
+#: Falcon-H1 has no norm by default: its gate is a part of the scan. All experts: none comes and goes with the last bit.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"mamba_rms_norm": True},
+    "kimi_linear": {"num_experts_per_tok": 4},
+    "bailing_hybrid": {"num_experts_per_tok": 4},
+}
+BEFORE_NEWER = Version(transformers.__version__) < Version("5.24")
+#: They differ from the others in their code.
+QUICK = (*DELTA_NETS, "kimi_linear", "falcon_h1", "nemotron_h")
 EACH = [
     pytest.param(
         family,
         marks=[
             *([] if family in QUICK else [pytest.mark.slow]),
-            pytest.mark.skipif(family in STATE_SPACES and WITHOUT_STATE_SPACES, reason="a release before 5.24"),
+            pytest.mark.skipif(family in NEWER and BEFORE_NEWER, reason="a release before 5.24"),
         ],
     )
-    for family in (*DELTA_NETS, *STATE_SPACES)
+    for family in (*DELTA_NETS, *NEWER)
 ]
 FAMILY = pytest.mark.parametrize("family", EACH)
 #: A cache of states alone does not know how many tokens it has.
@@ -65,8 +73,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 def made(family: str) -> Any:
     if family in DELTA_NETS:
         return tiny_model(family)
-    # Falcon-H1 has no norm by default: its gate is a part of the scan.
-    return tiny(STATE_SPACES[family], **({"mamba_rms_norm": True} if family == "falcon_h1" else {}))
+    return tiny(NEWER[family], **OPTIONS.get(family, {}))
 
 
 def model_of(family: str) -> Any:
@@ -83,7 +90,9 @@ def cached(model: Any, ids: Tensor, cache: Any = None, **given: Any) -> Any:
 
 
 def layer_of(model: Any) -> Any:
-    return next(m for m in model.modules() if type(m).__name__.endswith(("GatedDeltaNet", "Mixer", "MambaLayer")))
+    return next(
+        m for m in model.modules() if type(m).__name__.endswith(("Net", "DeltaAttention", "Mixer", "MambaLayer"))
+    )
 
 
 def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
@@ -130,10 +139,13 @@ def test_gradients_of_packed_rows_are_those_of_documents(
 
 
 @FAMILY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @torch.no_grad()
-def test_a_cache_that_either_filled(family: str) -> None:
+def test_a_cache_that_either_filled(family: str, dtype: torch.dtype) -> None:
     """A prompt read with or without a patch, then single tokens and several, with or without: one cache object."""
-    model = model_of(family)
+    model = model_of(family).to(dtype)
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # their grouped matmuls have no float64
 
     def logits(patched: tuple[bool, ...]) -> Tensor:
         cache, found = None, []
@@ -215,6 +227,8 @@ def test_the_report_and_which_operations() -> None:
     with fk.patch(model) as handle:
         entry = next(e for e in handle.report().replaced if e.module_class == "Qwen3_5GatedDeltaNet")
         assert (entry.name, entry.ops) == ("model.layers.0.linear_attn", ("gated_delta_rule",))
+        norm = next(e for e in handle.report().replaced if e.module_class == "Qwen3_5RMSNormGated")
+        assert norm.ops == ("rms_norm", "swiglu")
         assert handle.report().backends.keys() >= {"gated_delta_rule", "gated_delta_rule_step", "short_conv1d"}
         assert "Qwen3_5GatedDeltaNet" in str(handle.report())
     others = ("rms_norm", "swiglu", "flash_attention")
@@ -252,7 +266,18 @@ def test_an_activation_without_a_kernel() -> None:
     assert any("may mix documents" in line for line in report.mixing)
 
 
-@pytest.mark.skipif(WITHOUT_STATE_SPACES, reason="a release before 5.24")
+@pytest.mark.skipif(BEFORE_NEWER, reason="a release before 5.24")
+@torch.no_grad()
+def test_a_decay_with_a_hook_is_called() -> None:
+    model, calls = model_of("kimi_linear"), []
+    expected = model(IDS).logits
+    fk.patch(model)
+    layer_of(model).forget_gate.register_forward_hook(lambda *_: calls.append(1))
+    assert close(model(IDS).logits, expected)
+    assert calls == [1]
+
+
+@pytest.mark.skipif(BEFORE_NEWER, reason="a release before 5.24")
 def test_states_that_are_larger_than_the_kernels() -> None:
     report = fk.patch(tiny("FalconH1ForCausalLM", mamba_d_state=257)).report()
     reasons = {e.reason for e in report.left if e.module_class == "FalconH1Mixer"}

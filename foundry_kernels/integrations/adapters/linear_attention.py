@@ -1,4 +1,4 @@
-"""Adapters of linear attention by the gated delta rule: Qwen3-Next, Qwen3.5 and OLMo Hybrid.
+"""Adapters of linear attention by the gated delta rule: Qwen3-Next, Qwen3.5, OLMo Hybrid and Kimi Linear.
 
 A layer computes what transformers' own computes, with the same cache. In addition it keeps packed documents apart. The
 model gives them to its layers as an argument (`packed_model.py`), which a recomputation for the gradient repeats.
@@ -6,6 +6,7 @@ model gives them to its layers as an argument (`packed_model.py`), which a recom
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from foundry_kernels.core.registry import wide_dtype
-from foundry_kernels.integrations.adapters.base import Adapter, at, layers_of, split_names
+from foundry_kernels.integrations.adapters.base import Adapter, at, layers_of, names_of, split_names
 from foundry_kernels.integrations.attention.call import current
 from foundry_kernels.integrations.attention.documents import LENGTHS, ONE_A_ROW, Documents, from_lengths, once
 from foundry_kernels.nn._delta import (
@@ -27,6 +28,7 @@ from foundry_kernels.nn._delta import (
     gated,
     taps_of,
 )
+from foundry_kernels.nn._layers import is_observed
 from foundry_kernels.nn._linear_layers import Layers
 from foundry_kernels.ops.gated_rms_norm import gated_rms_norm
 from foundry_kernels.ops.rms_norm import rms_norm
@@ -66,7 +68,9 @@ def _gated_norm_forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tenso
         x, weight = x.to(wide_dtype(dtype)), weight.to(wide_dtype(dtype))
     eps = at(self, row.eps) if isinstance(row.eps, str) else row.eps
     backend = backends["rms_norm"]
-    if backends.get(row.act) == backend and gate.dtype == dtype and not (backend == "native" and x.is_cuda):
+    # The kernel does not round the product with the weight, as a product of 16 bits is.
+    exact = row.once or weight.dtype == wide_dtype(dtype)
+    if backends.get(row.act) == backend and gate.dtype == dtype and exact and not (backend == "native" and x.is_cuda):
         act = "silu" if row.act == "swiglu" else "sigmoid"
         weight, once = getattr(self, row.weight), row.once
         return gated_rms_norm(
@@ -100,6 +104,28 @@ def one_each(self: Any, layers: Layers, x: Tensor) -> tuple[Tensor, Tensor, Tens
     """OLMo Hybrid's projections."""
     q, k, v, z, b, a = layers.each(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.a_proj)
     return torch.cat((q, k, v), -1), z, b, a
+
+
+def by_channel(self: Any, layers: Layers, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Kimi Linear's projections, of which the gate's and the decay's are products of two; the gate's may be one."""
+    decay, inside = self.forget_gate, _in_kernel(self.forget_gate)
+    gates = [self.g_a_proj, self.g_b_proj] if hasattr(self, "g_a_proj") else [self.g_proj]
+    first = self.q_proj, self.k_proj, self.v_proj, self.b_proj, gates[0]
+    q, k, v, b, z, *a = layers.each(x, *first, *([decay.f_a_proj] if inside else []))
+    for layer in gates[1:]:
+        z = layers.linear(z, layer)
+    g = layers.linear(a[0], decay.f_b_proj) if inside else decay(x)
+    return torch.cat((q, k, v), -1), z, b, g.reshape(*x.shape[:2], self.num_heads, self.head_dim)
+
+
+#: Kimi Linear's module of the decay, whose arithmetic the rule's kernels have, and the names that it may use.
+_KIMI_DECAY = "KimiLinearForgetGate"
+_KIMI_DECAY_NAMES = split_names("shape head_dim f_b_proj f_a_proj float dt_bias view A_log torch exp where log")
+
+
+def _in_kernel(decay: nn.Module) -> bool:
+    """Whether the rule's kernels compute the decay. Another module is called, as one whose decay has a lower bound."""
+    return type(decay).__qualname__ == _KIMI_DECAY and not is_observed(decay)
 
 
 @dataclass(frozen=True)
@@ -157,6 +183,44 @@ class DeltaNet(LinearAttention):
     def forward(self) -> Callable[..., Tensor]:
         return _delta_forward
 
+    def heads(self, layer: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(H_k, H_v) and (D_k, D_v)."""
+        return (layer.num_k_heads, layer.num_v_heads), (layer.head_k_dim, layer.head_v_dim)
+
+    def gates(self, layer: Any) -> Gates:
+        return Gates(layer.A_log, layer.dt_bias, 2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0)
+
+
+@dataclass(frozen=True)
+class KimiDelta(DeltaNet):
+    """A layer whose decay, of each dimension of a key, is a module of its own."""
+
+    project: Project = by_channel
+    norm: str = "o_norm"
+    out: str = "o_proj"
+
+    names = split_names(
+        "apply_mask_to_padding_states shape head_dim torch cat q_proj k_proj v_proj transpose get_conv_state layer_idx "
+        "get_recurrent_state causal_conv1d_update conv1d weight squeeze bias activation update_conv_state reshape view "
+        "conv_kernel_size causal_conv1d_fn split qkv_dim forget_gate sigmoid b_proj recurrent_kimi_delta_attention "
+        "chunk_kimi_delta_attention update_recurrent_state float32 to g_a_proj g_b_proj g_proj"
+    )
+
+    def why_not(self, module: Any) -> str | None:
+        used = names_of(inspect.unwrap(type(module.forget_gate).forward).__code__)
+        if _in_kernel(module.forget_gate) and (unknown := sorted(used - _KIMI_DECAY_NAMES)):
+            return f"its {_KIMI_DECAY} uses {', '.join(unknown)}: another version of it than this package knows"
+        return super().why_not(module)
+
+    def heads(self, layer: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+        return (layer.num_heads, layer.num_heads), (layer.head_dim, layer.head_dim)
+
+    def gates(self, layer: Any) -> Gates:
+        gate = layer.forget_gate
+        if not _in_kernel(gate):
+            return Gates(None, None)
+        return Gates(gate.A_log.flatten(), gate.dt_bias.view(layer.num_heads, layer.head_dim))
+
 
 @dataclass
 class Call:
@@ -183,13 +247,15 @@ class Call:
     def totals(self) -> Tensor | None:
         return None if self.documents is None else self.documents.totals_q
 
-    def steps(self, *tensors: Tensor | None) -> bool:
+    def steps(self, x: Tensor, *tensors: Tensor | None) -> bool:
         """Whether there is one token of each sequence, whose states are overwritten. tensors: what it is made of."""
         if self.tokens != 1 or self.conv_state is None or self.state is None:
             return False
+        if self.state.dtype != wide_dtype(x.dtype):
+            return False
         if self.cache.is_recording_past(self.layer.layer_idx):
             return False
-        return continues_in_place(*tensors, self.conv_state, self.state)
+        return continues_in_place(x, *tensors, self.conv_state, self.state)
 
     def convolved(self, x: Tensor, steps: bool) -> Tensor:
         """The convolution's result of ``[B, T, C]``; ``[1, B T, C]`` of packed documents, ``[B, C]`` of a step."""
@@ -231,13 +297,12 @@ def _delta_forward(
     hidden_states = self._foundry_home.apply_mask_to_padding_states(hidden_states, attention_mask)
     layers = layers_of(self, hidden_states)
     qkv, z, b, a = row.project(self, layers, hidden_states)
-    steps = call.steps(qkv, a, b, self.conv1d.weight, self.conv1d.bias, self.A_log, self.dt_bias)
+    (heads, dims), gates = row.heads(self), row.gates(self)
+    steps = call.steps(qkv, a, b, self.conv1d.weight, self.conv1d.bias, gates.A_log, gates.dt_bias)
     mixed = call.convolved(qkv, steps)
     if not steps:
         a, b = call.in_one_row(a), call.in_one_row(b)
-    doubled = getattr(self, "allow_neg_eigval", False)
-    a, b, gates = a.transpose(1, 2), b.transpose(1, 2), Gates(self.A_log, self.dt_bias, 2.0 if doubled else 1.0)
-    heads, dims = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
+    a, b = a.transpose(1, 2), b.transpose(1, 2)
     if call.state is not None and steps:
         out = delta_rule_step_of(mixed, a, b, gates, heads, dims, backends, call.state)
     else:
@@ -250,11 +315,11 @@ def _delta_forward(
             dims,
             backends,
             cu_seqlens=call.totals,
-            initial_state=call.state,
+            initial_state=None if call.state is None else call.state.to(wide_dtype(mixed.dtype)),
             return_final_state=call.cache is not None,
         )
         call.keep(final)
-    normed = getattr(self, row.norm)(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
+    normed = getattr(self, row.norm)(out.reshape(-1, dims[1]), z.reshape(-1, dims[1]))
     return layers.linear(normed.reshape(batch, tokens, -1), getattr(self, row.out))
 
 

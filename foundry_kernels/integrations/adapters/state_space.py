@@ -75,7 +75,6 @@ def _mamba_forward(
     gate, mixed, dt = projected.split((self.intermediate_size, self.conv_dim, self.num_heads), -1)
     state = call.state
     steps = call.steps(projected, self.conv1d.weight, self.conv1d.bias, self.A_log, self.D, self.dt_bias)
-    steps = steps and state is not None and state.dtype == wide_dtype(dtype)
     of_groups = self.n_groups * self.ssm_state_size
     mixed = call.convolved(mixed, steps)
     if not steps:

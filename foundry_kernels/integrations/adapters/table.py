@@ -19,7 +19,7 @@ from foundry_kernels.integrations.adapters.experts import ClampedExperts, LoraEx
 from foundry_kernels.integrations.adapters.gpt_like import NemotronNorm, NeoXAttention
 from foundry_kernels.integrations.adapters.gpt_like_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.adapters.interface import interface_adapter
-from foundry_kernels.integrations.adapters.linear_attention import DeltaNet, by_key_head, one_each
+from foundry_kernels.integrations.adapters.linear_attention import DeltaNet, KimiDelta, by_key_head, one_each
 from foundry_kernels.integrations.adapters.lora import LORA
 from foundry_kernels.integrations.adapters.own_attention import OwnAttention
 from foundry_kernels.integrations.adapters.state_space import Mamba2
@@ -94,6 +94,8 @@ _ROWS: dict[str, Row] = {
             uses=("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "cat", "view", "allow_neg_eigval"),
         ),
     },
+    "kimi_linear": {"DeltaAttention": KimiDelta()},
+    "bailing_hybrid": {"DeltaAttention": KimiDelta()},
     "gpt_neox": {"Attention": NeoXAttention()},
     "bloom": {
         "Attention": BloomAttention(),

@@ -9,7 +9,7 @@ the class or not:
 - MLPs and experts: a name that ends in one of `PRODUCTS`, with layers or weights of its own, none of which is another
   one; not those whose activation no kernel has (of them the report says so);
 - attention: "Attention" in its name, with layers of its own, none of which is another attention; served if its
-  attention function is replaced;
+  attention function is replaced, or its rule of linear attention;
 - rotations: attention whose forward names a rotary function; served if it rotates by this package's operation;
 - loss: the class itself; served if its loss is one of this package's.
 """
@@ -36,14 +36,15 @@ PRODUCTS = re.compile(r"(MLP|Mlp|FeedForward|FFN|Ffn|Experts|Intermediate|ActDen
 OTHER_NORMS = re.compile(r"Batch|Group|Instance|Weight|ParametrizedNorm")
 NO_KERNEL = re.compile("which no (gated )?kernel has")
 LOSSES = {"linear_cross_entropy", "cross_entropy"}
+ATTENTION = {"flash_attention", "gated_delta_rule"}
 ROTATIONS = {"rope", "qk_norm_rope"}
 
-#: The families that issue 58 names, by the beginning of their classes' names.
+#: The families that are named, by the beginning of their classes' names.
 NAMED = (
     "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Gemma4", "Gemma3n", "DeepseekV2", "DeepseekV3", "Llama4",
     "Glm4Moe", "Glm4v", "Glm4vMoe", "Ministral", "Ministral3", "Mistral3", "Mllama", "Granite", "GraniteMoeHybrid",
     "FalconH1", "Lfm2", "Nemotron", "Exaone4", "HunYuanDenseV1", "HunYuanMoEV1", "Ernie4_5", "Ernie4_5_Moe", "Olmoe",
-    "Cohere", "Cohere2",
+    "Cohere", "Cohere2", "KimiLinear",
 )  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def coverage_of(model: Any) -> Coverage:
         for kind in found:
             if kind == "MLPs and experts" and NO_KERNEL.search(reason):
                 continue
-            wanted = {"attention": {"flash_attention"}, "rotations": ROTATIONS}.get(kind)
+            wanted = {"attention": ATTENTION, "rotations": ROTATIONS}.get(kind)
             result.count(kind, cls, bool(mine & wanted if wanted else mine), reason)
     result.count("loss", type(model).__name__, bool(ops.get("", set()) & LOSSES), reasons.get("", "not in the report"))
     return result
