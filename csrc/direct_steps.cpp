@@ -9,7 +9,7 @@ namespace foundry {
 namespace {
 
 // The limits of the public functions.
-constexpr int64_t kMaxDeltaWidth = 256;
+constexpr int64_t kMaxKeyWidth = 256, kMaxValueWidth = 512;
 constexpr int64_t kMaxTaps = 8;
 
 // g or beta: one number for each head of v, or of g, for each of its `keys` too.
@@ -43,7 +43,7 @@ bool is_delta_state(const Tensor& state, const Tensor& k, const Tensor& v) {
 bool is_delta_step(const Tensor& q, const Tensor& k, const Tensor& v) {
   return q.dim() == 3 && v.dim() == 3 && k.sizes() == q.sizes() && k.scalar_type() == q.scalar_type() &&
          v.scalar_type() == q.scalar_type() && v.size(0) == q.size(0) && q.size(1) > 0 && v.size(1) % q.size(1) == 0 &&
-         0 < q.size(2) && q.size(2) <= kMaxDeltaWidth && 0 < v.size(2) && v.size(2) <= kMaxDeltaWidth;
+         0 < q.size(2) && q.size(2) <= kMaxKeyWidth && 0 < v.size(2) && v.size(2) <= kMaxValueWidth;
 }
 
 }  // namespace

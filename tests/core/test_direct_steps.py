@@ -84,6 +84,7 @@ def test_usual_steps_of_the_rule(dtype: torch.dtype) -> None:
         {"state": cache[1, :, 1:5]},
         {"beta": made["beta"].float(), "v": made["v"].transpose(0, 1).contiguous().transpose(0, 1)},
         {"g": -torch.rand(2, 4, 16)},
+        {"v": torch.randn(2, 4, 512).to(dtype), "state": torch.randn(2, 4, 16, 512)},
         {"A_log": torch.randn(4), "dt_bias": torch.randn(4).to(dtype), "beta_limit": 2.0},
         {"g": torch.randn(2, 4, 16).to(dtype), "A_log": torch.randn(4), "dt_bias": torch.randn(4, 16)},
     ):

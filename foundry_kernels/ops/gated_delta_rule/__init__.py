@@ -94,7 +94,7 @@ def gated_delta_rule(
     Args:
         q: ``[B, H_k, T, D_k]`` float32, bfloat16, float16 or float64, any strides; D_k in 1 .. 256. B and T may be 0.
         k: as q, of q's shape, dtype and device.
-        v: ``[B, H_v, T, D_v]`` of q's dtype, H_v a multiple of H_k, D_v in 1 .. 256. Head h of v has the queries and
+        v: ``[B, H_v, T, D_v]`` of q's dtype, H_v a multiple of H_k, D_v in 1 .. 512. Head h of v has the queries and
             keys of head ``h // (H_v / H_k)``.
         g: ``[B, H_v, T]``, the logarithm of each token's decay, or ``[B, H_v, T, D_k]``, a decay for each dimension of
             a key (Kimi Delta Attention), in float32 or q's dtype; None for no decay (the delta rule). Usually at most
