@@ -100,6 +100,7 @@ def sharded_short_conv1d(
     activation: str | None,
     mesh: DeviceMesh,
     *,
+    residual: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -108,7 +109,7 @@ def sharded_short_conv1d(
     All processes of `mesh` must call it together with the same options, and also run the backward pass together.
 
     Args:
-        x: ``[B, T / n, C]``, the tokens of this process. A chunk must have at least W - 1 tokens.
+        x, residual: ``[B, T / n, C]``, the tokens of this process. A chunk must have at least W - 1 tokens.
         weight, bias, activation, backend: as of `short_conv1d`. Gradients are this process's part of the whole's.
         mesh, cu_seqlens: as of :func:`sharded_gated_delta_rule`.
 
@@ -120,7 +121,7 @@ def sharded_short_conv1d(
             W - 1 tokens.
         BackendUnavailable: as there.
     """
-    parts = _Parts.of(mesh, {"x": x}, 1, cu_seqlens)
+    parts = _Parts.of(mesh, {"x": x} | ({} if residual is None else {"residual": residual}), 1, cu_seqlens)
     check_tensor("weight", weight)
     check_rank("weight", weight, 2, "[C, W]")
     past = weight.shape[1] - 1
@@ -137,9 +138,9 @@ def sharded_short_conv1d(
                 state = torch.cat([torch.zeros_like(state[..., : past - reach]), state[..., past - reach :]], -1)
             if documents is not None:
                 state = torch.cat([state, state.new_zeros(len(documents) - 2, *state.shape[1:])])
-        found.append(
-            short_conv1d(half, weight, bias, activation, cu_seqlens=documents, initial_state=state, backend=backend)
-        )
+        added = None if residual is None else _half(residual, len(found), 1)
+        options: dict[str, Any] = {"residual": added, "cu_seqlens": documents, "initial_state": state}
+        found.append(short_conv1d(half, weight, bias, activation, **options, backend=backend))
     return _tied(torch.cat(found, 1), ends)
 
 

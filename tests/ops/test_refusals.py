@@ -298,6 +298,8 @@ REFUSED: dict[Any, list[Row]] = {
         ({"x": zeros(1, 5, 6), "cu_seqlens": zeros(2)}, TypeError, "cu_seqlens must be int32 or int64"),
         ({"initial_state": zeros(2, 6, 4)}, ValueError, r"initial_state must have shape \(2, 6, 3\).*got \(2, 6, 4\)"),
         ({"initial_state": zeros(2, 6, 3).half()}, ValueError, "initial_state must have x's dtype torch.float32"),
+        ({"residual": zeros(2, 5, 1)}, ValueError, "residual must have shape"),
+        ({"residual": zeros(2, 5, 6).half()}, ValueError, "residual must have x's dtype"),
     ],
     fk.short_conv1d_step: [
         ({"x": zeros(2, 1, 6)}, ValueError, r"x must be \[B, C\]; got shape \(2, 1, 6\)"),
@@ -307,6 +309,8 @@ REFUSED: dict[Any, list[Row]] = {
         ({"state": zeros(2, 6, 2)}, ValueError, r"state must be \[\*\(2, 6\), S\], S at least 3; got shape \(2, 6, 2"),
         ({"state": zeros(1, 6, 3)}, ValueError, r"got shape \(1, 6, 3\)"),
         ({"state": zeros(2, 6, 4).half()}, ValueError, "state must have x's dtype"),
+        ({"residual": zeros(2, 5)}, ValueError, "residual must have shape"),
+        ({"residual": zeros(2, 6).half()}, ValueError, "residual must have x's dtype"),
     ],
     fk.grouped_mm: [
         ({"x": zeros(4)}, ValueError, r"x must be \[M, K\]; got shape \(4,\)"),

@@ -77,6 +77,7 @@ def _convolution(mesh: Any, documents: tuple[int, ...] | None, frozen: tuple[str
 
     batch = 2 if documents is None else 1
     whole = {"x": torch.randn(batch, LENGTH, 6, dtype=torch.float64), "weight": torch.randn(6, 4, dtype=torch.float64)}
+    whole["residual"] = torch.randn_like(whole["x"])
     options: dict[str, Any] = {"bias": None, "activation": "silu"}
     options["cu_seqlens"] = None if documents is None else torch.tensor(documents)
 
