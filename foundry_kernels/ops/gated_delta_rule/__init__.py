@@ -130,6 +130,7 @@ def gated_delta_rule(
         BackendUnavailable: the named backend does not support this device or dtype.
 
     Under ``torch.autocast``, q, k and v (unless float64) are cast to its dtype first. There is no second derivative.
+    Heads with D_v above 256 run as two; in training, 16-bit ones are computed in float32.
     """
     q, k, v, options = check_sequence(
         q, k, v, g, beta, initial_state, scale, return_final_state, cu_seqlens, qk_l2norm, chunk_size, True, A_log,

@@ -84,11 +84,12 @@ class _ShortConv1d(torch.autograd.Function):
         _, need_dx, need_dweight, need_dbias, _, _, need_dinitial_state, _, _ = needed = ctx.needs_input_grad
         needs = need_dx, need_dweight, need_dbias, need_dinitial_state
         dx = dweight = dbias = dinitial_state = None
-        if any(needs):  # dy alone is the gradient of a residual
+        if any(needs):
             dx, dweight, dbias, dinitial_state = _OPERATORS[ctx.prefix][1](
                 torch.zeros_like(x) if dy is None else dy,
                 dfinal_state if ctx.returns_state else None,  # torch.compile materializes it
                 x, weight, bias, ctx.activation, cu_seqlens, initial_state, *needs,
             )  # fmt: skip
-        found = (None, dx, dweight, dbias, None, None, dinitial_state, dy, None)
+        dresidual = None if dy is None or not needed[7] else dy.clone(memory_format=torch.contiguous_format)
+        found = (None, dx, dweight, dbias, None, None, dinitial_state, dresidual, None)
         return tuple(gradient if need else None for gradient, need in zip(found, needed, strict=True))

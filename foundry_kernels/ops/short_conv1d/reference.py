@@ -34,7 +34,9 @@ def short_conv1d(
         z = z + weight[:, j].to(compute) * tap.to(compute)
     assert isinstance(z, Tensor)
     y = silu(z) if activation == "silu" else z
-    return (y if residual is None else y + residual.to(compute)).to(x.dtype).contiguous(), final_state
+    if residual is not None:
+        y = y + 1.0 * residual.to(compute)  # times 1: its gradient has memory of its own
+    return y.to(x.dtype).contiguous(), final_state
 
 
 def _packed(
