@@ -88,7 +88,8 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> Any:
         refuse_second_derivative("gated_delta_rule")
-        tensors, (cu_seqlens, *states) = ctx.saved_tensors[:8], ctx.saved_tensors[8:]
+        saved = ctx.saved_tensors  # once: a checkpoint gives them once
+        tensors, (cu_seqlens, *states) = saved[:8], saved[8:]
         if dout is None:
             dout = torch.zeros_like(tensors[2])
         if not ctx.options.return_final_state:

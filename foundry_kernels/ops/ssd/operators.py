@@ -89,7 +89,8 @@ class _Ssd(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> Any:
         refuse_second_derivative("ssd")
-        tensors, (read, cu_seqlens, *states) = ctx.saved_tensors[:9], ctx.saved_tensors[9:]
+        saved = ctx.saved_tensors  # once: a checkpoint gives them once
+        tensors, (read, cu_seqlens, *states) = saved[:9], saved[9:]
         x, D, z = _of_result(tensors)
         options = ctx.options._replace(cu_seqlens=cu_seqlens)
         needs_x, needs_dt, needs_A, needs_B, needs_C, needs_D, needs_z, needs_bias, needs_initial = needs = (
