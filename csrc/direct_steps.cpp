@@ -9,7 +9,7 @@ namespace foundry {
 namespace {
 
 // The limits of the public functions.
-constexpr int64_t kMaxDeltaWidth = 256;
+constexpr int64_t kMaxKeyWidth = 256, kMaxValueWidth = 512;
 constexpr int64_t kMaxTaps = 8;
 
 // g or beta: one number for each head of v, or of g, for each of its `keys` too.
@@ -43,7 +43,7 @@ bool is_delta_state(const Tensor& state, const Tensor& k, const Tensor& v) {
 bool is_delta_step(const Tensor& q, const Tensor& k, const Tensor& v) {
   return q.dim() == 3 && v.dim() == 3 && k.sizes() == q.sizes() && k.scalar_type() == q.scalar_type() &&
          v.scalar_type() == q.scalar_type() && v.size(0) == q.size(0) && q.size(1) > 0 && v.size(1) % q.size(1) == 0 &&
-         0 < q.size(2) && q.size(2) <= kMaxDeltaWidth && 0 < v.size(2) && v.size(2) <= kMaxDeltaWidth;
+         0 < q.size(2) && q.size(2) <= kMaxKeyWidth && 0 < v.size(2) && v.size(2) <= kMaxValueWidth;
 }
 
 }  // namespace
@@ -70,17 +70,19 @@ PyObject* call_gated_delta_rule_step(const OnAccelerator& served, PyObject* cons
 }
 
 PyObject* call_short_conv1d_step(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(served, arguments, given, 6);
+  Arguments in(served, arguments, given, 7);
   const Tensor &x = in.tensor(), &state = in.tensor(), &weight = in.tensor();
   const OptionalTensor bias = in.optional_tensor();
   const bool silu = in.optional_word("silu", "swish");
+  const OptionalTensor residual = in.optional_tensor();
   in.need(in.ok() && x.dim() == 2 && weight.dim() == 2 && weight.size(0) == x.size(1) && 0 < weight.size(1) &&
           weight.size(1) <= kMaxTaps && (!bias || (bias->dim() == 1 && bias->size(0) == x.size(1))));
   in.need(in.ok() && state.dim() == 3 && state.size(0) == x.size(0) && state.size(1) == x.size(1) &&
           state.size(2) >= weight.size(1) - 1 && state.scalar_type() == x.scalar_type());
-  in.need(in.ok() && !any_requires_grad(x, state, weight, bias));
+  in.need(in.ok() && (!residual || (residual->sizes() == x.sizes() && residual->scalar_type() == x.scalar_type())));
+  in.need(in.ok() && !any_requires_grad(x, state, weight, bias, residual));
   if (!in.ok()) Py_RETURN_NONE;
-  return result_of([&] { return short_conv1d_step(x, state, weight, bias, silu ? "silu" : "none"); });
+  return result_of([&] { return short_conv1d_step(x, state, weight, bias, silu ? "silu" : "none", residual); });
 }
 
 }  // namespace foundry

@@ -154,6 +154,9 @@ void forward_tasks(const ConvForward& a, int64_t task_begin, int64_t task_end) {
       const int rows = (int)std::min<int64_t>(kGroup, s.row_end - row);
       const X* x[kBefore + kGroup];
       for (int r = 0; r < kTaps - 1 + rows; ++r) x[r] = inputs[row - (kTaps - 1) + r];
+      const X* added[kGroup];
+      for (int r = 0; a.residual && r < rows; ++r)
+        added[r] = row_of<X>(in, a.residual, a.residual_stride_batch, a.residual_stride_time, s, row + r);
       X* const out = y + row * in.n_channels + s.col;
       for_each_register(s.columns, [&](int64_t i, auto at) FK_INLINE {
         const Filter<kTaps> filter(a.filter, in.n_channels, s.col + i, at);
@@ -163,6 +166,7 @@ void forward_tasks(const ConvForward& a, int64_t task_begin, int64_t task_end) {
           window[kTaps - 1] = at.load(x[kTaps - 1 + r] + i);
           Vec z = filter(window);
           if (a.filter.silu) z = Silu::value(z);
+          if (a.residual) z = z + at.load(added[r] + i);
           X* const p = out + r * in.n_channels + i;
           at.store(p, z, streamed);
           shift(window);

@@ -48,6 +48,8 @@ struct ConvFilter {
 struct ConvForward {
   ConvInput in;
   ConvFilter filter;
+  const void* residual;  // like x, added to the result, or null
+  int64_t residual_stride_batch, residual_stride_time;
   void* y;  // [n_rows, n_channels]
   int64_t chunk_rows;
 };
@@ -78,8 +80,10 @@ struct ConvStep {
   ConvState state;     // of x's type; shifted by one, with x as the newest
   const void* weight;  // of weight_type
   int64_t weight_stride_c, weight_stride_tap;
-  const float* bias;  // or null
-  void* y;            // [n_rows, n_channels]
+  const float* bias;     // or null
+  const void* residual;  // [n_rows, n_channels], added to the result, or null
+  int64_t residual_stride_n;
+  void* y;  // [n_rows, n_channels]
   int64_t n_rows, n_channels;
   int taps;
   bool silu;

@@ -87,12 +87,15 @@ void step_tasks(const ConvStep& a, int64_t task_begin, int64_t task_end) {
       if (a.x_stride_c == 1) std::memcpy(inputs[kept], x, columns * sizeof(X));
       else read_tile(x, a.x_stride_c, 0, 1, columns, inputs + kept);
       const Tile<X>* const window = inputs + (kept - (a.taps - 1));
+      const X* const residual =
+          a.residual ? static_cast<const X*>(a.residual) + n * a.residual_stride_n + col : nullptr;
       X* const y = static_cast<X*>(a.y) + n * a.n_channels + col;
       for_each_vec(columns, [&](int64_t i, auto at, int) FK_INLINE {
         Vec z{};
         if (a.bias) z = at.load(a.bias + col + i);
         for (int j = 0; j < a.taps; ++j) z = z + at.load(filter[j] + i) * at.load(window[j] + i);
         if (a.silu) z = Silu::value(z);
+        if (residual) z = z + at.load(residual + i);
         at.store(y + i, z);
       });
       for (int64_t i = 0; i < older; ++i)

@@ -50,7 +50,7 @@ Tensor gated_delta_rule_step(const Tensor& q, const Tensor& k, const Tensor& v, 
                              const OptionalTensor& dt_bias, double scale, bool qk_l2norm,
                              std::optional<double> beta_limit);
 Tensor short_conv1d_step(const Tensor& x, const Tensor& state, const Tensor& weight, const OptionalTensor& bias,
-                         c10::string_view activation);
+                         c10::string_view activation, const OptionalTensor& residual);
 // CPU inference only.
 std::tuple<Tensor, Tensor> decode_block(const OptionalTensor& branch, const Tensor& stream, at::TensorList weights,
                                         at::TensorList norms, const Tensor& cos, const Tensor& sin,

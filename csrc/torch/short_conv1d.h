@@ -43,11 +43,19 @@ inline c10::SymInt check_short_conv1d(const Tensor& x, const Tensor& weight, con
   return documents;
 }
 
+inline void check_conv_residual(const Tensor& x, const OptionalTensor& residual) {
+  TORCH_CHECK_VALUE(
+      !residual.has_value() || (residual->sym_sizes() == x.sym_sizes() && residual->scalar_type() == x.scalar_type()),
+      "residual must have x's shape and dtype; got ", residual->sym_sizes());
+}
+
 // The outputs (y, final_state); the state has shape [0] unless requested.
 inline std::tuple<Tensor, Tensor> empty_short_conv1d_fwd(const Tensor& x, const Tensor& weight,
                                                          const OptionalTensor& bias, const OptionalTensor& cu_seqlens,
-                                                         const OptionalTensor& initial_state, bool need_state) {
+                                                         const OptionalTensor& initial_state,
+                                                         const OptionalTensor& residual, bool need_state) {
   const c10::SymInt documents = check_short_conv1d(x, weight, bias, cu_seqlens, initial_state);
+  check_conv_residual(x, residual);
   return {at::empty_symint(x.sym_sizes(), x.options()),
           need_state ? at::empty_symint({documents, x.sym_size(2), weight.sym_size(1) - 1}, x.options())
                      : absent(x, x.scalar_type())};

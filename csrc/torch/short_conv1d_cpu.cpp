@@ -74,10 +74,17 @@ void run(void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_
                    [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
-void forward(const Prepared& p, const Tensor& y) {
+void forward(const Prepared& p, const OptionalTensor& residual, const Tensor& y) {
   if (y.numel() == 0) return;
   advise_huge_pages(y);
-  ConvForward args{p.in, p.filter, y.mutable_data_ptr(), rows_of_chunk(p.in)};
+  ConvForward args{p.in, p.filter, nullptr, 0, 0, y.mutable_data_ptr(), rows_of_chunk(p.in)};
+  Tensor added;
+  if (residual.has_value()) {
+    added = with_channels(*residual);
+    args.residual = added.const_data_ptr();
+    args.residual_stride_batch = added.stride(0);
+    args.residual_stride_time = added.stride(1);
+  }
   run(FK_CHOOSE_ISA(short_conv1d_forward), args, chunks(p.in, args.chunk_rows), args.chunk_rows, kExpGrain);
 }
 
@@ -89,10 +96,11 @@ void write_final(const Prepared& p, const Tensor& state) {
 
 std::tuple<Tensor, Tensor> fwd_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                                    c10::string_view activation, const OptionalTensor& cu_seqlens,
-                                   const OptionalTensor& initial_state, bool need_state) {
-  auto [y, state] = empty_short_conv1d_fwd(x, weight, bias, cu_seqlens, initial_state, need_state);
+                                   const OptionalTensor& initial_state, const OptionalTensor& residual,
+                                   bool need_state) {
+  auto [y, state] = empty_short_conv1d_fwd(x, weight, bias, cu_seqlens, initial_state, residual, need_state);
   const Prepared p = prepare(x, weight, bias, activation, cu_seqlens, initial_state);
-  forward(p, y);
+  forward(p, residual, y);
   if (need_state) write_final(p, state);
   return {y, state};
 }
@@ -148,15 +156,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Opti
 }
 
 Tensor step_cpu(const Tensor& x, const Tensor& state, const Tensor& weight, const OptionalTensor& bias,
-                c10::string_view activation) {
+                c10::string_view activation, const OptionalTensor& residual) {
   TORCH_CHECK_VALUE(x.dim() == 2, "x must be [B, C]; got ", x.sizes());
   check_conv_filter(weight, bias, x.size(1));
+  check_conv_residual(x, residual);
   TORCH_CHECK_VALUE(state.dim() == 3 && state.size(0) == x.size(0) && state.size(1) == x.size(1) &&
                         state.size(2) >= weight.size(1) - 1 && state.scalar_type() == x.scalar_type(),
                     "state must be [B, C, S] of x's dtype, S at least W - 1; got ", state.sizes());
   const Tensor y(at::detail::empty_cpu(x.sizes(), x.scalar_type()));
   if (y.numel() == 0) return y;
   const Tensor shift = float_weight(unwrap(bias), 0.0);
+  Tensor added = unwrap(residual);
+  if (added.defined() && added.stride(1) != 1) added = added.contiguous();
   const ConvStep args{x.const_data_ptr(),
                       x.stride(0),
                       x.stride(1),
@@ -165,6 +176,8 @@ Tensor step_cpu(const Tensor& x, const Tensor& state, const Tensor& weight, cons
                       weight.stride(0),
                       weight.stride(1),
                       shift.defined() ? shift.const_data_ptr<float>() : nullptr,
+                      added.defined() ? added.const_data_ptr() : nullptr,
+                      added.defined() ? added.stride(0) : 0,
                       y.mutable_data_ptr(),
                       x.size(0),
                       x.size(1),

@@ -12,7 +12,7 @@ importing it or by the first call with a DTensor.
 from foundry_kernels.distributed import sharding as sharding
 from foundry_kernels.distributed.context import context_parallel
 from foundry_kernels.distributed.experts import expert_parallel
-from foundry_kernels.distributed.linear_attention import sharded_gated_delta_rule, sharded_short_conv1d
+from foundry_kernels.distributed.linear_attention import sharded_gated_delta_rule, sharded_short_conv1d, sharded_ssd
 from foundry_kernels.distributed.plan import (
     HeadParallelNorm,
     SequenceParallelNorm,
@@ -34,5 +34,6 @@ __all__ = [
     "shard_sequence",
     "sharded_gated_delta_rule",
     "sharded_short_conv1d",
+    "sharded_ssd",
     "tensor_parallel_plan",
 ]

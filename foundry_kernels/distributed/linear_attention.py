@@ -1,4 +1,5 @@
-r"""The gated delta rule, and the short convolution before it, of a sequence that is sharded over processes.
+r"""The gated delta rule, Mamba-2's scan, and the short convolution before them, of a sequence that is sharded over
+processes.
 
 A chunk of a sequence maps the state before it to the state behind it: :math:`S \mapsto M S + B`, where B is the chunk's
 final state from zeros, and M, of :math:`D_k \times D_k`, is the product of its tokens' decays and corrections. One call
@@ -9,12 +10,14 @@ tokens from the states that it finds. Where a document begins in a chunk, nothin
 Of B sequences with H_v heads each process sends ``2 B H_v D_k (D_k + D_v)`` float32 numbers to each other one forward,
 whatever the number of tokens, and as many gradients backward (an all-gather and a reduce-scatter). It computes each of
 its tokens twice, once for the states (with :math:`D_k + D_v` columns for :math:`D_v`) and once for the outputs. The
+scan's M is one number for each head: it sends ``2 B H P (N + 1)`` numbers and computes M without a kernel. The
 convolution sends the last W - 1 tokens of each chunk in the same way, ``2 B C (W - 1)`` numbers of x's dtype. If the
 chunks were brought into the order of the sequence, as one piece for each process, the tokens themselves would be sent.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -33,6 +36,9 @@ from foundry_kernels.ops.flash_attention.checks import check_lengths
 from foundry_kernels.ops.gated_delta_rule import gated_delta_rule
 from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM, check_sequence
 from foundry_kernels.ops.short_conv1d import short_conv1d
+from foundry_kernels.ops.ssd import ssd
+from foundry_kernels.ops.ssd.checks import check_sequence as check_ssd
+from foundry_kernels.ops.ssd.reference import step_sizes
 
 
 def sharded_gated_delta_rule(
@@ -83,14 +89,76 @@ def sharded_gated_delta_rule(
     before = _states(parts, gathered, k.shape[-1])
     found = []
     for i, (number, chunk) in enumerate(zip(parts.place.chunks, chunks, strict=True)):
-        documents, state = parts.inside(number, v.device), before[number]
-        if documents is not None and state is not None:  # the others of this chunk begin in it
-            state = torch.cat([state, state.new_zeros(len(documents) - 2, *state.shape[1:])])
+        documents = parts.inside(number, v.device)
+        state = _of_documents(before[number], documents)
         found.append(
             gated_delta_rule(_half(q, i, 2), *chunk, scale=scale, initial_state=state, cu_seqlens=documents, **options)
         )
     # In the storage order of the parts, in which the heads of a token lie together if they do in v.
     return _tied(torch.cat([part.transpose(1, 2) for part in found], 1).transpose(1, 2), gathered)
+
+
+def sharded_ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    mesh: DeviceMesh,
+    *,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """:func:`foundry_kernels.ssd` of a sequence that `shard_sequence` has sharded over the processes.
+
+    All processes of `mesh` must call it together with the same options, and also run the backward pass together.
+
+    Args:
+        x, dt, B, C, z: as of `ssd`, with the T / n tokens of this process.
+        A, D, dt_bias, dt_softplus, dt_limit, chunk_size, backend: as of `ssd`. The gradients of A, D and dt_bias are
+            this process's part of the whole's.
+        mesh, cu_seqlens: as of :func:`sharded_gated_delta_rule`.
+
+    Returns:
+        ``[B, T / n, H, P]`` of x's dtype.
+
+    Raises:
+        TypeError, ValueError, BackendUnavailable: as `ssd` and :func:`sharded_gated_delta_rule`.
+    """
+    parts = _Parts.of(mesh, {"x": x, "dt": dt, "B": B, "C": C} | ({} if z is None else {"z": z}), 1, cu_seqlens)
+    limits: dict[str, Any] = {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    x, B, C, z, checked = check_ssd(
+        x, dt, A, B, C, D, z, dt_bias, **limits, initial_states=None, return_final_states=False, cu_seqlens=None,
+        chunk_size=chunk_size,
+    )  # fmt: skip
+    options: dict[str, Any] = {"chunk_size": chunk_size, "backend": backend, **limits}
+    sizes = step_sizes(dt, dt_bias, wide_dtype(x.dtype), dt_softplus, checked.dt_min, checked.dt_max)
+    maps = []
+    for i, number in enumerate(parts.place.chunks):
+        own = x.new_zeros(x.shape[0], *x.shape[2:], 1 + B.shape[-1], dtype=sizes.dtype)
+        if parts.passes_on(number):
+            first = max(parts.start(number) - number * parts.chunk, 0)
+            x_, dt_, B_, sizes_ = (_half(each, i, 1)[:, first:] for each in (x, dt, B, sizes))
+            _, final = ssd(x_, dt_, A, B_, B_.detach(), None, None, dt_bias, return_final_states=True, **options)
+            decay = (sizes_.sum(1) * A.to(sizes.dtype)).exp()[..., None, None].expand_as(own[..., :1])
+            own = torch.cat([decay, final], -1)
+        maps.append(own)
+    gathered = _gather(torch.stack(maps), parts, x, dt, A, B, C, D, z, dt_bias)
+    before = _states(parts, gathered, 1)
+    found = []
+    for i, number in enumerate(parts.place.chunks):
+        documents = parts.inside(number, x.device)
+        given: dict[str, Any] = {"initial_states": _of_documents(before[number], documents), "cu_seqlens": documents}
+        x_, dt_, B_, C_ = (_half(each, i, 1) for each in (x, dt, B, C))
+        z_ = None if z is None else _half(z, i, 1)
+        found.append(ssd(x_, dt_, A, B_, C_, D, z_, dt_bias, **given, **options))
+    return _tied(torch.cat(found, 1), gathered)
 
 
 def sharded_short_conv1d(
@@ -100,6 +168,7 @@ def sharded_short_conv1d(
     activation: str | None,
     mesh: DeviceMesh,
     *,
+    residual: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -108,7 +177,7 @@ def sharded_short_conv1d(
     All processes of `mesh` must call it together with the same options, and also run the backward pass together.
 
     Args:
-        x: ``[B, T / n, C]``, the tokens of this process. A chunk must have at least W - 1 tokens.
+        x, residual: ``[B, T / n, C]``, the tokens of this process. A chunk must have at least W - 1 tokens.
         weight, bias, activation, backend: as of `short_conv1d`. Gradients are this process's part of the whole's.
         mesh, cu_seqlens: as of :func:`sharded_gated_delta_rule`.
 
@@ -120,7 +189,7 @@ def sharded_short_conv1d(
             W - 1 tokens.
         BackendUnavailable: as there.
     """
-    parts = _Parts.of(mesh, {"x": x}, 1, cu_seqlens)
+    parts = _Parts.of(mesh, {"x": x} | ({} if residual is None else {"residual": residual}), 1, cu_seqlens)
     check_tensor("weight", weight)
     check_rank("weight", weight, 2, "[C, W]")
     past = weight.shape[1] - 1
@@ -128,18 +197,17 @@ def sharded_short_conv1d(
         raise ValueError(f"x must have at least W - 1 = {past} tokens in each of its two chunks; got {parts.chunk}")
     halves = [_half(x, i, 1) for i in (0, 1)]
     ends = _gather(torch.stack([half[:, parts.chunk - past :].transpose(1, 2) for half in halves]), parts, x)
-    found = []
+    found: list[Tensor] = []
     for number, half in zip(parts.place.chunks, halves, strict=True):
         documents, state = parts.inside(number, x.device), None
         if number and (reach := parts.reach(number)):
             state = ends[number - 1]
             if reach < past:  # what lies before the document
                 state = torch.cat([torch.zeros_like(state[..., : past - reach]), state[..., past - reach :]], -1)
-            if documents is not None:
-                state = torch.cat([state, state.new_zeros(len(documents) - 2, *state.shape[1:])])
-        found.append(
-            short_conv1d(half, weight, bias, activation, cu_seqlens=documents, initial_state=state, backend=backend)
-        )
+            state = _of_documents(state, documents)
+        added = None if residual is None else _half(residual, len(found), 1)
+        options: dict[str, Any] = {"residual": added, "cu_seqlens": documents, "initial_state": state}
+        found.append(short_conv1d(half, weight, bias, activation, **options, backend=backend))
     return _tied(torch.cat(found, 1), ends)
 
 
@@ -148,6 +216,13 @@ class _Tokens(NamedTuple):
     v: Tensor
     g: Tensor | None
     beta: Tensor | None
+
+
+def _of_documents(state: Tensor | None, documents: Tensor | None) -> Tensor | None:
+    """The states before the documents of a chunk, from that before its first one. The others begin in the chunk."""
+    if state is None or documents is None:
+        return state
+    return torch.cat([state, state.new_zeros(len(documents) - 2, *state.shape[1:])])
 
 
 def _half(x: Tensor, index: int, dim: int) -> Tensor:
@@ -187,6 +262,10 @@ class _Parts(NamedTuple):
             return 0
         return self.documents[bisect_left(self.documents, (number + 1) * self.chunk) - 1]
 
+    def passes_on(self, number: int) -> bool:
+        """Whether later chunks need the state behind this one."""
+        return number < 2 * self.place.size - 1 and self.reach(number + 1) > 0
+
     def reach(self, number: int) -> int:
         """How many tokens before a chunk belong to the document of its first token."""
         at = number * self.chunk
@@ -204,7 +283,7 @@ def _map(parts: _Parts, number: int, tokens: _Tokens, **options: Any) -> Tensor:
     k, v = tokens.k, tokens.v
     width, wide = k.shape[-1], wide_dtype(v.dtype)
     shape = (*v.shape[:2], width, v.shape[-1])
-    if number == 2 * parts.place.size - 1 or parts.reach(number + 1) == 0:  # nothing passes on
+    if not parts.passes_on(number):
         return v.new_zeros((*shape[:-1], width + shape[-1]), dtype=wide)
     first = max(parts.start(number) - number * parts.chunk, 0)
     k, v = k[:, :, first:], v[:, :, first:]
@@ -227,7 +306,8 @@ def _map(parts: _Parts, number: int, tokens: _Tokens, **options: Any) -> Tensor:
 
 
 def _states(parts: _Parts, maps: Tensor, width: int) -> list[Tensor | None]:
-    """The state before each chunk up to this process's last one, from all chunks' maps in the order of the sequence."""
+    """The state before each chunk up to this process's last one, from all chunks' maps in the order of the sequence.
+    width: the columns of M, or 1 if it is a number."""
     found: list[Tensor | None] = [None]
     for number in range(max(parts.place.chunks)):
         carry, own = maps[number].split([width, maps.shape[-1] - width], -1)
@@ -238,7 +318,7 @@ def _states(parts: _Parts, maps: Tensor, width: int) -> list[Tensor | None]:
             found.append(own)
         else:
             with no_autocast(own):
-                found.append(carry @ state + own)
+                found.append((carry * state if width == 1 else carry @ state) + own)
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from foundry_kernels.core.checks import check_int
 from foundry_kernels.core.choices import GATES, why_no_buckets, why_no_groups
 from foundry_kernels.models.fields import FULL, LINEAR, ModelFields
-from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM
+from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM, MAX_VALUE_DIM
 from foundry_kernels.ops.short_conv1d import MAX_TAPS
 
 #: Fields that only apply with `n_experts`.
@@ -109,7 +109,7 @@ def _contradictions_of_linear_attention(config: ModelFields) -> Iterator[str]:
         yield f"linear_v_heads must be a multiple of linear_k_heads={heads.k_heads}; got {heads.v_heads}"
     for name, width, most in (
         ("linear_k_dim", heads.k_dim, MAX_HEAD_DIM),
-        ("linear_v_dim", heads.v_dim, MAX_HEAD_DIM),
+        ("linear_v_dim", heads.v_dim, MAX_VALUE_DIM),
         ("linear_conv_size", config.linear_conv_size, MAX_TAPS),
     ):
         if width > most:

@@ -33,7 +33,7 @@ from foundry_kernels.nn._linear_layers import layers_for
 from foundry_kernels.nn._paged import NO_GRADIENT
 from foundry_kernels.nn._scripting import refuse_scripting
 from foundry_kernels.nn.norm import RMSNorm
-from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM
+from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM, MAX_VALUE_DIM
 from foundry_kernels.ops.gated_rms_norm import gated_rms_norm
 from foundry_kernels.ops.short_conv1d import MAX_TAPS, short_conv1d, short_conv1d_step
 
@@ -75,7 +75,7 @@ class GatedDeltaNet(torch.nn.Module):
         n_v_heads: heads H_v of values, decays and step sizes.
         n_k_heads: heads H_k of queries and keys, a divisor of `n_v_heads`; None is `n_v_heads`.
         head_k_dim: D_k, the width of a query or key, at most 256.
-        head_v_dim: D_v, the width of a value, at most 256; None is `head_k_dim`.
+        head_v_dim: D_v, the width of a value, at most 512; None is `head_k_dim`.
         conv_size: W, the taps of a filter, in 1 .. 8.
         norm_eps: epsilon of the norm.
         norm_round_before_weight: round ``o / rms`` before the weight multiplies, as Qwen's own code does; see
@@ -283,7 +283,7 @@ class GatedDeltaNet(torch.nn.Module):
 
 def _check_sizes(dim: int, n_v_heads: int, n_k_heads: int, head_k_dim: int, head_v_dim: int, conv_size: int) -> None:
     sizes = {"dim": math.inf, "n_v_heads": math.inf, "n_k_heads": math.inf, "head_k_dim": MAX_HEAD_DIM}
-    limits = {**sizes, "head_v_dim": MAX_HEAD_DIM, "conv_size": MAX_TAPS}
+    limits = {**sizes, "head_v_dim": MAX_VALUE_DIM, "conv_size": MAX_TAPS}
     given = (dim, n_v_heads, n_k_heads, head_k_dim, head_v_dim, conv_size)
     for (name, most), value in zip(limits.items(), given, strict=True):
         check_int(name, value, 1)

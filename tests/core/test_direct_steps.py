@@ -84,6 +84,7 @@ def test_usual_steps_of_the_rule(dtype: torch.dtype) -> None:
         {"state": cache[1, :, 1:5]},
         {"beta": made["beta"].float(), "v": made["v"].transpose(0, 1).contiguous().transpose(0, 1)},
         {"g": -torch.rand(2, 4, 16)},
+        {"v": torch.randn(2, 4, 512).to(dtype), "state": torch.randn(2, 4, 16, 512)},
         {"A_log": torch.randn(4), "dt_bias": torch.randn(4).to(dtype), "beta_limit": 2.0},
         {"g": torch.randn(2, 4, 16).to(dtype), "A_log": torch.randn(4), "dt_bias": torch.randn(4, 16)},
     ):
@@ -111,13 +112,17 @@ def test_usual_steps_of_the_convolution(dtype: torch.dtype, size: int) -> None:
         {"bias": None, "activation": None},
         {"activation": "swish", "backend": "native"},
         {"x": strided},
+        {"residual": strided},
     ):
         made = conv(dtype, size, **changes)
         assert is_direct(SHORT_CONV1D_STEP, made), changes
         by_reference = conv(dtype, size, **{**changes, "backend": "reference"})
         assert not is_direct(SHORT_CONV1D_STEP, by_reference)
         assert torch.equal(made["state"], by_reference["state"])
-    assert not is_direct(SHORT_CONV1D_STEP, conv(dtype, size, weight=conv()["weight"].requires_grad_()))
+    for name, shape in (("weight", (300, 4)), ("residual", (3, 300))):
+        assert not is_direct(
+            SHORT_CONV1D_STEP, conv(dtype, size, **{name: torch.ones(shape, dtype=dtype).requires_grad_()})
+        )
 
 
 def test_a_step_is_seen_by_the_profiler_and_by_autograd() -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 def test_outputs_and_gradients_equal_those_of_one_process(size: int, request: pytest.FixtureRequest) -> None:
     results: dict[str, list[Any]] = request.getfixturevalue("results" if size == 2 else "results_of_four")
     for found in outcome(results, "linear attention"):
-        assert len(found) == 3 * len(states.DOCUMENTS) + 2
+        assert len(found) == 4 * len(states.DOCUMENTS) + 2
         for case, pairs in found.items():
             for name, (actual, expected) in pairs.items():
                 torch.testing.assert_close(

@@ -131,7 +131,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     (LINEAR | {"parallel_residual": True}, "needs parallel_residual=False"),
     (LINEAR | {"context_dim": 8}, "needs context_dim=None"),
     (LINEAR | {"linear_k_heads": 3}, "linear_v_heads must be a multiple"),
-    (LINEAR | {"linear_v_dim": 300}, "linear_v_dim must be at most 256; got 300"),
+    (LINEAR | {"linear_v_dim": 600}, "linear_v_dim must be at most 512; got 600"),
     (LINEAR | {"linear_conv_size": 9}, "linear_conv_size must be at most 8; got 9"),
 ]
 

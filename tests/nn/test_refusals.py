@@ -146,7 +146,7 @@ VALUES: dict[str, list[Row]] = {
         (lambda: nn.GatedDeltaNet(16, 3, 2), "n_v_heads must be a multiple of n_k_heads=2; got 3"),
         (lambda: nn.GatedDeltaNet(16, 0), "n_v_heads must be"),
         (lambda: nn.GatedDeltaNet(16, 2, head_k_dim=257), "head_k_dim must be at most 256; got 257"),
-        (lambda: nn.GatedDeltaNet(16, 2, head_v_dim=300), "head_v_dim must be at most 256; got 300"),
+        (lambda: nn.GatedDeltaNet(16, 2, head_v_dim=600), "head_v_dim must be at most 512; got 600"),
         (lambda: nn.GatedDeltaNet(16, 2, conv_size=9), "conv_size must be at most 8; got 9"),
         (lambda: nn.GatedDeltaNet(16, 2, norm_eps=-1.0), "norm_eps"),
         (lambda: delta(zeros(2, 3, 19)), "x must have dim=20"),

@@ -100,10 +100,12 @@ def test_steps_equal_a_sequence(backend: str, dtype: torch.dtype, taps: int, siz
     """Bit by bit, from a state of W - 1 inputs or more, which is always the last of them."""
     x, weight, bias, state = drawn((3, 9, CHANNELS), (CHANNELS, taps), (CHANNELS,), (3, CHANNELS, size), dtype=dtype)
     inputs = torch.cat([state, x.transpose(1, 2)], 2)
-    whole = fk.short_conv1d(x, weight, bias, "silu", initial_state=state[..., size - (taps - 1) :], backend=backend)
+    residual = drawn((3, CHANNELS, 9), dtype=dtype)[0].transpose(1, 2)
+    options: dict[str, Any] = {"initial_state": state[..., size - (taps - 1) :], "residual": residual}
+    whole = fk.short_conv1d(x, weight, bias, "silu", **options, backend=backend)
     address = state.data_ptr()
     for t in range(9):
-        y = fk.short_conv1d_step(x[:, t], state, weight, bias, "silu", backend=backend)
+        y = fk.short_conv1d_step(x[:, t], state, weight, bias, "silu", residual=residual[:, t], backend=backend)
         assert same(backend, y, whole[:, t])
         assert torch.equal(state, inputs[..., t + 1 : t + 1 + size])
     assert state.data_ptr() == address
@@ -166,7 +168,7 @@ def test_the_operator_checks_documents_itself() -> None:
     operator = torch.ops.foundry_kernels.short_conv1d_fwd.default
     for wrong in (bounds(7), bounds(9, -4), bounds(2, 2)):
         with pytest.raises(ValueError, match="cu_seqlens must start at 0"):
-            operator(X[:1], WEIGHT, None, "none", wrong, None, False)
+            operator(X[:1], WEIGHT, None, "none", wrong, None, None, False)
 
 
 @pytest.mark.skipif("triton" not in BACKENDS, reason="calls Triton's operator")
@@ -175,7 +177,7 @@ def test_invalid_documents_on_a_gpu_read_nothing_else() -> None:
     x, weight, state = drawn((1, 5, CHANNELS), (CHANNELS, 4), (2, CHANNELS, 3))
     operator = torch.ops.foundry_kernels.triton_short_conv1d_fwd.default
     for wrong in (torch.tensor([0, 10**9, 5]), torch.tensor([3, -(10**9), 10**9]), torch.tensor([5, 2, 0])):
-        y, final = operator(x, weight, None, "silu", wrong, state, True)
+        y, final = operator(x, weight, None, "silu", wrong, state, None, True)
         assert y.shape == x.shape
         assert final.shape == state.shape
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.integrations.adapters.base import layers_of, split_names
 from foundry_kernels.integrations.adapters.linear_attention import Call, LinearAttention
-from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM
+from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM, MAX_VALUE_DIM
 from foundry_kernels.ops.ssd import ssd, ssd_step
-from foundry_kernels.ops.ssd.checks import MAX_WIDTH
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Mamba2(LinearAttention):
     def why_not(self, module: Any) -> str | None:
         for name, size, most in (
             ("ssm_state_size", module.ssm_state_size, MAX_HEAD_DIM),
-            ("head_dim", module.head_dim, MAX_WIDTH),
+            ("head_dim", module.head_dim, MAX_VALUE_DIM),
         ):
             if size > most:
                 return f"its {name} is {size}, and the kernels have at most {most}"

@@ -94,7 +94,7 @@ def gated_delta_rule(
     Args:
         q: ``[B, H_k, T, D_k]`` float32, bfloat16, float16 or float64, any strides; D_k in 1 .. 256. B and T may be 0.
         k: as q, of q's shape, dtype and device.
-        v: ``[B, H_v, T, D_v]`` of q's dtype, H_v a multiple of H_k, D_v in 1 .. 256. Head h of v has the queries and
+        v: ``[B, H_v, T, D_v]`` of q's dtype, H_v a multiple of H_k, D_v in 1 .. 512. Head h of v has the queries and
             keys of head ``h // (H_v / H_k)``.
         g: ``[B, H_v, T]``, the logarithm of each token's decay, or ``[B, H_v, T, D_k]``, a decay for each dimension of
             a key (Kimi Delta Attention), in float32 or q's dtype; None for no decay (the delta rule). Usually at most
@@ -130,6 +130,7 @@ def gated_delta_rule(
         BackendUnavailable: the named backend does not support this device or dtype.
 
     Under ``torch.autocast``, q, k and v (unless float64) are cast to its dtype first. There is no second derivative.
+    Heads with D_v above 256 run as two; in training, 16-bit ones are computed in float32.
     """
     q, k, v, options = check_sequence(
         q, k, v, g, beta, initial_state, scale, return_final_state, cu_seqlens, qk_l2norm, chunk_size, True, A_log,

@@ -111,6 +111,9 @@ def _sequences(delta: bool) -> tuple[Case, ...]:
         *(case(1, (1, 2), t, note="lengths", **_FINAL) for t in (1, 2, 15, 16, 17, 63, 64, 65, 130)),
         *(case(1, (1, 1), 21, d) for d in ((1, 1), (7, 7), (7, 20), (40, 7), (64, 64), (128, 128), (64, 128))),
         case(1, (1, 1), 19, (256, 256), "wide", state=True, **_FINAL),
+        case(2, (1, 2), 19, (8, 300), "two-parts", layout="swapped", qk_l2norm=True, state=True, **_FINAL),
+        case(1, (2, 2), (5, 0, 20), (16, 512), "two-parts", wide_rows=False, state=True, **_FINAL),
+        case(1, (1, 1), 9, (8, 257), "two-parts-frozen", frozen="kvb"),
         replace(case(1, (1, 2), 150, (128, 64), "long", state=True, **_FINAL), interpreted=False),
         case(2, (2, 4), 20, note="group-2", state=True, **_FINAL),
         case(2, (1, 3), 20, (16, 8), "group-3"),
@@ -164,6 +167,7 @@ def _channels(delta: bool) -> tuple[Case, ...]:
         *(case(1, (1, 2), t, note="lengths", **_FINAL) for t in (1, 15, 16, 17, 33, 64, 65)),
         *(case(1, (1, 1), 21, d) for d in ((1, 1), (7, 20), (40, 7), (128, 128))),
         case(1, (1, 1), 19, (256, 256), "wide", **both),
+        case(1, (1, 2), (12, 9), (8, 300), "two-parts", **both),
         replace(case(1, (1, 2), 150, (128, 64), "long", **both), interpreted=False),
         case(2, (2, 4), 20, note="group-2", **both),
         case(2, (2, 2), 37, note="l2norm", k=normal(), qk_l2norm=True, **both),
@@ -204,6 +208,7 @@ def _gated(delta: bool) -> tuple[Case, ...]:
         for made in (
             case(1, (1, 1), 3, (2, 2), gates="Ab", channels=channels),  # for finite differences
             case(2, (2, 4), 37, gates="Ab", channels=channels),
+            case(1, (1, 2), 9, (8, 300), note="two-parts", gates="Ab", channels=channels),
             case(1, (1, 2), 70, (16, 40), note="large-2", gates="Ab", g=normal(30.0), channels=channels),
             case(2, (2, 2), 37, note="no-bias", gates="A", wide_rows=False, channels=channels),
             case(1, (1, 2), (5, 0, 40, 17), gates="Ab", qk_l2norm=True, channels=channels),
@@ -261,7 +266,7 @@ def step_case(
 
 _STEPS = (
     *(step_case(2, (1, 2), d) for d in ((1, 1), (7, 7), (16, 16), (40, 20), (20, 40), (64, 64), (128, 128))),
-    step_case(1, (1, 1), (256, 256)),
+    *(step_case(1, (1, 1), d) for d in ((256, 256), (256, 512), (16, 500))),
     step_case(1, (16, 32), (128, 128), "qwen3-next", qk_l2norm=True),
     step_case(3, (2, 6), (16, 33), "group-3", qk_l2norm=True, scale=0.5),
     step_case(2, (2, 2), (16, 16), "no-decay", g=None),

@@ -23,6 +23,8 @@ from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
 
 MAX_HEAD_DIM = 256
+#: Two parts of columns; see `columns`.
+MAX_VALUE_DIM = 2 * MAX_HEAD_DIM
 CHUNK_SIZES = (16, 32, 64, 128)
 
 
@@ -121,9 +123,9 @@ def _check_vectors(q: Tensor, k: Tensor, v: Tensor, tokens: str) -> tuple[Tensor
         raise ValueError(f"v must be [B, H_v, {tokens}D_v] with q's {tuple(q.shape)}; got shape {tuple(v.shape)}")
     if q.shape[1] == 0 or v.shape[1] % q.shape[1] != 0:
         raise ValueError(f"v must have a multiple of q's {q.shape[1]} heads; got {v.shape[1]}")
-    for name, x in (("q", q), ("v", v)):
-        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} must have a head dimension of 1 to {MAX_HEAD_DIM}; got {x.shape[-1]}")
+    for name, x, most in (("q", q, MAX_HEAD_DIM), ("v", v, MAX_VALUE_DIM)):
+        if not 1 <= x.shape[-1] <= most:
+            raise ValueError(f"{name} must have a head dimension of 1 to {most}; got {x.shape[-1]}")
     return q, k, v
 
 

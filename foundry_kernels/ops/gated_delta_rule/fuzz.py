@@ -23,7 +23,7 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
     hk = draw(st.integers(1, 3))
     heads = hk, hk * draw(st.sampled_from([1, 1, 2, 3]))
     wide = draw(st.integers(0, 5)) == 0
-    dims = tuple(draw(sizes(256 if wide else 40, 1)) for _ in range(2))
+    dims = draw(sizes(256 if wide else 40, 1)), draw(sizes(300 if wide else 40, 1))
     batch = draw(st.integers(0, 3))
     g: Values | None = draw(st.none() | _DECAYS)
     beta: Values | None = draw(st.none() | _STEPS)
@@ -37,7 +37,7 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
     elif beta is not None and draw(st.integers(0, 3)) == 0:
         beta, options["beta_limit"] = normal(2.0), draw(st.sampled_from([1.0, 2.0]))
     if op == "gated_delta_rule_step":
-        case = step_case(batch, heads, (dims[0], dims[1]), g=g, beta=beta, **options)
+        case = step_case(batch, heads, dims, g=g, beta=beta, **options)
         return _laid_out(draw, case, {"state"})
     tokens: int | tuple[int, ...] = draw(sizes(20 if wide else 70))
     if draw(st.integers(0, 2)) == 0:
@@ -46,7 +46,7 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
         batch,
         heads,
         tokens,
-        (dims[0], dims[1]),
+        dims,
         g=g,
         beta=beta,
         k=normal(draw(st.sampled_from([1.0, 30.0]))) if l2norm else None,

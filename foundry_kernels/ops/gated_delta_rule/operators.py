@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.inference import refuse_second_derivative
+from foundry_kernels.ops.gated_delta_rule import columns
 from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
 
 #: `states` is what the backward operator needs of each chunk: from C++ the states at the chunks' starts, ``[B, H_v,
@@ -65,7 +66,8 @@ def make_backend(
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             out, final = apply(_DeltaRule, prefix, options, *tensors)
         else:
-            out, final, _ = forward(*tensors, *options.operator_args(), options.return_final_state, False)
+            call = options.operator_args()
+            out, final, _ = columns.forward(forward, tensors, call, options.return_final_state, False)
         return out, final if options.return_final_state else None
 
     return gated_delta_rule
@@ -75,9 +77,10 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, prefix: str, options: DeltaRuleOptions, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         ctx.prefix, ctx.options = prefix, options._replace(cu_seqlens=None)
-        out, final, states = _OPERATORS[prefix][0](*tensors, *options.operator_args(), options.return_final_state, True)
+        call = options.operator_args()
+        out, final, states = columns.forward(_OPERATORS[prefix][0], tensors, call, options.return_final_state, True)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, states, options.cu_seqlens)
+        ctx.save_for_backward(*tensors, options.cu_seqlens, *states)
         if not any(ctx.needs_input_grad[3:]):  # the state depends on no query
             ctx.mark_non_differentiable(final)
         return out, final
@@ -85,12 +88,13 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> Any:
         refuse_second_derivative("gated_delta_rule")
-        *tensors, states, cu_seqlens = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: a checkpoint gives them once
+        tensors, (cu_seqlens, *states) = saved[:8], saved[8:]
         if dout is None:
             dout = torch.zeros_like(tensors[2])
         if not ctx.options.return_final_state:
             dfinal = None  # torch.compile materializes the gradients of results that nobody gets
         options = ctx.options._replace(cu_seqlens=cu_seqlens).operator_args()
         needs = ctx.needs_input_grad[2:]
-        grads = _OPERATORS[ctx.prefix][1](dout, dfinal, *tensors, states, *options, *needs)
+        grads = columns.backward(_OPERATORS[ctx.prefix][1], dout, dfinal, tensors, states, options, needs)
         return None, None, *(dx if need else None for dx, need in zip(grads, needs, strict=True))

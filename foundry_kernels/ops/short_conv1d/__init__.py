@@ -2,9 +2,10 @@ r"""Short causal convolutions along time, one filter per channel, as in Qwen3-Ne
 
 With a filter :math:`w_c` of W taps for channel c, and an activation a (the identity or SiLU)
 
-.. math:: y_{t,c} = a(z_{t,c}), \quad z_{t,c} = b_c + \sum_{j=0}^{W-1} w_{c,j} \, x_{t-W+1+j,c}
+.. math:: y_{t,c} = a(z_{t,c}) + r_{t,c}, \quad z_{t,c} = b_c + \sum_{j=0}^{W-1} w_{c,j} \, x_{t-W+1+j,c}
 
-where x before the first token is 0 or is taken from a state of W - 1 tokens. With :math:`dz = dy \, a'(z)`
+where x before the first token is 0 or is taken from a state of W - 1 tokens, and r is a residual or 0. With
+:math:`dz = dy \, a'(z)` and dr = dy
 
 .. math:: dx_{s,c} = \sum_j w_{c,j} \, dz_{s+W-1-j,c}, \quad dw_{c,j} = \sum_t dz_{t,c} \, x_{t-W+1+j,c}, \quad
    db_c = \sum_t dz_{t,c}
@@ -45,14 +46,14 @@ ACTIVATIONS = {None: "none", "silu": "silu", "swish": "silu"}
 @overload
 def short_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *,
-    cu_seqlens: Tensor | None = None, initial_state: Tensor | None = None,
+    residual: Tensor | None = None, cu_seqlens: Tensor | None = None, initial_state: Tensor | None = None,
     return_final_state: Literal[False] = False, backend: str = "auto",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def short_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *,
-    cu_seqlens: Tensor | None = None, initial_state: Tensor | None = None, return_final_state: bool = False,
-    backend: str = "auto",
+    residual: Tensor | None = None, cu_seqlens: Tensor | None = None, initial_state: Tensor | None = None,
+    return_final_state: bool = False, backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def short_conv1d(
     x: Tensor,
@@ -60,6 +61,7 @@ def short_conv1d(
     bias: Tensor | None = None,
     activation: str | None = None,
     *,
+    residual: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
@@ -77,6 +79,8 @@ def short_conv1d(
             channel. Any of these dtypes (float64 only with a float64 x).
         bias: ``[C]``, as weight, or None.
         activation: None, "silu" or "swish" (another name of SiLU).
+        residual: ``[B, T, C]`` of x's dtype, any strides, or None: it is added behind the activation, before the result
+            is rounded.
         cu_seqlens: None, or ``[N + 1]`` int32 or int64: the first tokens of N documents that are packed in one row
             (``B = 1``), then T. Documents may be empty. Values are checked on the CPU. On a GPU a check would have to
             wait for them; there, invalid ones give wrong results, but nothing outside of x is read.
@@ -96,8 +100,8 @@ def short_conv1d(
             `cu_seqlens` with several rows; on the CPU, its values do not start at 0, decrease or do not end at T.
         BackendUnavailable: the named backend does not support this device or dtype.
 
-    x, weight, bias and both states are differentiable, once. Gradients of weight and bias are partial sums over blocks
-    of tokens, added in a fixed order: they are bitwise deterministic. Autocast has no effect.
+    x, weight, bias, residual and both states are differentiable, once. Gradients of weight and bias are partial sums
+    over blocks of tokens, added in a fixed order: they are bitwise deterministic. Autocast has no effect.
     """
     check_float("x", x)
     check_rank("x", x, 3, "[B, T, C]")
@@ -116,9 +120,10 @@ def short_conv1d(
         check_shape("initial_state", initial_state, (documents, channels, weight.shape[1] - 1), f"{which}, C, W - 1")
         check_dtype("initial_state", initial_state, "x", x)
         check_device("initial_state", initial_state, "x", x)
+    _check_residual(residual, x)
     check_bool("return_final_state", return_final_state)
     y, final_state = resolve(SHORT_CONV1D, backend, x)(
-        x, weight, bias, act, cu_seqlens, initial_state, return_final_state
+        x, weight, bias, act, cu_seqlens, initial_state, residual, return_final_state
     )
     return y if final_state is None else (y, final_state)
 
@@ -130,6 +135,7 @@ def short_conv1d_step(
     bias: Tensor | None = None,
     activation: str | None = None,
     *,
+    residual: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """One token of :func:`short_conv1d` for each row of a batch; the state is updated in place. For decoding: there is
@@ -140,6 +146,7 @@ def short_conv1d_step(
         state: ``[B, C, S]``, S at least W - 1, of x's dtype, any strides without overlap: the inputs before this token,
             the newest last. Afterwards they are shifted by one and x is the last. W - 1 are enough, and Hugging Face's
             cache of W fits too.
+        residual: ``[B, C]`` of x's dtype, or None.
         weight, bias, activation, backend: as for :func:`short_conv1d`.
 
     Returns:
@@ -150,7 +157,7 @@ def short_conv1d_step(
         RuntimeError: a backward pass reaches the result.
     """
     if not is_dynamo_compiling():
-        found = SHORT_CONV1D_STEP.direct(backend, x, state, weight, bias, activation)
+        found = SHORT_CONV1D_STEP.direct(backend, x, state, weight, bias, activation, residual)
         if found is not None:
             return found
     check_float("x", x)
@@ -163,9 +170,18 @@ def short_conv1d_step(
         raise ValueError(f"state must be [*{tuple(x.shape)}, S], S at least {least}; got shape {tuple(state.shape)}")
     check_dtype("state", state, "x", x)
     check_device("state", state, "x", x)
-    wanted, (x, state, weight, bias) = cut(x, state, weight, bias)
-    y = resolve(SHORT_CONV1D_STEP, backend, x)(x, state, weight, bias, act)
+    _check_residual(residual, x)
+    wanted, (x, state, weight, bias, residual) = cut(x, state, weight, bias, residual)
+    y = resolve(SHORT_CONV1D_STEP, backend, x)(x, state, weight, bias, act, residual)
     return without_backward((y,), wanted, "short_conv1d_step has no gradient; use torch.no_grad()")[0] if wanted else y
+
+
+def _check_residual(residual: Tensor | None, x: Tensor) -> None:
+    if residual is not None:
+        check_float("residual", residual)
+        check_shape("residual", residual, x.shape, "x's")
+        check_dtype("residual", residual, "x", x)
+        check_device("residual", residual, "x", x)
 
 
 def _check_filter(x: Tensor, channels: int, weight: Tensor, bias: Tensor | None, activation: str | None) -> str:

@@ -41,18 +41,21 @@ def make_case(
     bias: Arg | str | None = "",
     state: Arg | bool = False,
     lengths: Sequence[int] | None = None,
+    residual: bool = False,
     cotangent: str = "contiguous",
     **options: Any,
 ) -> Case:
     """With `lengths`, these documents are packed in one row."""
     rows = batch if lengths is None else len(lengths)
-    args = {
+    args: dict[str, Arg | None] = {
         "x": x or Arg((batch, length, channels)),
         "weight": weight or Arg((channels, taps)),
         "bias": Arg((channels,)) if isinstance(bias, str) else bias,
         "cu_seqlens": None if lengths is None else documents(lengths),
         "initial_state": (Arg((rows, channels, taps - 1)) if state else None) if isinstance(state, bool) else state,
     }
+    if residual:
+        args["residual"] = Arg((batch, length, channels), "contiguous" if x is None else x.layout)
     name = f"{batch}x{length}x{channels}-W={taps}" + ("-" + note if note else "")
     return Case(name, args, {"activation": "silu", **options}, cotangent)
 
@@ -60,7 +63,7 @@ def make_case(
 def _laid_out(layout: str) -> Case:
     x, state = Arg((2, 7, 20), layout), Arg((2, 20, 3), layout)
     return make_case(
-        2, 7, 20, layout, x=x, weight=Arg((20, 4), layout if layout != "swapped" else "strided"),
+        2, 7, 20, layout, residual=True, x=x, weight=Arg((20, 4), layout if layout != "swapped" else "strided"),
         bias=Arg((20,), "strided"), state=state, cotangent=layout, return_final_state=True,
     )  # fmt: skip
 
@@ -105,6 +108,14 @@ CASES: dict[str, tuple[Case, ...]] = {
         make_case(
             2, 9, 32, "filter-fp32", weight=Arg((32, 4), dtype=torch.float32), bias=Arg((32,), dtype=torch.float32)
         ),
+        make_case(2, 3, 2, "residual", taps=2, residual=True),
+        make_case(2, 40, 33, "residual-plain", residual=True, bias=None, activation=None),
+        make_case(1, 15, 24, "residual-packed", lengths=_SHORT, residual=True, state=True, return_final_state=True),
+        make_case(2, 9, 24, "residual-frozen-input", x=Arg((2, 9, 24), grad=False), residual=True),
+        make_case(
+            2, 9, 24, "only-residual", x=Arg((2, 9, 24), grad=False), weight=Arg((24, 4), grad=False), bias=None,
+            residual=True,
+        ),
         make_case(2, 30, 40, "large", x=Arg((2, 30, 40), values=normal(40.0))),
         make_case(2, 30, 40, "cancels", x=Arg((2, 30, 40), values=normal(1e-3, 30.0))),
         replace(make_case(2, 300, 1100, "wide", state=True, return_final_state=True), interpreted=False),
@@ -130,8 +141,10 @@ def scales(
     ]
     into_x = float((dy.abs().amax((0, 1)) * filters).max())
     shift = 0.0 if bias is None else float(bias.detach().abs().max())
+    residual = args.get("residual")
+    added = 0.0 if residual is None else float(residual.detach().abs().max())
     return {
-        "output 0": float((x.abs().amax((0, 1)) * filters).max()) + shift,
+        "output 0": float((x.abs().amax((0, 1)) * filters).max()) + shift + added,
         "x": into_x,
         "initial_state": into_x,
         "weight": float(torch.stack(into_weight).max().sqrt()),

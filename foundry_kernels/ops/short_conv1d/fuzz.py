@@ -31,6 +31,7 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
     args["weight"] = draw(tensors((channels, taps), values, LOW_OR_FP32))
     args["bias"] = draw(st.none() | tensors((channels,), values, LOW_OR_FP32))
     state = taps > 1 and draw(st.booleans())
+    args["residual"] = draw(st.none() | tensors((batch, length, channels), values))
     args["initial_state"] = draw(tensors((rows, channels, taps - 1))) if state else None
     options: dict[str, Any] = {
         "activation": draw(st.sampled_from([None, "silu"])),

@@ -16,6 +16,7 @@ def short_conv1d(
     activation: str,
     cu_seqlens: Tensor | None,
     initial_state: Tensor | None,
+    residual: Tensor | None,
     return_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
     batch, length, channels = x.shape
@@ -32,7 +33,10 @@ def short_conv1d(
     for j, tap in enumerate(inputs):
         z = z + weight[:, j].to(compute) * tap.to(compute)
     assert isinstance(z, Tensor)
-    return (silu(z) if activation == "silu" else z).to(x.dtype).contiguous(), final_state
+    y = silu(z) if activation == "silu" else z
+    if residual is not None:
+        y = y + 1.0 * residual.to(compute)  # times 1: its gradient has memory of its own
+    return y.to(x.dtype).contiguous(), final_state
 
 
 def _packed(
@@ -62,9 +66,13 @@ def _packed(
     return inputs, torch.stack(states, -1)
 
 
-def short_conv1d_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def short_conv1d_step(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor:
     taps = weight.shape[1]
     row = torch.cat([state, x.unsqueeze(-1)], -1)  # [B, C, S + 1]
-    y, _ = short_conv1d(row[..., -taps:].transpose(1, 2), weight, bias, activation, None, None, False)
+    if residual is not None:
+        residual = residual.unsqueeze(1)
+    y, _ = short_conv1d(row[..., -taps:].transpose(1, 2), weight, bias, activation, None, None, residual, False)
     state.copy_(row[..., 1:])
     return y[:, -1].contiguous()

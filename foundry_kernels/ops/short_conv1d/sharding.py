@@ -14,5 +14,13 @@ UNSHARDED = ("short_conv1d_step", "triton_short_conv1d_step")
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     packed = args.get("cu_seqlens") is not None
     state = "ncs" if packed else "bcs"
-    dims = {"x": "btc", "y": "btc", "weight": "cw", "bias": "c", "initial_state": state, "final_state": state}
+    dims = {
+        "x": "btc",
+        "y": "btc",
+        "residual": "btc",
+        "weight": "cw",
+        "bias": "c",
+        "initial_state": state,
+        "final_state": state,
+    }
     return dims | {"cu_seqlens": "m"}, "c" if packed else "bc"

@@ -19,13 +19,11 @@ from __future__ import annotations
 import math
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from foundry_kernels.core.inference import cut, without_backward
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
-from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM
 from foundry_kernels.ops.ssd import reference
 from foundry_kernels.ops.ssd.checks import check_sequence, check_step
 
@@ -113,19 +111,7 @@ def ssd(
         cu_seqlens,
         chunk_size,
     )
-    run = resolve(SSD, backend, x)
-    if x.shape[3] <= MAX_HEAD_DIM:
-        y, final = run(x, dt, A, B, C, D, z, dt_bias, initial_states, options)
-    else:  # columns of x and of the states do not depend on each other
-        parts = [
-            run(x[..., at], dt, A, B, C, D_at, z_at, dt_bias, states_at, options)
-            for at in (slice(0, MAX_HEAD_DIM), slice(MAX_HEAD_DIM, None))
-            for D_at in (D[:, at] if D is not None and D.dim() == 2 else D,)
-            for z_at in (None if z is None else z[..., at],)
-            for states_at in (None if initial_states is None else initial_states[:, :, at],)
-        ]
-        y = torch.cat([part for part, _ in parts], -1)
-        final = torch.cat([states.mT for _, states in parts], -1).mT if return_final_states else None
+    y, final = resolve(SSD, backend, x)(x, dt, A, B, C, D, z, dt_bias, initial_states, options)
     return (y, final) if return_final_states else y
 
 

@@ -19,11 +19,8 @@ from foundry_kernels.core.checks import (
     constants,
 )
 from foundry_kernels.core.registry import wide_dtype
-from foundry_kernels.ops.gated_delta_rule.checks import CHUNK_SIZES, MAX_HEAD_DIM
+from foundry_kernels.ops.gated_delta_rule.checks import CHUNK_SIZES, MAX_HEAD_DIM, MAX_VALUE_DIM
 from foundry_kernels.ops.ssd.options import SsdOptions
-
-#: Two of the widest heads of linear attention.
-MAX_WIDTH = 2 * MAX_HEAD_DIM
 
 
 def check_sequence(
@@ -125,7 +122,7 @@ def _check_token(
     groups, heads = B.shape[-2], x.shape[-2]
     if groups == 0 or heads % groups != 0:
         raise ValueError(f"x must have a multiple of B's {groups} groups as heads; got {heads}")
-    for name, each, most in (("x", x, MAX_WIDTH), ("B", B, MAX_HEAD_DIM)):
+    for name, each, most in (("x", x, MAX_VALUE_DIM), ("B", B, MAX_HEAD_DIM)):
         if not 1 <= each.shape[-1] <= most:
             raise ValueError(f"{name} must have a last dimension of 1 to {most}; got {each.shape[-1]}")
     _check_numbers("dt", dt, x, x.shape[:-1], f"[B, {tokens}H]")

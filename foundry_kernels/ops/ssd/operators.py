@@ -13,6 +13,7 @@ from torch.nn.functional import silu
 from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops.gated_delta_rule import columns
 from foundry_kernels.ops.ssd.options import SsdOptions
 from foundry_kernels.ops.ssd.reference import finished, skipped, step_sizes
 
@@ -55,11 +56,15 @@ def _attention(options: SsdOptions, tensors: Any, sizes: Tensor) -> tuple[Tensor
     return *(each.transpose(1, 2) for each in given), None if initial_states is None else initial_states.mT, None, None
 
 
-def _read(prefix: str, options: SsdOptions, tensors: Any, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _read(
+    prefix: str, options: SsdOptions, tensors: Any, save_states: bool
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """What is read from the states, ``[B, T, H, P]``, the final states ``[n, H, N, P]``, and what to save."""
     call = options.of_attention()
     given = _attention(options, tensors, _sizes(options, tensors))
-    out, final, states = _OPERATORS[prefix][0](*given, *call.operator_args(), call.return_final_state, save_states)
+    out, final, states = columns.forward(
+        _OPERATORS[prefix][0], given, call.operator_args(), call.return_final_state, save_states
+    )
     return out.transpose(1, 2), final, states
 
 
@@ -76,7 +81,7 @@ class _Ssd(torch.autograd.Function):
         read, final, states = _read(prefix, options, tensors, save_states=True)
         kept = read if z is not None and ctx.needs_input_grad[2 + 6] else None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, kept, states, options.cu_seqlens)
+        ctx.save_for_backward(*tensors, kept, options.cu_seqlens, *states)
         if not any(ctx.needs_input_grad[2 + i] for i in (0, 1, 2, 3, 7, 8)):  # states do not depend on C, D and z
             ctx.mark_non_differentiable(final)
         return finished(read, x, D, z), final
@@ -84,7 +89,8 @@ class _Ssd(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> Any:
         refuse_second_derivative("ssd")
-        *tensors, read, states, cu_seqlens = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: a checkpoint gives them once
+        tensors, (read, cu_seqlens, *states) = saved[:9], saved[9:]
         x, D, z = _of_result(tensors)
         options = ctx.options._replace(cu_seqlens=cu_seqlens)
         needs_x, needs_dt, needs_A, needs_B, needs_C, needs_D, needs_z, needs_bias, needs_initial = needs = (
@@ -106,11 +112,12 @@ class _Ssd(torch.autograd.Function):
             sizes = _sizes(options, tensors)
             attention, call = _attention(options, tensors, sizes), options.of_attention()
             dfinal = dfinal if options.return_final_states else None  # torch.compile materializes it
-            wanted = (needs_C, needs_B, needs_x, needs_dt or needs_A or needs_bias, needs_dt or needs_bias)
-            dq, dk, dv, dg, dbeta, dstate, *_ = _OPERATORS[ctx.prefix][1](
-                dread.to(x.dtype).transpose(1, 2), dfinal, *attention, states, *call.operator_args(), *wanted,
-                needs_initial, False, False,
-            )  # fmt: skip
+            needs_g, needs_beta = needs_dt or needs_A or needs_bias, needs_dt or needs_bias
+            wanted = needs_C, needs_B, needs_x, needs_g, needs_beta, needs_initial, False, False
+            dout = dread.to(x.dtype).transpose(1, 2)
+            dq, dk, dv, dg, dbeta, dstate, *_ = columns.backward(
+                _OPERATORS[ctx.prefix][1], dout, dfinal, attention, states, call.operator_args(), wanted
+            )
             dC, dB, dx = dq.transpose(1, 2) if needs_C else None, dk.transpose(1, 2) if needs_B else None, None
             if needs_x:
                 dx = dv.transpose(1, 2)

@@ -18,7 +18,7 @@ DOCUMENTS: dict[str, tuple[int, ...] | None] = {
     "one document": (0, LENGTH),
 }
 #: Tensors that every process has as a whole, and to whose gradients it adds a part.
-PARAMETERS = ("weight", "A_log", "dt_bias")
+PARAMETERS = ("weight", "A_log", "dt_bias", "A", "D")
 BAD = 20  # a token of the document 5 .. 24, which lies in two processes
 Found = dict[str, tuple[Tensor, Tensor]]
 
@@ -36,6 +36,7 @@ def linear_attention(rank: int, folder: Path, ports: list[int]) -> dict[str, Fou
             case = f"{name}, {width} wide{', frozen' * bool(frozen)}"
             torch.manual_seed(0)
             found[case] = _delta_rule(mesh, documents, width, frozen) | _convolution(mesh, documents, frozen)
+        found[f"Mamba-2, {name}"] = _scan(mesh, documents)
         if name == "packed":
             found["gates and channels"] = _delta_rule(mesh, documents, 12, (), gated=True)
     torch.manual_seed(0)
@@ -71,12 +72,31 @@ def _delta_rule(
     return _compare(mesh, whole, frozen, 2, sharded, lambda **given: fk.gated_delta_rule(**given, **options))
 
 
+def _scan(mesh: Any, documents: tuple[int, ...] | None) -> Found:
+    import foundry_kernels as fk
+    from foundry_kernels.distributed import sharded_ssd
+
+    batch = 2 if documents is None else 1
+    rows: dict[str, tuple[int, ...]] = {"x": (4, 6), "dt": (4,), "B": (2, 8), "C": (2, 8), "z": (4, 6)}
+    whole = {name: torch.randn(batch, LENGTH, *shape, dtype=torch.float64) for name, shape in rows.items()}
+    whole |= {"A": -torch.rand(4, dtype=torch.float64), "D": torch.randn(4, dtype=torch.float64)}
+    whole["dt_bias"] = torch.randn(4, dtype=torch.float64)
+    options: dict[str, Any] = {"dt_softplus": True, "dt_limit": (0.1, 2.0)}
+    options["cu_seqlens"] = None if documents is None else torch.tensor(documents)
+
+    def sharded(**given: Tensor) -> Tensor:
+        return sharded_ssd(**given, mesh=mesh, **options)
+
+    return _compare(mesh, whole, (), 1, sharded, lambda **given: fk.ssd(**given, **options))
+
+
 def _convolution(mesh: Any, documents: tuple[int, ...] | None, frozen: tuple[str, ...]) -> Found:
     import foundry_kernels as fk
     from foundry_kernels.distributed import sharded_short_conv1d
 
     batch = 2 if documents is None else 1
     whole = {"x": torch.randn(batch, LENGTH, 6, dtype=torch.float64), "weight": torch.randn(6, 4, dtype=torch.float64)}
+    whole["residual"] = torch.randn_like(whole["x"])
     options: dict[str, Any] = {"bias": None, "activation": "silu"}
     options["cu_seqlens"] = None if documents is None else torch.tensor(documents)
 

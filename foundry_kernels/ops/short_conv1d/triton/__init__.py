@@ -114,7 +114,7 @@ def _with_channels(x: Tensor) -> Tensor:
 
 def _empty_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, cu_seqlens: Tensor | None,
-    initial_state: Tensor | None, need_state: bool,
+    initial_state: Tensor | None, residual: Tensor | None, need_state: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     documents = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final_state = x.new_empty(documents, x.shape[2], weight.shape[1] - 1) if need_state else None
@@ -123,16 +123,18 @@ def _empty_fwd(
 
 def _fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, cu_seqlens: Tensor | None,
-    initial_state: Tensor | None, need_state: bool,
+    initial_state: Tensor | None, residual: Tensor | None, need_state: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    y, final_state = _empty_fwd(x, weight, bias, activation, cu_seqlens, initial_state, need_state)
+    y, final_state = _empty_fwd(x, weight, bias, activation, cu_seqlens, initial_state, residual, need_state)
     x, cu_seqlens, taps = _with_channels(x), contiguous(cu_seqlens), weight.shape[1]
     state = contiguous(initial_state) if taps > 1 else None
     strides = x.stride()[:2]
     if y.numel():
         options = taps, activation == "silu", x.dtype, x.device
-        plan = _plan("short_conv1d_fwd_kernel", x.shape, strides, *options)
-        tensors = x, weight.contiguous(), contiguous(bias), _info(cu_seqlens, x), state, y
+        added = None if residual is None else _with_channels(residual)
+        of_added = (0, 0) if added is None else added.stride()[:2]
+        plan = _plan("short_conv1d_fwd_kernel", x.shape, (*strides, *of_added), *options)
+        tensors = x, weight.contiguous(), contiguous(bias), _info(cu_seqlens, x), state, added, y
         launch(short_conv1d_fwd_kernel, plan, *tensors)
     if final_state is not None and final_state.numel():
         plan = _plan_documents(final_state.shape[0], x.shape, strides, taps, ())
@@ -190,27 +192,35 @@ def _bwd(
 @planned
 def _plan_step(
     shape: tuple[int, int], stride_x: int, state_strides: tuple[int, int, int], taps: int, length: int, silu: bool,
-    dtype: torch.dtype,
+    dtype: torch.dtype, stride_residual: int,
 ) -> Plan:  # fmt: skip
     n_rows, n_channels = shape
     cols = min(256, triton.next_power_of_2(n_channels))
     n_tiles = triton.cdiv(n_channels, cols)
     constants = {"W": taps, "S": length, "SILU": silu, "COMPUTE": compute_dtype(dtype), "BLOCK_COLS": cols}
-    return Plan((n_rows * n_tiles,), (n_channels, n_tiles, stride_x, *state_strides), {**constants, "num_warps": 4})
+    numbers = n_channels, n_tiles, stride_x, *state_strides, stride_residual
+    return Plan((n_rows * n_tiles,), numbers, {**constants, "num_warps": 4})
 
 
-def _empty_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def _rows(x: Tensor) -> Tensor:
+    """x [B, C] with channels next to each other."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _empty_step(x: Tensor, *_: object) -> Tensor:
     return empty_like(x)
 
 
-def _step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def _step(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor:
     y = empty_like(x)
     if y.numel() == 0:
         return y
-    x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-    silu = activation == "silu"
-    plan = _plan_step(x.shape, x.stride(0), state.stride(), weight.shape[1], state.shape[2], silu, x.dtype)
-    launch(short_conv1d_step_kernel, plan, x, weight.contiguous(), contiguous(bias), state, y)
+    x, residual = _rows(x), None if residual is None else _rows(residual)
+    options = weight.shape[1], state.shape[2], activation == "silu", x.dtype
+    plan = _plan_step(x.shape, x.stride(0), state.stride(), *options, 0 if residual is None else residual.stride(0))
+    launch(short_conv1d_step_kernel, plan, x, weight.contiguous(), contiguous(bias), state, residual, y)
     return y
 
 

@@ -153,8 +153,8 @@ def _convolved(taps, w, b_bias, W: tl.constexpr):
 
 @triton.jit
 def short_conv1d_fwd_kernel(
-    x_ptr, w_ptr, bias_ptr, info_ptr, state_ptr, y_ptr,
-    n_channels, n_tiles, n_chunks, length, stride_b, stride_t,
+    x_ptr, w_ptr, bias_ptr, info_ptr, state_ptr, residual_ptr, y_ptr,
+    n_channels, n_tiles, n_chunks, length, stride_b, stride_t, stride_rb, stride_rt,
     W: tl.constexpr, SILU: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -176,8 +176,12 @@ def short_conv1d_fwd_kernel(
             b_z = _convolved(taps, w, b_bias, W)
             if SILU:
                 b_z = activated(b_z, gate_factor(b_z, "silu"), "silu")
-            o_y = tl.cast(t + r, tl.int64) * n_channels
-            tl.store(y_ptr + o_y + cols, round_to(b_z, y_ptr.dtype.element_ty), mask=m_cols & (t + r < length))
+            row = tl.cast(t + r, tl.int64)
+            mask = m_cols & (t + r < length)
+            if residual_ptr is not None:
+                p_residual = residual_ptr + batch * stride_rb + row * stride_rt + cols
+                b_z += tl.load(p_residual, mask=mask, other=0.0).to(COMPUTE)
+            tl.store(y_ptr + row * n_channels + cols, round_to(b_z, y_ptr.dtype.element_ty), mask=mask)
         window = _last(window, UNROLL, W - 1)
 
 
@@ -331,8 +335,8 @@ def short_conv1d_state_bwd_kernel(
 
 @triton.jit
 def short_conv1d_step_kernel(
-    x_ptr, w_ptr, bias_ptr, state_ptr, y_ptr,
-    n_channels, n_tiles, stride_x, stride_n, stride_c, stride_s,
+    x_ptr, w_ptr, bias_ptr, state_ptr, residual_ptr, y_ptr,
+    n_channels, n_tiles, stride_x, stride_n, stride_c, stride_s, stride_r,
     W: tl.constexpr, S: tl.constexpr, SILU: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """One row of the batch and a tile of channels; the S >= W - 1 inputs of the state are shifted in place."""
@@ -350,6 +354,8 @@ def short_conv1d_step_kernel(
         b_z += w[j] * window[S + 1 - W + j].to(COMPUTE)
     if SILU:
         b_z = activated(b_z, gate_factor(b_z, "silu"), "silu")
+    if residual_ptr is not None:
+        b_z += tl.load(residual_ptr + n * stride_r + cols, mask=m_cols, other=0.0).to(COMPUTE)
     tl.store(y_ptr + n * n_channels + cols, round_to(b_z, y_ptr.dtype.element_ty), mask=m_cols)
     tl.debug_barrier()  # all reads before any write, whichever threads do them
     for i in tl.static_range(S):
