@@ -326,7 +326,7 @@ def test_launches_on_a_gpu_do_not_depend_on_the_batch(capability: int) -> None:
                 options = plain_options(queries, keys, window_right=0, window_left=left, batch_invariant=True)
                 shapes = [(batch, 8, queries, width), *[(batch, 2, keys, width)] * 2]
                 layouts = [(s, torch.empty(s, device="meta").stride()) for s in shapes]
-                none = TensorOptions(0, None, False, None, False, None)
+                none = TensorOptions(0, None, False, None, False, None, ())
                 p = problem._Problem(*layouts, dtype, device, None, none, options)
                 q, k, v = (strides for _, strides in layouts)
                 assert not p.few_queries

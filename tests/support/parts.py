@@ -22,12 +22,12 @@ def options_for(row: Row, case: Case) -> dict[str, Any]:
 
 def batch_dims(row: Row, case: Case, options: dict[str, Any]) -> dict[str, int] | None:
     """The dimension of each tensor along which the work falls into independent parts, where the case has one of at
-    least 2; None where it has none, or where a part depends on its place, as dropout does."""
+    least 2; None where it has none, or where a part depends on its place, as dropout does and as a score function may."""
     from foundry_kernels.distributed.sharding import expand
 
     given = {name: arg for name, arg in case.args.items() if arg is not None}
     mask = options.get("attn_mask")
-    by_place = options.get("dropout_p") or options.get("chunk_size") == "tiles"
+    by_place = options.get("dropout_p") or options.get("score_mod") or options.get("chunk_size") == "tiles"
     if row.op.sharding is None or by_place or (isinstance(mask, fk.AttentionMask) and mask.shape[0] > 1):
         return None
     made = {name: torch.empty(arg.shape, device="meta") for name, arg in given.items()}

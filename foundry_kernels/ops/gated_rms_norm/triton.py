@@ -102,9 +102,9 @@ def configs(n_rows: int, n_cols: int, element_bytes: int, backward: bool) -> lis
     """The default launch config, then those that `tune` tries. A thread has at most 32 elements of each block."""
     width = triton.next_power_of_2(n_cols)
     found: list[dict[str, int]] = []
-    for elements in (2048, 4096, 1024):
+    for elements, more in ((2048, 1), (4096, 1), (1024, 1), (2048, 2)):
         tile = max(1, min(elements // width, triton.next_power_of_2(n_rows)))
-        warps = max(4, min(16, tile * width // 512))
+        warps = more * max(4, min(16 // more, tile * width // 512))
         if backward and width > 4096:  # with 16 some architecture spills
             warps = 8 if element_bytes == 2 else 32
         row = {"BLOCK_ROWS": tile, "BLOCK_COLS": width, "num_warps": warps}

@@ -141,7 +141,9 @@ def make_options(
         raise ValueError(f"reduction must be one of {', '.join(losses.REDUCTIONS)}; got {reduction!r}")
     if direction == "jsd" and beta in (0.0, 1.0):
         direction = "reverse" if beta else "forward"
-    return KlDivOptions(-100 if target is None else ignore_index, float(temperature), direction, float(beta))
+    return KlDivOptions(
+        -100 if target is None else ignore_index, float(temperature), direction, float(beta), None, None
+    )
 
 
 def check_target(name: str, x: Tensor, target: Tensor | None) -> Tensor:

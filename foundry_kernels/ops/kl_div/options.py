@@ -10,5 +10,5 @@ class KlDivOptions(Options, schema_types={"ignore_index": "int"}):
     temperature: float
     direction: str  # "jsd" with a beta of 0 or 1 is "forward" or "reverse" here
     beta: float
-    softcap: float | None = None
-    teacher_softcap: float | None = None
+    softcap: float | None
+    teacher_softcap: float | None

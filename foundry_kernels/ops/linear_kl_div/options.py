@@ -37,7 +37,7 @@ class LinearKlDivOptions(Options, not_in_schema=("return_entropy",), schema_type
 
     def of_buckets(self) -> KlDivOptions:
         """The options for logits that are capped, over the temperature."""
-        return KlDivOptions(self.ignore_index, 1.0, self.direction, self.beta)
+        return KlDivOptions(self.ignore_index, 1.0, self.direction, self.beta, None, None)
 
     def of_student(self) -> LogProbsOptions:
         """The student's distribution: the cap is before the temperature, which is the same as a lower cap behind it."""

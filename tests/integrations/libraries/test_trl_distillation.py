@@ -7,10 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from test_trl_losses import GENERATOR, HIDDEN, MASK, TARGETS, TOKENS, WEIGHT, B, T, V, compare, trainer
 from torch import Tensor
 
 import foundry_kernels as fk
+from tests.integrations.libraries.test_trl_losses import (
+    GENERATOR,
+    HIDDEN,
+    MASK,
+    TARGETS,
+    TOKENS,
+    WEIGHT,
+    B,
+    T,
+    V,
+    compare,
+    trainer,
+)
 
 pytest.importorskip("trl")
 

@@ -264,9 +264,10 @@ def _plan_dq(p: _Problem, dout: tuple[int, ...], dq: tuple[int, ...]) -> Plan:
     if config["BLOCK_M"] == 128 and few and p.constants["BLOCK_D"] <= 128:
         config["BLOCK_M"] = 64  # the large tile spills for few queries, which would leave half of it empty
     modified, wide = p.constants["HAS_MODIFIED"], p.constants["BLOCK_D"] == 128
-    if (p.constants["HAS_LEFT"] and wide) or (modified and (wide or 0 < p.capability < 90)):
+    small = p.capability != 0 and device_of(p.capability).name in ("ampere", "small")
+    if (p.constants["HAS_LEFT"] and wide) or (modified and (wide or small)):
         config["BLOCK_N"] = min(config["BLOCK_N"], 32)  # with a score function or one more masked loop, 64 keys spill
-    if modified and wide and 0 < p.capability < 90:
+    if modified and wide and small:
         config["BLOCK_M"] = min(config["BLOCK_M"], 64)
     if p.constants["HAS_TILES"]:  # as in the forward pass
         config["BLOCK_N"] = min(config["BLOCK_N"], 64)
