@@ -22,7 +22,7 @@ def options_for(row: Row, case: Case) -> dict[str, Any]:
 
 def batch_dims(row: Row, case: Case, options: dict[str, Any]) -> dict[str, int] | None:
     """The dimension of each tensor along which the work falls into independent parts, where the case has one of at
-    least 2; None where it has none, or where a part depends on its place, as dropout does and as a score function may."""
+    least 2; None where it has none, or where a part depends on its place, as with dropout and score functions."""
     from foundry_kernels.distributed.sharding import expand
 
     given = {name: arg for name, arg in case.args.items() if arg is not None}

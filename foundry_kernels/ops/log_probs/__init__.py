@@ -37,7 +37,7 @@ from foundry_kernels.core.checks import (
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.log_probs import reference
-from foundry_kernels.ops.log_probs.options import LogProbsOptions
+from foundry_kernels.ops.log_probs.options import LogProbsOptions, by_name
 
 
 @overload
@@ -108,7 +108,7 @@ def log_probs(
     options = LogProbsOptions(ignore_index, logit_scale, softcap, return_entropy, return_lse, return_stats)
     check("logits", logits, target, options)
     *found, stats = resolve(LOG_PROBS, backend, logits)(logits, target, options)
-    return select(*found, *(() if stats is None else stats.unbind(-1)))
+    return select(*found, *by_name(stats).values())
 
 
 def check(name: str, x: Tensor, target: Tensor, options: Any) -> None:

@@ -30,14 +30,10 @@ class LogProbsOptions(
 
 def by_name(stats: Tensor | None) -> dict[str, Tensor]:
     """The statistics in tensors of their own."""
-    return (
-        {}
-        if stats is None
-        else {
-            name: x.clone(memory_format=torch.contiguous_format)
-            for name, x in zip(STATS, stats.unbind(-1), strict=True)
-        }
-    )
+    if stats is None:
+        return {}
+    dense = torch.contiguous_format
+    return {name: x.clone(memory_format=dense) for name, x in zip(STATS, stats.unbind(-1), strict=True)}
 
 
 def row_gradients(
