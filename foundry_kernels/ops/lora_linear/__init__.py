@@ -143,6 +143,9 @@ def _call(
     backend: str,
 ) -> Sequence[Tensor]:
     """A direct call serves plain tensors, of whose Python only that for other ones is here."""
+    if is_dynamo_compiling():  # before a comparison, which would be of a symbol
+        (dropout_p,) = constants(dropout_p)
+        layers = [(*tensors, *constants(scale)) for *tensors, scale in layers]
     plain = not is_dynamo_compiling() and not invariance.on
     drops = dropout_p != 0.0 or dropout_seed is not None
     if plain and not drops and (found := LORA_LINEAR.direct(backend, x, layers, 0.0, None)) is not None:
@@ -150,9 +153,6 @@ def _call(
     check_float("x", x)
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension; got a scalar")
-    if is_dynamo_compiling():
-        layers = [(*tensors, *constants(scale)) for *tensors, scale in layers]
-        (dropout_p,) = constants(dropout_p)
     if (low := autocast_dtype(x)) is not None:
         base = next((base for *_, base, _ in layers if base is not None), None)
         low = low if base is None else base.dtype

@@ -46,6 +46,10 @@ def trace(fn: ScoreFunction, dtype: torch.dtype, device: torch.device) -> tuple[
         raise TypeError(f"score_mod must be a function of (score, b, h, q_idx, kv_idx); got {type(fn).__name__}")
     made = Recorder(dtype, device)
     inputs = [Scalar(made, made.builder.input(name)) for name in INPUTS]
+    if is_dynamo_compiling():
+        # In a checkpointed part the compiler lets nothing outside it be changed, and the first mode that is entered
+        # counts as a change of the list of modes. This one is left again, so the list is as it was: allowed here alone.
+        torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(_enter_and_leave, _Mode(made))
     with _Mode(made):
         result = fn(*inputs)
     if not isinstance(result, (Scalar, Row, Tensor, int, float)):
@@ -234,6 +238,11 @@ class _Mode(TorchFunctionMode):
         if func is torch.tensor and len(args) == 1 and isinstance(args[0], (int, float)):
             return apply(self.recorder, "tensor", args, kwargs or {})  # a number, on whatever device
         return call(func, args, kwargs or {})
+
+
+def _enter_and_leave(mode: _Mode) -> None:
+    with mode:
+        pass
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
