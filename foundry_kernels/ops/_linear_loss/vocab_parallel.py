@@ -4,8 +4,9 @@ A device computes the logits of its own classes, in chunks of the tokens. No dev
 each token it finds the maximum M and the sum S of exponentials below it, the target's own left out, and the target's
 logit y where the class is its own. Two all-reduces, of one number a token and of two (three with label smoothing), give
 all devices :math:`\ell = \mathrm{softplus}(M + \log S - y)`, which is exact for a confident token, and lse as :math:`y
-+ \ell`. Predictions take a third, of the class whose logit M is. The backward pass makes the logits once more and needs
-no collective: the gradient of a device's rows is its own, and that of hidden a partial sum, as DTensor has it.
++ \ell`. Statistics of the logits are more numbers of the second. Predictions take a third, of the class whose logit M
+is. The backward pass makes the logits once more and needs no collective: the gradient of a device's rows is its own,
+and that of hidden a partial sum, as DTensor has it.
 
 Tokens may be sharded besides, along other dimensions of the mesh.
 """
@@ -207,7 +208,8 @@ class OwnClasses:
         self.of_target = self.counts.to(dtype) if self.weights is None else self.weights[target] * self.counts
         #: Each token's class of the largest logit, which `statistics` finds if asked.
         self.predicted = target.new_empty(0, dtype=torch.int64)
-        #: The mean of each token's logits, and the logarithm of the sum of its squared probabilities; likewise.
+        #: Whether each token's target has the largest logit, the mean of its logits, and the logarithm of the sum of
+        #: its squared probabilities; likewise.
         self.of_logits: tuple[Tensor, ...] = ()
         self.sum_of_weights = shards.n_classes if self.weights is None else self.weights.sum()
 
@@ -233,7 +235,7 @@ class OwnClasses:
         empty = self.tokens.x.new_empty(n, dtype=dtype)
         largest = torch.full_like(empty, -torch.inf)
         total, at_target, below, logits, squares = (torch.zeros_like(empty) for _ in range(5))
-        best = self.predicted.new_zeros(n) if predict else None
+        best = self.predicted.new_zeros(n) if predict or stats else None
         weights = self.own_weights()
         for part in self.tokens.chunks() if self.tokens.weight.shape[0] else ():
             y, (m, s, t, b) = self.logits(part), (rows_of(x, part) for x in (largest, total, at_target, below))
@@ -260,9 +262,11 @@ class OwnClasses:
             if smooth:  # below the same maximum as the sum, which leaves the target out
                 b.add_((finite - below_all) * self._sum(weights))
         maximum = self.shards.reduce(largest, "max")
+        target = self.tokens.target.long()
         if best is not None:  # of equal logits the first class, as in `torch.argmax`
             best = torch.where(largest == maximum, best + self.shards.first, self.shards.n_classes)
-            best = self.shards.reduce(best, "min")
+            earlier = (best < target).to(dtype)  # whether this device's is before the target
+            best = self.shards.reduce(best, "min") if predict else None
         finite = torch.where(maximum == -torch.inf, 0.0, maximum)
         shift = torch.where(largest == -torch.inf, 0.0, largest)
         scale = (largest - finite).exp()
@@ -272,17 +276,17 @@ class OwnClasses:
         if smooth:
             numbers.append(below + (finite - shift) * self._sum(weights))
         if stats:
-            numbers += [logits, squares * scale.square()]
+            numbers += [logits, squares * scale.square(), earlier]
         total, y, *rest = self.shards.reduce(torch.stack(numbers), "sum").unbind(0)
         if best is not None:
-            target = self.tokens.target.long()
             is_target = (y > maximum) | ((y == maximum) & (target < best))
             best = torch.where(is_target, target, best)
             self.predicted = best.masked_fill(self.unknown | ~self.counts, NO_CLASS)
         nll = torch.nn.functional.softplus(total.log() + (finite - y), threshold=50.0)
         if stats:
-            squares = rest.pop().log() + 2.0 * (finite - y - nll)
-            self.of_logits = rest.pop() / self.shards.n_classes, torch.logaddexp(squares, -2.0 * nll)
+            right = (y > maximum) | ((y == maximum) & (rest.pop() == 0.0))
+            squares = torch.logaddexp(rest.pop().log() + 2.0 * (finite - y - nll), -2.0 * nll)
+            self.of_logits = right.to(dtype), rest.pop() / self.shards.n_classes, squares
         if entropy:  # of the other classes, from the distances to their largest logit, and of the target
             above = y + nll - finite
             others = torch.where(total == 0.0, 0.0, (-above).exp() * (above * total - rest[0]))

@@ -15,12 +15,13 @@ _STEP = {"q": "bhk", "k": "bhk", "v": "bhv", "out": "bhv", "g": "bh", "beta": "b
 
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     channels = args.get("g") is not None and len(args["g"].shape) == len(args["q"].shape)
+    gates = {"A_log": "h", "dt_bias": "hk" if channels else "h"}
     if "state" in args:
-        return _STEP | {"g": "bhk"} if channels else _STEP, "bh"
+        return _STEP | gates | ({"g": "bhk"} if channels else {}), "bh"
     packed = args.get("cu_seqlens") is not None
     state = "nhkv" if packed else "bhkv"
     decay = {"g": "bhtk"} if channels else {}
-    return _SEQUENCE | decay | {
+    return _SEQUENCE | decay | gates | {
         "initial_state": state,
         "final_state": state,
         "cu_seqlens": "m",

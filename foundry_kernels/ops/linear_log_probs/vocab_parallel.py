@@ -22,12 +22,11 @@ class LogProbsOfOwnClasses(OwnClasses):
 
     def forward(self) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
         stats = self.options.return_stats
-        y, nll, entropy = self.statistics(entropy=self.options.return_entropy, predict=stats, stats=stats)
+        y, nll, entropy = self.statistics(entropy=self.options.return_entropy, stats=stats)
         entropy = torch.zeros_like(y) if entropy is None else entropy
         results = {"log_probs": -nll, "entropy": entropy, "lse": y + nll}
         if stats:
-            right = (self.predicted == self.tokens.target).to(y.dtype)
-            results |= dict(zip(STATS, (right, *self.of_logits), strict=True))
+            results |= dict(zip(STATS, self.of_logits, strict=True))
         results = {name: (x * self.counts).masked_fill(self.unknown, torch.nan) for name, x in results.items()}
         return results, (y, nll, entropy)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from foundry_kernels.core.layout import inverse, storage_order
-from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.core.registry import is_dtensor, wide_dtype
 from foundry_kernels.ops.gated_delta_rule.reference import advance, gated_delta_rule
 from foundry_kernels.ops.ssd.options import SsdOptions
 
@@ -61,10 +61,13 @@ def step_sizes(
 
 
 def finished(read: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
-    """``(read + D x) silu(z)`` of x's dtype, dense in x's storage order."""
+    """``(read + D x) silu(z)`` of x's dtype, dense in x's storage order unless it is a DTensor."""
     y = skipped(read, x, D)
+    y = (y if z is None else y * silu(z.to(y.dtype))).to(x.dtype)
+    if is_dtensor(y):  # the shards may lie in another order than its strides say
+        return y
     order = storage_order(x)
-    y = (y if z is None else y * silu(z.to(y.dtype))).to(x.dtype).permute(order)
+    y = y.permute(order)
     return y.reshape(-1).view(y.shape).permute(inverse(order))
 
 
