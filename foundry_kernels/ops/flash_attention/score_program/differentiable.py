@@ -13,6 +13,10 @@ from foundry_kernels.ops.flash_attention.score_program.derive import derive
 from foundry_kernels.ops.flash_attention.score_program.evaluate import at_indices, evaluate
 from foundry_kernels.ops.flash_attention.score_program.program import Program
 
+#: The compiler of PyTorch 2.11 gives this function wrong gradients. There autograd goes through each operation, and NaN
+#: beside hidden pairs may reach a gradient.
+_BY_EACH_OPERATION = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
 
 def modified(code: tuple[int, ...], score: Tensor, places: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
     """The scores that the program makes of `score` ``[B, H, T, S]``; the arguments are those of `evaluate`.
@@ -20,9 +24,12 @@ def modified(code: tuple[int, ...], score: Tensor, places: Sequence[Tensor], ten
     Where the gradient of a result is 0, as it is for hidden pairs and for -inf, it adds nothing to any gradient,
     whatever the derivative is there.
     """
+    if torch.compiler.is_compiling() and _BY_EACH_OPERATION:
+        (result,) = evaluate(_decoded(code), score, places, tensors)
+        return result.expand(score.shape)
     function = _Modified if torch.compiler.is_compiling() else _WithForwardMode
-    result: Tensor = function.apply(code, score, *places, *tensors)
-    return result
+    made: Tensor = function.apply(code, score, *places, *tensors)
+    return made
 
 
 def _decoded(code: tuple[int, ...]) -> Program:
