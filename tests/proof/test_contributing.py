@@ -152,7 +152,7 @@ EXPECTED = {
     *(f"test_a_module_offers_what_is_written_of_it[foundry_kernels.ops.square-{kind}]" for kind in KINDS),
     f"test_parity[square-triton-{'cuda' if torch.cuda.is_available() else 'cpu'}-float32-3x5]",
     "test_gradcheck[square-reference-cpu]",
-    "test_what_no_operation_takes[square-x-a list]",
+    "test_what_no_operation_takes[square-x]",
     "test_every_public_name_is_in_the_reference[]",
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from foundry_kernels.core.contract import Options, Saved, Tensors
 from foundry_kernels.ops.flash_attention.bench import CuSeqlens
 from foundry_kernels.ops.gated_delta_rule import reference
+from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM
 from foundry_kernels.ops.gated_delta_rule.options import DeltaRuleOptions
 from foundry_kernels.ops.gated_delta_rule.reference import L2NORM_EPS
 from foundry_kernels.testing import Arg, Case, Values, normal
@@ -318,7 +319,14 @@ def _states(args: Tensors, options: Options) -> int:
     return v.shape[0] * v.shape[1] * chunks * max(k.shape[3] * v.shape[3], 32 * 32)
 
 
-SAVED = dict.fromkeys(("gated_delta_rule", "gated_linear_attention"), Saved(more=_states))
+def _parts(args: Tensors, options: Options) -> int:
+    """Values that are too wide for one call run in two, each of which makes a gradient of what both share."""
+    v = args["v"]
+    assert v is not None
+    return max(x.numel() for x in args.values() if x is not None) if v.shape[3] > MAX_HEAD_DIM else 0
+
+
+SAVED = dict.fromkeys(("gated_delta_rule", "gated_linear_attention"), Saved(more=_states, made=_parts))
 
 
 #: A size whose rounding is below the smallest normal number of float32.

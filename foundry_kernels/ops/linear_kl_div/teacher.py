@@ -12,14 +12,12 @@ from foundry_kernels.ops._linear_loss.chunks import Tokens, rows_of
 from foundry_kernels.ops._linear_loss.problem import Inputs
 from foundry_kernels.ops.linear_kl_div.options import LinearKlDivOptions
 
-#: The least probability of the classes that a teacher does not list: float32 log-probabilities tell no smaller one.
-LEAST_TAIL = 1e-7
-
 
 def log_tail(log_probs: Tensor) -> Tensor:
-    """The log-probability ``[..., 1]`` of all classes except those ``[..., k]``, by a difference in float64."""
+    """The log-probability ``[..., 1]`` of all classes except those ``[..., k]``, by a difference in float64. It is at
+    least that of 1e-7, as float32 log-probabilities tell no smaller one."""
     others = 1.0 - log_probs.double().exp().sum(-1, keepdim=True)
-    return others.clamp(min=LEAST_TAIL).log().to(log_probs.dtype)
+    return others.clamp(min=1e-7).log().to(log_probs.dtype)
 
 
 class Teacher(NamedTuple):

@@ -199,8 +199,8 @@ def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool
         return gluon_launch.plan(p, tuple(config.items()))
     if config["BLOCK_N"] == 128 and (p.constants["HAS_LEFT"] or p.max_seqlen_k <= 64 or p.batch_invariant):
         config |= {"BLOCK_N": 64, "num_stages": 3}  # with one more masked loop for the left edge, 128 keys spill
-    if p.long_score and p.constants["BLOCK_D"] >= 128:
-        config["AHEAD"] = False  # a long score function needs the registers of the next tile's scores
+    if p.constants["HAS_MODIFIED"] and p.constants["BLOCK_D"] >= 128:
+        config["AHEAD"] = False  # a score function needs the registers of the next tile's scores
     if p.constants["HAS_TILES"]:  # a tile must be within one tile of the mask
         config["BLOCK_N"] = min(config["BLOCK_N"], 64)
         if p.wide_pairs and config["BLOCK_M"] == 64:  # the tile for wgmma leaves no registers for lists

@@ -31,9 +31,6 @@ _FAR = 1 << 30
 #: Bytes that the heads of a section may read together: less than half of the L2 cache of data-center GPUs.
 _SECTION_BYTES = 16 << 20
 
-#: The most instructions of a score function that needs no more registers than ALiBi as an option.
-_SHORT = 16
-
 #: Within a tile, offsets have 32 bits. So inputs with a row stride of at least this many elements are copied.
 _FAR_APART = 1 << 23
 
@@ -85,8 +82,6 @@ class _Problem:
         self.numbers, constants, self.needs_registers = found
         self.mask_tiles = tensors.mask_tiles
         self.score_code, self.captured = options.score_mod, tensors.captured
-        #: Whether a score function needs more registers than ALiBi does.
-        self.long_score = self.score_code is not None and self.score_code[1] > _SHORT
         self.page_size = 0 if tensors.table is None else k[0][2]
         #: The forward kernels' parameters for pages, by name.
         self.pages: dict[str, Any] = {"stride_table": None, "n_pages": None, "PAGE_SIZE": False}
