@@ -12,6 +12,8 @@
 #include "../cpu/processor.h"
 #include "cpu_common.h"
 #include "flash_attention.h"
+#include "flash_attention_score_sums.h"
+#include "flash_attention_sequences.h"
 #include "score_program.h"
 #include "task_queue.h"
 
@@ -32,60 +34,6 @@ void on_threads(int64_t most, int64_t work, int64_t scratch_floats, F&& f) {
   const Tensor scratch = at::empty({threads, round_up(scratch_floats, kAttentionPad)}, at::kFloat);
   float* memory = scratch.mutable_data_ptr<float>();
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) { f(memory + begin * scratch.stride(0)); });
-}
-
-// Sequences from cu_seqlens. Reads them as int64 and checks that they lie within the tensors.
-std::vector<AttentionSequence> packed_sequences(const Tensor& q, const Tensor& k, const Tensor& cu_seqlens_q,
-                                                const Tensor& cu_seqlens_k) {
-  const auto read = [](const char* name, const Tensor& cu_seqlens, int64_t total) {
-    const Tensor t = cu_seqlens.to(at::kLong).contiguous();
-    std::vector<int64_t> values(t.const_data_ptr<int64_t>(), t.const_data_ptr<int64_t>() + t.numel());
-    TORCH_CHECK_VALUE(std::is_sorted(values.begin(), values.end()) && values.front() == 0 && values.back() == total,
-                      name, " must start at 0, never decrease and end at the ", total, " packed tokens");
-    return values;
-  };
-  const auto starts_q = read("cu_seqlens_q", cu_seqlens_q, q.size(0)),
-             starts_k = read("cu_seqlens_k", cu_seqlens_k, k.size(0));
-  std::vector<AttentionSequence> sequences;
-  for (size_t n = 0; n + 1 < starts_q.size(); ++n)
-    sequences.push_back({0, starts_q[n], starts_q[n + 1] - starts_q[n], starts_k[n], starts_k[n + 1] - starts_k[n]});
-  return sequences;
-}
-
-// Sequences with paged keys; k_start is the first position attended to. Checks that all page indices are in range.
-std::vector<AttentionSequence> paged_sequences(const Tensor& q, const Tensor& k, const AttentionOptions& options,
-                                               const AttentionPages& pages, int64_t max_blocks) {
-  const auto read = [](const Tensor& t) {
-    const Tensor values = t.to(at::kLong).contiguous();
-    return std::vector<int64_t>(values.const_data_ptr<int64_t>(), values.const_data_ptr<int64_t>() + values.numel());
-  };
-  const auto starts_q = read(*options.cu_seqlens_q), ends = read(*options.seqused_k);
-  const auto begins = options.leftpad_k.has_value() ? read(*options.leftpad_k) : std::vector<int64_t>(ends.size(), 0);
-  TORCH_CHECK_VALUE(
-      std::is_sorted(starts_q.begin(), starts_q.end()) && starts_q.front() == 0 && starts_q.back() == q.size(0),
-      "cu_seqlens_q must start at 0, never decrease and end at the ", q.size(0), " packed tokens");
-  std::vector<AttentionSequence> sequences;
-  for (size_t n = 0; n < ends.size(); ++n) {
-    const int64_t begin = begins[n], end = ends[n];
-    TORCH_CHECK_VALUE(end >= 0 && end <= max_blocks * pages.size, "seqused_k must be in 0 .. ", max_blocks * pages.size,
-                      ", what block_table's pages hold; got ", end, " for sequence ", n);
-    TORCH_CHECK_VALUE(begin >= 0 && begin <= end, "leftpad_k must be in 0 .. seqused_k=", end, "; got ", begin,
-                      " for sequence ", n);
-    for (int64_t i = begin / pages.size; i * pages.size < end; ++i) {
-      const int64_t page = pages.table[int64_t(n) * pages.stride + i];
-      TORCH_CHECK_VALUE(page >= 0 && page < k.size(0), "block_table must be in 0 .. ", k.size(0) - 1, "; got ", page,
-                        " for page ", i, " of sequence ", n);
-    }
-    sequences.push_back({0, starts_q[n], starts_q[n + 1] - starts_q[n], begin, end - begin});
-  }
-  return sequences;
-}
-
-std::vector<AttentionSequence> sequences_of(const Tensor& q, const Tensor& k, const AttentionOptions& options) {
-  if (options.packed()) return packed_sequences(q, k, *options.cu_seqlens_q, *options.cu_seqlens_k);
-  std::vector<AttentionSequence> sequences;
-  for (int64_t b = 0; b < q.size(0); ++b) sequences.push_back({b, 0, q.size(2), 0, k.size(2)});
-  return sequences;
 }
 
 // Owns what the pointers of AttentionInputs point into.
@@ -324,87 +272,13 @@ void compute_dbias(const AttentionBackward& a, const KeepAlive& keep) {
   });
 }
 
-// How the gradients of captured tensors are split into tasks and summed. A task adds to sums of its own in a fixed
-// order; sums that several tasks have a copy of are added at the end, in the order of the tasks. The split depends on
-// shapes alone.
-struct ScoreSums {
-  static constexpr int64_t kMostCopied = 1 << 21;  // numbers, 16 MiB: beyond, tasks that share elements are one
-  static constexpr int64_t kParts = 3;             // sequences, key-value heads, rows
-
-  std::vector<AttentionBiasTask> tasks;
-  std::vector<std::vector<int64_t>> copy_of;  // [task][which tensor]
-  std::vector<int64_t> numel, copies;
-  std::vector<bool> exclusive;  // of tensors, see ScoreGradient
-
-  ScoreSums(const AttentionBackward& a, const KeepAlive& keep, const AttentionOptions& options, const Slots& slots) {
-    int64_t rows = 0;
-    for (const AttentionSequence& s : keep.sequences) rows = std::max(rows, s.q_len * a.group);
-    const auto n_sequences = static_cast<int64_t>(keep.sequences.size());
-    const int64_t kv_heads = keep.k.size(1), n_heads = kv_heads * a.group;
-    const int64_t row_step =
-        kTaskRows * a.group;  // whole tokens, and a multiple of the rows that attention_decode takes
-    const int64_t most[kParts] = {n_sequences, kv_heads, (rows + row_step - 1) / row_step};
-    const int64_t numbers[kParts] = {n_sequences, n_heads, rows / a.group};
-    for (int64_t slot : slots) numel.push_back(options.score_tensors[slot].numel()), copies.push_back(1);
-    int64_t parts[kParts];
-    std::vector<bool> shared[kParts];
-    for (int part = 0; part < kParts; ++part) {
-      int64_t copied = 0;
-      for (size_t i = 0; i < slots.size(); ++i) {
-        shared[part].push_back(!has_own(a, options.score_tensors[slots[i]], int(i), part, numbers[part]));
-        if (shared[part][i]) copied += numel[i] * copies[i];
-      }
-      parts[part] = copied * most[part] <= kMostCopied ? std::max<int64_t>(1, most[part]) : 1;
-      for (size_t i = 0; i < slots.size(); ++i)
-        if (shared[part][i]) copies[i] *= parts[part];
-    }
-    for (size_t i = 0; i < slots.size(); ++i) {
-      int loads = 0;
-      bool alone = true;
-      for (const ScoreGradient& g : a.program->gradients)
-        if (g.sums == int(i)) ++loads, alone = alone && g.load.along >= 0;
-      for (int part = 0; part < kParts; ++part) alone = alone && (numbers[part] <= 1 || !shared[part][i]);
-      exclusive.push_back(alone && loads == 1);
-    }
-    int64_t at[kParts];
-    for (at[0] = 0; at[0] < parts[0]; ++at[0])
-      for (at[1] = 0; at[1] < parts[1]; ++at[1])
-        for (at[2] = 0; at[2] < parts[2]; ++at[2]) {
-          const auto range = [&](int part, int64_t all, int64_t step) {
-            return parts[part] == 1 ? std::pair(int64_t(0), all)
-                                    : std::pair(at[part] * step, std::min((at[part] + 1) * step, all));
-          };
-          const auto sequence = range(0, n_sequences, 1), head = range(1, kv_heads, 1), row = range(2, rows, row_step);
-          tasks.push_back({sequence.first, sequence.second, head.first, head.second, row.first, row.second, 0, 0});
-          std::vector<int64_t> copy(slots.size(), 0);
-          for (size_t i = 0; i < slots.size(); ++i)
-            for (int part = 0; part < kParts; ++part)
-              if (shared[part][i]) copy[i] = copy[i] * parts[part] + at[part];
-          copy_of.push_back(std::move(copy));
-        }
-  }
-
-  // Whether different sequences, heads or queries (the part) read different elements of tensor i. `n`: how many there
-  // are.
-  static bool has_own(const AttentionBackward& a, const Tensor& tensor, int i, int part, int64_t n) {
-    if (a.dropout.heads && part < 2) return false;  // they have other numbers
-    int dim = -1;
-    for (const ScoreGradient& g : a.program->gradients) {
-      if (g.sums != i) continue;
-      if (g.indexed_by[part] < 0 || (dim >= 0 && dim != g.indexed_by[part])) return false;
-      dim = g.indexed_by[part];
-    }
-    return dim >= 0 && tensor.size(dim) >= n;
-  }
-};
-
 // Computes dscore. If each pair has its own element of all captured tensors, and others are wanted, computes dq, dk and
 // dv in the same pass. Returns whether it has.
 bool compute_dscore(AttentionBackward a, const KeepAlive& keep, const AttentionOptions& options, const Slots& slots,
                     const Tensor& dscore, bool need_dqkv) {
   ScorePlan program = plan_scores(options.score_mod, keep.score_tensors, {a.group > 1, false, true, slots});
   a.program = &program;
-  const ScoreSums split(a, keep, options, slots);
+  const ScoreSums split(a, keep.sequences, keep.k.size(1), options, slots);
   for (ScoreGradient& g : program.gradients) g.exclusive = split.exclusive[g.sums];
   std::vector<Tensor> sums, results;
   for (size_t i = 0, begin = 0; i < slots.size(); begin += split.numel[i++]) {
@@ -433,19 +307,8 @@ bool compute_dscore(AttentionBackward a, const KeepAlive& keep, const AttentionO
       kernel(a, split.tasks[task], own.data(), memory);
     }
   });
-  for (size_t i = 0; i < slots.size(); ++i) {
-    if (split.exclusive[i]) continue;
-    float* out = results[i].mutable_data_ptr<float>();
-    const int64_t n = split.numel[i], copies = split.copies[i];
-    const double* from = sums[i].const_data_ptr<double>();
-    at::parallel_for(0, n, kGrain, [&](int64_t begin, int64_t end) {
-      for (int64_t e = begin; e < end; ++e) {
-        double sum = 0.0;
-        for (int64_t c = 0; c < copies; ++c) sum += from[c * n + e];
-        out[e] = static_cast<float>(sum);
-      }
-    });
-  }
+  for (size_t i = 0; i < slots.size(); ++i)
+    if (!split.exclusive[i]) add_copies(sums[i], results[i]);
   return false;
 }
 
