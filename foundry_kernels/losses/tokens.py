@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from inspect import Parameter, signature
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -116,14 +116,6 @@ def from_hidden(form: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
         return loss
 
     return decorate
-
-
-def sequence_logps(
-    hidden: Tensor, weight: Tensor, target: Tensor, average: bool = False, **head: Unpack[HeadOptions]
-) -> Tensor:
-    """The sum ``[B]`` of each sequence's log-probabilities, or their mean over the tokens that count; 0 if none do."""
-    tokens = Hidden(hidden, weight, target, head, False).tokens()
-    return tokens.log_probs.sum(-1) / tokens.lengths if average else tokens.log_probs.sum(-1)
 
 
 def mean(each: Tensor) -> Tensor:

@@ -192,10 +192,6 @@ def _where(r: Recorder, condition: Any, input: Any = None, other: Any = None) ->
     return r.new(r.builder.emit("where", kind, chosen, *operands))
 
 
-def _where_method(r: Recorder, *args: Any, **kwargs: Any) -> Scalar:
-    return _where(r, *args, **kwargs)
-
-
 def _masked_fill(r: Recorder, input: Any, mask: Any, value: Any) -> Scalar:
     kind = r.builder.kind(r.lift(input))
     return _where(r, mask, r.new(r.cast(r.lift(value), kind)), input)
