@@ -75,12 +75,8 @@ def emulated(row: Row) -> bool:
 
 
 def _tried() -> list[Any]:
-    # Not the reference: PyTorch's functions round the last numbers of a tensor another way than the rest. ssd's step
-    # sizes and gates are such functions.
-    every = (
-        *(r for r in checked_rows() if r.op.name != "ssd"),
-        *(r for r in hopper_rows() if r.op.name == "flash_attention"),
-    )
+    # Not the reference: PyTorch's functions round the last numbers of a tensor another way than the rest.
+    every = (*checked_rows(), *(r for r in hopper_rows() if r.op.name == "flash_attention"))
     tried = [(r, d) for r in every for d in (torch.float32, torch.bfloat16) if d in r.dtypes]
     low = [pytest.mark.slow]
     return [

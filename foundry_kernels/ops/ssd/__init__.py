@@ -94,8 +94,6 @@ def ssd(
         BackendUnavailable: the named backend does not support this device or dtype.
 
     Under ``torch.autocast``, x, B, C and z (unless float64) are cast to its dtype first. There is no second derivative.
-    The step sizes and silu(z) are PyTorch's, whose last bits may depend on the place in the batch, also within
-    :func:`foundry_kernels.batch_invariant`.
     """
     x, B, C, z, options = check_sequence(
         x,

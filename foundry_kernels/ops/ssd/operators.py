@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.inference import refuse_second_derivative
@@ -38,15 +37,33 @@ def make_backend(
             y, final = apply(_Ssd, prefix, options, *tensors)
         else:
             read, final, _ = _read(prefix, options, tensors, save_states=False)
-            y = finished(read, *_of_result(tensors))
+            y = finished(read, *_of_result(tensors), _silu)
         return y, final.mT if options.return_final_states else None
 
     return ssd
 
 
+# PyTorch's own round the last numbers of a tensor another way than the rest; exp and log1p do not. So a sequence gets
+# the same bits at any place in any batch.
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1.0 / (1.0 + (-x).exp())
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x * _sigmoid(x)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """Above 20, as in PyTorch, the number itself."""
+    return torch.where(x > 20.0, x, x.clamp(max=20.0).exp().log1p())
+
+
 def _sizes(options: SsdOptions, tensors: Any) -> Tensor:
     x, dt, dt_bias = tensors[0], tensors[1], tensors[7]
-    return step_sizes(dt, dt_bias, wide_dtype(x.dtype), options.dt_softplus, options.dt_min, options.dt_max)
+    limits = options.dt_min, options.dt_max
+    return step_sizes(dt, dt_bias, wide_dtype(x.dtype), options.dt_softplus, *limits, _softplus)
 
 
 def _attention(options: SsdOptions, tensors: Any, sizes: Tensor) -> tuple[Tensor | None, ...]:
@@ -84,7 +101,7 @@ class _Ssd(torch.autograd.Function):
         ctx.save_for_backward(*tensors, kept, options.cu_seqlens, *states)
         if not any(ctx.needs_input_grad[2 + i] for i in (0, 1, 2, 3, 7, 8)):  # states do not depend on C, D and z
             ctx.mark_non_differentiable(final)
-        return finished(read, x, D, z), final
+        return finished(read, x, D, z, _silu), final
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> Any:
@@ -102,9 +119,9 @@ class _Ssd(torch.autograd.Function):
         dread, wide = dy, wide_dtype(x.dtype)
         if z is not None:
             if needs_z:
-                of_silu = skipped(read, x, D) * dy.to(wide)
-                dz = torch.ops.aten.silu_backward(of_silu, z.to(wide)).to(z.dtype)
-            dread = dy.to(wide) * silu(z.to(wide))
+                gate, open_ = z.to(wide), _sigmoid(z.to(wide))
+                dz = (skipped(read, x, D) * dy.to(wide) * open_ * (1.0 + gate * (1.0 - open_))).to(z.dtype)
+            dread = dy.to(wide) * _silu(z.to(wide))
         if needs_D and D is not None:
             product = dread * x if dread.dtype == wide else dread.to(wide) * x.to(wide)
             dD = product.sum((0, 1, 3) if D.dim() == 1 else (0, 1)).to(D.dtype)
@@ -145,4 +162,5 @@ def _through_sizes(dsizes: Tensor, sizes: Tensor, options: SsdOptions, tensors: 
     if not options.dt_softplus:
         return dsizes
     dt, bias = tensors[1].to(dsizes.dtype), tensors[7]
-    return torch.ops.aten.softplus_backward(dsizes, dt if bias is None else dt + bias.to(dsizes.dtype), 1.0, 20.0)
+    raw = dt if bias is None else dt + bias.to(dsizes.dtype)
+    return dsizes * torch.where(raw > 20.0, 1.0, _sigmoid(raw))

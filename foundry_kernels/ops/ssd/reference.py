@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
@@ -54,13 +56,16 @@ def ssd_step(
 
 
 def step_sizes(
-    dt: Tensor, dt_bias: Tensor | None, wide: torch.dtype, use_softplus: bool, least: float, most: float
-) -> Tensor:
+    dt: Tensor, dt_bias: Tensor | None, wide: torch.dtype, use_softplus: bool, least: float, most: float,
+    softplus: Callable[[Tensor], Tensor] = softplus,
+) -> Tensor:  # fmt: skip
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     return (softplus(dt) if use_softplus else dt).clamp(least, most)
 
 
-def finished(read: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+def finished(
+    read: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, silu: Callable[[Tensor], Tensor] = silu
+) -> Tensor:
     """``(read + D x) silu(z)`` of x's dtype, dense in x's storage order unless it is a DTensor."""
     y = skipped(read, x, D)
     y = (y if z is None else y * silu(z.to(y.dtype))).to(x.dtype)
