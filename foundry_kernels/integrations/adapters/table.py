@@ -131,7 +131,7 @@ TABLE: dict[tuple[str, str], Adapter] = {
 }
 
 #: How the names of classes end that this package might support.
-CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "ActDense", "Attention", "Experts")
+CANDIDATES = ("Norm", "NormGated", "MLP", "Mlp", "FeedForward", "ActDense", "Attention", "Experts")
 #: What is said of a class of such a name that has no row.
 NO_ROW = "no adapter for this class"
 
