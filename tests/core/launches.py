@@ -338,6 +338,8 @@ def described(made: tuple[Any, ...]) -> tuple[Any, ...]:
     def kind(x: Any) -> Any:
         if hasattr(x, "block_shape"):  # a descriptor
             return kind(x.base), x.shape, x.strides, x.block_shape, x.layout
+        if isinstance(x, tuple):  # what a score function captures
+            return tuple(map(kind, x))
         return (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) if isinstance(x, Tensor) else x
 
     return (*made[:6], *map(kind, made[9:]))
