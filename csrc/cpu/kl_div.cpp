@@ -95,15 +95,15 @@ struct Found {
   float loss, of_student;
 };
 
-template <class X, class T, Divergence kKind>
+template <class X, Divergence kKind>
 struct Row {
   const X* x;
-  const T* a;
+  const X* a;
   int64_t n;
   const KlDivOptions& o;
   Normalizer student, teacher;
 
-  Row(const X* x, const T* a, int64_t n, const KlDivOptions& o)
+  Row(const X* x, const X* a, int64_t n, const KlDivOptions& o)
       : x(x),
         a(a),
         n(n),
@@ -116,16 +116,15 @@ struct Row {
     return {student.log_probability(at.load(x + i) * o.scale), teacher.log_probability(at.load(a + i) * o.scale)};
   }
 
-  // The forward divergence's gradient needs nothing but the probabilities, so it is written here: dx may be x, of which
-  // no later step reads what is written.
-  template <bool kWrite>
+  // The forward divergence's gradient needs nothing but the probabilities, so it is written here if dx is not null: dx
+  // may be x, of which no later step reads what is written.
   Found divergence(X* dx, float dloss) const {
     Vec total[4] = {}, of_student[4] = {};
-    for_each_vec(n, [&](int64_t i, auto at, int k) FK_INLINE {
+    for_each_vec_of_many(n, [&](int64_t i, auto at, int k) FK_INLINE {
       const Classes<kKind> c = classes(i, at);
       if constexpr (kKind == Divergence::forward) {
         total[k] += masked(at, c.forward(), 0.0f);
-        if constexpr (kWrite) at.store(dx + i, (dloss * o.scale) * (c.q - c.p));
+        if (dx) at.store(dx + i, (dloss * o.scale) * (c.q - c.p));
       } else if constexpr (kKind == Divergence::reverse) {
         total[k] += masked(at, c.reverse(), 0.0f);
       } else if constexpr (kKind == Divergence::variation) {
@@ -147,20 +146,20 @@ struct Row {
   void gradient(X* dx, float dloss, const Found& found) const {
     if constexpr (kKind == Divergence::reverse) {
       const float factor = dloss * o.scale;
-      for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE {
+      for_each_vec_of_many(n, [&](int64_t i, auto at, int) FK_INLINE {
         const Classes<kKind> c = classes(i, at);
         at.store(dx + i, c.unless(c.q, Vec{}, factor * (c.q * ((c.log_q - c.log_p) - found.loss))));
       });
     } else if constexpr (kKind == Divergence::mixed) {
       const float factor = dloss * o.scale * o.student_share;
-      for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE {
+      for_each_vec_of_many(n, [&](int64_t i, auto at, int) FK_INLINE {
         const Classes<kKind> c = classes(i, at);
         const Mixture m(c, o);
         at.store(dx + i, c.unless(c.q, Vec{}, factor * (c.q * (m.log_q - found.of_student))));
       });
     } else if constexpr (kKind == Divergence::variation) {
       const float factor = dloss * o.scale;
-      for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE {
+      for_each_vec_of_many(n, [&](int64_t i, auto at, int) FK_INLINE {
         const Classes<kKind> c = classes(i, at);
         at.store(dx + i, factor * (c.q * (0.5f * c.sign() - found.of_student)));
       });
@@ -169,46 +168,55 @@ struct Row {
 };
 
 // The divergence of one row; with a dloss other than 0 (NaN too), its gradient is written to dx, which may be x.
-template <Divergence kKind, class X, class T>
-float one_row(const X* x, const T* t, X* dx, int64_t n, const KlDivOptions& o, float dloss) {
-  const Row<X, T, kKind> of(x, t, n, o);
-  if (dloss == 0.0f) return of.template divergence<false>(dx, 0.0f).loss;
-  const Found found = of.template divergence<true>(dx, dloss);
+template <Divergence kKind, class X>
+float one_row(const X* x, const X* t, X* dx, int64_t n, const KlDivOptions& o, float dloss) {
+  const Row<X, kKind> of(x, t, n, o);
+  if (dloss == 0.0f) return of.divergence(nullptr, 0.0f).loss;
+  const Found found = of.divergence(dx, dloss);
   of.gradient(dx, dloss, found);
   return found.loss;
 }
 
-// The same of logits that are capped before, in float32: `memory` of 2 n numbers stays in the cache.
+// Logits times the scale, capped if there is a cap, in float32.
+template <class X>
+__attribute__((noinline)) void capped(const X* x, int64_t n, float scale, float cap, float* out) {
+  const Cap<true> of(cap);
+  for_each_vec_of_many(n, [&](int64_t i, auto at, int) FK_INLINE {
+    const Vec v = at.load(x + i) * scale;
+    at.store(out + i, cap > 0.0f ? of(v) : v);
+  });
+}
+
+// The gradient into x from that into its capped logits.
+template <class X>
+__attribute__((noinline)) void from_capped(const float* dy, const X* x, int64_t n, float scale, float cap, X* dx) {
+  const Cap<true> of(cap);
+  for_each_vec_of_many(n, [&](int64_t i, auto at, int) FK_INLINE {
+    Vec d = at.load(dy + i) * scale;
+    if (cap > 0.0f) d *= of.slope(of(at.load(x + i) * scale));
+    at.store(dx + i, d);
+  });
+}
+
+// one_row of logits that are capped before, or of two types: of float32 ones in `memory`, 2 n numbers that stay in the
+// cache.
 template <Divergence kKind, class X, class T>
-float capped_row(const X* x, const T* t, X* dx, int64_t n, const KlDivOptions& o, float dloss, float* memory) {
-  const auto capped = [&](const auto* in, float cap, float* out) {
-    const Cap<true> of(cap);
-    for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE {
-      const Vec v = at.load(in + i) * o.scale;
-      at.store(out + i, cap > 0.0f ? of(v) : v);
-    });
-  };
-  float* y = memory;
-  capped(x, o.student_cap, y);
-  capped(t, o.teacher_cap, memory + n);
+float row_in_float(const X* x, const T* t, X* dx, int64_t n, const KlDivOptions& o, float dloss, float* memory) {
+  capped(x, n, o.scale, o.student_cap, memory);
+  capped(t, n, o.scale, o.teacher_cap, memory + n);
   KlDivOptions plain = o;
   plain.scale = 1.0f;
-  const float loss = one_row<kKind>(y, memory + n, y, n, plain, dloss);  // y becomes its gradient
-  const Cap<true> of(o.student_cap);
-  if (dloss != 0.0f)
-    for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE {
-      Vec d = at.load(y + i) * o.scale;
-      if (o.student_cap > 0.0f) d *= of.slope(of(at.load(x + i) * o.scale));
-      at.store(dx + i, d);
-    });
+  const float loss = one_row<kKind>(memory, memory + n, memory, n, plain, dloss);  // the first becomes its gradient
+  if (dloss != 0.0f) from_capped(memory, x, n, o.scale, o.student_cap, dx);
   return loss;
 }
 
 template <class X, class T, Divergence kKind>
 void rows(const KlDivRows& a, int64_t begin, int64_t end) {
   const int64_t n = a.n_cols;
-  const bool caps = a.options.student_cap > 0.0f || a.options.teacher_cap > 0.0f;
-  std::vector<float> memory(caps ? 2 * n : 0);
+  constexpr bool kSame = std::is_same_v<X, T>;
+  const bool in_float = !kSame || a.options.student_cap > 0.0f || a.options.teacher_cap > 0.0f;
+  std::vector<float> memory(in_float ? 2 * n : 0);
   for (int64_t row = begin; row < end; ++row) {
     const bool counts = a.target[row] != a.options.ignore_index;
     const float dloss = counts && a.dlogits ? a.dloss[row] : 0.0f;
@@ -217,8 +225,12 @@ void rows(const KlDivRows& a, int64_t begin, int64_t end) {
     if (counts && (writes || a.loss)) {
       const X* x = static_cast<const X*>(a.logits) + a.logits_strides.offset(a.rows, row);
       const T* t = static_cast<const T*>(a.teacher) + a.teacher_strides.offset(a.rows, row);
-      const float loss = caps ? capped_row<kKind>(x, t, dx, n, a.options, dloss, memory.data())
-                              : one_row<kKind>(x, t, dx, n, a.options, dloss);
+      const auto found = [&] {
+        if constexpr (kSame)
+          if (!in_float) return one_row<kKind>(x, t, dx, n, a.options, dloss);
+        return row_in_float<kKind>(x, t, dx, n, a.options, dloss, memory.data());
+      };
+      const float loss = found();
       if (a.loss) a.loss[row] = loss < 0.0f ? 0.0f : loss;  // by rounding; NaN stays
     } else if (a.loss) {
       a.loss[row] = 0.0f;

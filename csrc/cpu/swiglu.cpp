@@ -65,7 +65,7 @@ void forward_tiles(const GluForward& a, const Unit& unit, Drop& drop, int64_t be
       const X* gate = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, row) + col + first;
       const X* up = static_cast<const X*>(a.up) + a.up_strides.offset(a.rows, row) + col + first;
       X* y = static_cast<X*>(a.y) + row * a.n_cols + col + first;
-      for_each_vec2<kSplit<X>>(n, [&](int64_t i, auto at, int) FK_INLINE {
+      for_each_vec2_alone<kSplit<X>>(n, [&](int64_t i, auto at) FK_INLINE {
         const Vec2 g = at.load(gate + i), u = at.load(up + i);
         at.store(y + i, drop.times(Vec2{unit.value(g.a, u.a), unit.value(g.b, u.b)}, at, i), streamed);
       });
@@ -82,7 +82,7 @@ void backward_tiles(const GluBackward& a, const Unit& unit, Drop& drop, int64_t 
       const X* up = static_cast<const X*>(a.up) + a.up_strides.offset(a.rows, row) + col + first;
       X* dgate = a.dgate ? static_cast<X*>(a.dgate) + row * a.out_stride + col + first : nullptr;
       X* dup = a.dup ? static_cast<X*>(a.dup) + row * a.out_stride + col + first : nullptr;
-      for_each_vec2<kSplit<X>>(n, [&](int64_t i, auto at, int) FK_INLINE {
+      for_each_vec2_alone<kSplit<X>>(n, [&](int64_t i, auto at) FK_INLINE {
         const Vec2 d = drop.times(at.load(dy + i), at, i), g = at.load(gate + i);
         const Activated one = unit.both(g.a), two = unit.both(g.b);
         if (dgate) {

@@ -237,6 +237,16 @@ inline FK_INLINE void for_each_vec(int64_t n, F&& f) {
   if (i < n) f(i, Part{(int)(n - i)}, 1);
 }
 
+// The same calls, for an f of many instructions: it is compiled twice, not six times. Accumulators lie in memory.
+template <class F>
+inline FK_INLINE void for_each_vec_of_many(int64_t n, F&& f) {
+  const int64_t in_turn = n - n % (4 * kLanes);
+  int64_t i = 0;
+#pragma GCC unroll 1
+  for (; i + kLanes <= n; i += kLanes) f(i, Whole{}, i < in_turn ? (int)(i / kLanes % 4) : 0);
+  if (i < n) f(i, Part{(int)(n - i)}, 1);
+}
+
 // The sum of the lanes of four registers, added pairwise.
 inline float sum(const Vec (&acc)[4]) {
   const Vec v = (acc[0] + acc[1]) + (acc[2] + acc[3]);

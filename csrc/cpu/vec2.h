@@ -126,6 +126,16 @@ inline FK_INLINE void for_each_vec2(int64_t n, F&& f) {
   if (i < n) f(i, Part2{(int)(n - i)}, 2);
 }
 
+// Calls f(i, access) for the same i: for an f without accumulators, which is compiled twice, not four times.
+template <bool kSplit, class F>
+inline FK_INLINE void for_each_vec2_alone(int64_t n, F&& f) {
+  constexpr int kStep = 2 * kLanes;
+  int64_t i = 0;
+#pragma GCC unroll 1
+  for (; i + kStep <= n; i += kStep) f(i, Whole2<kSplit>{});
+  if (i < n) f(i, Part2{(int)(n - i)});
+}
+
 // Converts two registers of consecutive floats into even and odd ones, and back.
 template <int... kLane>
 inline Vec2 split(Vec2 v, std::integer_sequence<int, kLane...>) {

@@ -3,7 +3,7 @@
 
 #include "../cpu/score_program.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <vector>
 
