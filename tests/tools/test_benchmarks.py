@@ -52,16 +52,6 @@ def test_saved_memory_counts_storages_once() -> None:
     assert measure.saved_bytes(lambda: x + 1) == 0
 
 
-@pytest.mark.parametrize("power", [0.0, 2.0])
-def test_exponent_of_a_power_law_with_noise(power: float) -> None:
-    sizes = [2**i for i in range(5, 13)]
-    noise = [1.05, 0.96, 1.02, 0.99, 0.95, 1.04, 1.0, 0.98]
-    times = [7e-6 * size**power * n for size, n in zip(sizes, noise, strict=True)]
-    found = measure.exponent(sizes, times)
-    assert found is not None
-    assert abs(found - power) < 0.03
-
-
 def test_exponents_of_lines() -> None:
     """The upper half of the sizes shows a square that a constant hides."""
     sizes = [2**i for i in range(6)]
@@ -72,14 +62,6 @@ def test_exponents_of_lines() -> None:
     assert fit([1, 2], {"why_not": ["no", "no"]}) == {}
     for x, y in (([4], [1.0]), ([4, 4], [1.0, 2.0]), ([4, 8], [0.0, 2.0])):
         assert measure.exponent(x, y) is None
-
-
-def test_size_of_the_last_level_cache(tmp_path: Path) -> None:
-    for index, size in enumerate(("32K", "1024K", "8M")):
-        (tmp_path / f"index{index}").mkdir()
-        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
-    assert measure.cache_bytes("cpu", tmp_path) == 8 * 2**20
-    assert measure.cache_bytes("cpu", tmp_path / "nowhere") == 32 * 2**20
 
 
 def scaling(op: str, axis: str, direction: str = "forward") -> test_scaling.Scaling:
@@ -309,17 +291,6 @@ def test_a_loss_that_is_wrong_in_late_tokens_alone_is_found(name: str, monkeypat
             assert "output 0" in str(wrong_of(group, chosen))
 
 
-def test_rows_that_no_gradient_flows_into_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("600x8", {"x": Arg((600, 8)), "weight": Arg((8,))}, {"round_before_weight": True})
-    group = small_group(case=case, direction="backward")
-
-    def mixed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return fk.rms_norm(x, weight, backend="reference", round_before_weight=True) + 0 * x + (x - x.roll(1, 0)) * 1e-9
-
-    monkeypatch.setattr(suite.Group, "function", lambda self, name: mixed)
-    assert "rows that no gradient flows into" in str(wrong_of(group, "eager"))
-
-
 def test_what_dropout_leaves_is_checked_whole_and_of_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     args = {"x": Arg((300, 16)), "residual": Arg((300, 16)), "weight": Arg((16,))}
     case = Case("300x16-dropout", args, {"dropout_p": 0.1, "dropout_seed": 0})
@@ -365,25 +336,6 @@ def test_too_little_memory_and_missing_peers_are_reasons(monkeypatch: pytest.Mon
     if suite.DEVICE == "cpu":
         assert isinstance(liger.peers("rms_norm", "cpu")["Liger"], str)
     assert liger.peers("flash_attention", suite.DEVICE) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's code is compiled without g++")
-def test_without_a_compiler_the_row_of_torch_compile_says_so() -> None:
-    from torch._inductor import config
-
-    with config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
-        torch.compiler.reset()
-        contenders = calls.Contenders(small_group(), ("torch.compile", "eager"))
-    assert contenders.prepare.keys() == {"eager"}
-    assert "no-such-compiler" in contenders.why_not["torch.compile"] or "Cxx" in contenders.why_not["torch.compile"]
-
-
-def test_models_are_timed_in_every_form() -> None:
-    groups = models.model_groups(True)
-    timed = {g.family for g in groups}
-    assert {*models.FAMILIES} - timed <= ({"training"} if suite.DEVICE == "cpu" else set())
-    assert {n for g in groups for n in g.names} == {n for family in timed for n in models.FAMILIES[family]}
 
 
 def test_what_takes_long_to_compile_is_left_to_full_runs() -> None:
