@@ -70,26 +70,6 @@ def test_a_graph_is_walked_twice(backend: str, device: str, reduction: str) -> N
 
 
 @kernels
-def test_a_loss_that_is_not_the_root(backend: str, device: str) -> None:
-    """Scaled, added to another loss of the same weight, and squared: gradients follow."""
-    hidden, weight, target = draw(device)
-
-    def total(loss: Any) -> Tensor:
-        return 0.25 * loss(hidden, weight, target) ** 2 + loss(hidden.flip(0), weight, target) + weight.square().mean()
-
-    ours = total(lambda *args: linear_cross_entropy(*args, chunk_size=5, backend=backend))
-    assert_near(gradients(ours, hidden, weight), gradients(total(expected), hidden, weight))
-
-
-@kernels
-def test_a_weight_that_is_also_the_embedding(backend: str, device: str) -> None:
-    _, weight, target = draw(device)
-    tokens = target.flip(0)
-    ours = linear_cross_entropy(F.embedding(tokens, weight), weight, target, chunk_size=5, backend=backend)
-    assert_near(gradients(ours, weight), gradients(expected(F.embedding(tokens, weight), weight, target), weight))
-
-
-@kernels
 def test_nothing_of_the_logits_size_is_kept_or_made_at_once(backend: str, device: str) -> None:
     """What is saved, and the largest matrix that any operation gives back."""
     hidden, weight, target = draw(device)
@@ -102,17 +82,6 @@ def test_nothing_of_the_logits_size_is_kept_or_made_at_once(backend: str, device
             gradients(loss, hidden, weight)
         assert max(t.numel() for t in saved) < logits / 2
         assert made.largest < logits / 2
-
-
-@kernels
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_what_is_frozen_gets_no_gradient(backend: str, device: str, frozen: str) -> None:
-    hidden, weight, target = draw(device)
-    trained = {"hidden": hidden, "weight": weight}
-    trained.pop(frozen).requires_grad_(False)
-    (of,) = trained.values()
-    loss = linear_cross_entropy(hidden, weight, target, chunk_size=5, backend=backend)
-    assert_near(gradients(loss, of), gradients(expected(hidden, weight, target), of))
 
 
 @kernels

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from slow import rest_slow
-from table import saved_tensors
 from torch import Tensor
 
 from foundry_kernels import _triton, tuning
@@ -255,24 +254,6 @@ def test_the_wide_program_of_the_kernel_in_place() -> None:
     assert launchers.WIDE in choice.configs[1:]
     with tuning.forced(choice.kernel, choice.key, launchers.WIDE):
         near(run(), built_in)
-
-
-@FORMS
-def test_what_is_kept_for_the_backward_pass(form: Any) -> None:
-    """Inputs, gradients and two numbers a token: nothing of the logits' size."""
-    hidden, weight, target = draw()
-    many = [x.detach().repeat(2, 1).requires_grad_() for x in (hidden, weight)]
-    with saved_tensors() as saved:
-        loss_of(2 * form if form == TOKENS else form, *many, target.repeat(2))
-    assert max(t.numel() for t in saved) == max(x.numel() for x in many)
-
-
-@FORMS
-def test_targets_and_incoming_gradients_of_any_stride(form: Any) -> None:
-    hidden, weight, target = draw()
-    apart, dloss = torch.stack([target, target - 1], 1)[:, 0], torch.randn(TOKENS, 2)[:, 0]
-    found = torch.autograd.grad(loss_of(form, hidden, weight, apart, reduction="none"), (hidden, weight), dloss)
-    near(found, torch.autograd.grad(expected(hidden, weight, target, reduction="none"), (hidden, weight), dloss))
 
 
 @FORMS

@@ -44,13 +44,6 @@ def test_instruction_sets_by_name(script: types.ModuleType) -> None:
         script.instruction_sets("avx3")
 
 
-def test_where_the_processor_cannot_be_asked_all_are_compiled(
-    script: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(script, "COMPILER", "no-such-compiler")
-    assert script.instruction_sets("native") == list(script.ISA_FLAGS)
-
-
 def test_every_source_is_in_one_unit(script: types.ModuleType) -> None:
     sources = [*script.sources("."), *script.sources("torch")]
     units = script.units([*sources, "csrc/cuda/rms_norm.cu"])
@@ -76,10 +69,6 @@ def test_hopper_kernels_are_compiled_where_its_architecture_is_named(
     script: types.ModuleType, named: str, wanted: bool
 ) -> None:
     assert script.wants_hopper(named) is wanted
-
-
-def test_by_default_hopper_kernels_are_compiled(script: types.ModuleType) -> None:
-    assert script.wants_hopper(script.CUDA_ARCHITECTURES)
 
 
 @pytest.mark.parametrize("named", ["", "native"])
@@ -198,10 +187,3 @@ def test_without_a_network(tmp_path: Path) -> None:
     }
     said = bootstrap(tmp_path, "", "a-package-that-is-not-there", **nowhere)
     assert "cannot download packages; is there a network? pip: ERROR" in said
-
-
-def test_the_script_can_be_read_by_an_old_python() -> None:
-    """What would be a syntax error there could not say that Python is too old."""
-    import ast
-
-    ast.parse(BOOTSTRAP.read_text(), feature_version=(3, 8))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from inspect import signature
-from itertools import chain, permutations
+from itertools import chain, combinations, permutations
 from typing import Any
 
 import pytest
@@ -223,12 +223,14 @@ def with_every_option(row: Row) -> tuple[list[Call], list[Call]]:
 def with_one_tensor_in_several_roles(row: Row) -> list[Call]:
     """As few cases as have all pairs of arguments that can be one tensor, such as queries and keys."""
     calls: list[Call] = []
-    done: set[tuple[str, str]] = set()
+    done: set[tuple[str, ...]] = set()
     for case in sorted(row.small_cases, key=numel):
         roles = roles_of_one_tensor(row, case)
-        if not done.issuperset(roles.items()):
+        alike = [sorted({of, *(name for name, other in roles.items() if other == of)}) for of in roles.values()]
+        pairs = {pair for names in alike for pair in combinations(names, 2)}
+        if not done.issuperset(pairs):
             calls.append((case, roles))
-            done |= set(roles.items())
+            done |= pairs
     return calls
 
 

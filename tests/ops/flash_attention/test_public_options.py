@@ -37,29 +37,6 @@ def test_every_operator_spells_the_options_alike(name: str) -> None:
     assert f", {AttentionOptions.SCHEMA}, bool {OPERATORS[name]}" in schema
 
 
-def test_flattened_options_are_restored() -> None:
-    restored, flags = AttentionOptions.from_operator_args((*OPTIONS.operator_args(), True, False, True))
-    assert flags == (True, False, True)
-    assert restored == OPTIONS._replace(return_stats=False)  # which of the results are wanted is for the flags to say
-    given = [OPTIONS.cu_seqlens_q, OPTIONS.cu_seqlens_k, OPTIONS.alibi_slopes]
-    assert [id(x) for x in OPTIONS.tensors() if x is not None] == list(map(id, given))
-    bare = OPTIONS.without_tensors()
-    assert not any(isinstance(x, torch.Tensor) for x in bare)
-    assert bare.with_tensors(OPTIONS.tensors()) == OPTIONS
-    assert bare.max_seqlen_k == 6
-
-
-@pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("return_stats", [False, True])
-def test_only_what_is_wanted_is_selected(return_lse: bool, return_stats: bool) -> None:
-    out, lse, entropy, max_logit = (torch.empty(()) for _ in range(4))
-    options = OPTIONS._replace(return_lse=return_lse, return_stats=return_stats)
-    expected = (out, *((lse,) if return_lse else ()), *((entropy, max_logit) if return_stats else ()))
-    found = options.select(out, lse, entropy, max_logit)
-    found = found if isinstance(found, tuple) else (found,)
-    assert [id(x) for x in found] == [id(x) for x in expected]
-
-
 def test_the_public_functions_make_them() -> None:
     """Defaults, a causal mask, a window with one side and an alignment, as a backend gets them."""
     made: list[AttentionOptions] = []

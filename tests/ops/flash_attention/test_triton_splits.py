@@ -105,22 +105,6 @@ def test_what_is_split(call: tuple[int, int, int, bool, int], expected: int) -> 
         assert backward_launch.head_splits(*call) == expected
 
 
-def test_how_much_memory_it_takes() -> None:
-    """Memory for at most 4 programs' tiles a multiprocessor: 69 MB of an H100's, 128 wide, for dK and dV together."""
-    from foundry_kernels.ops.flash_attention.triton import backward_launch
-
-    taken = {
-        programs * splits
-        for programs in (1, 7, 100, 131, 132, 200, 500)
-        for group in (2, 3, 7, 8, 71, 128)
-        for queries in (1, 1000, 100_000)
-        for uneven in (False, True)
-        if (splits := backward_launch.head_splits(programs, group, queries, uneven, 132)) > 1
-    }
-    assert max(taken) <= 4 * 132
-    assert 4 * 132 * 128 * (128 + 128) * 4 == 69_206_016
-
-
 @pytest.mark.usefixtures("splits")
 def test_memory_of_the_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """dK and dV once more in float32 for each head of the group, beside what a call takes without."""
