@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-import fresh
 import pytest
 import torch
 
-import foundry_kernels as fk
-from benchmarks import budget, calls, liger, models, suite, tables, test_model, test_ops
+from benchmarks import budget, calls, liger, suite, tables, test_ops
 from benchmarks.budget import Budget, Unit, collected
-from foundry_kernels.testing import Arg, Case
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,29 +115,6 @@ def test_a_machine_of_another_speed_keeps_the_time(slower: float) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def group(rows: int, width: int = 64, **changes: Any) -> suite.Group:
-    case = Case(f"{rows}x{width}", {"x": Arg((rows, width)), "weight": Arg((width,))}, {"round_before_weight": True})
-    given = {"dtype": torch.float32, "direction": "forward", "memory": "warm"} | changes
-    return suite.Group(fk.OPS["rms_norm"], case, **given)
-
-
-def test_half_of_the_free_memory_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    g = group(64, memory="cold")
-    monkeypatch.setattr(suite, "cache_bytes", lambda device: 2**20)
-    needed = suite.group_bytes(g)
-    monkeypatch.setattr(suite, "free_bytes", lambda device: 2 * needed)
-    assert suite.too_large(g) is None
-    monkeypatch.setattr(suite, "free_bytes", lambda device: 2 * needed - 2)
-    assert "half is left to others" in str(suite.too_large(g))
-    assert set(calls.Contenders(g, ("eager", "memcpy")).why_not) == set(g.names)
-    monkeypatch.setattr(suite, "free_bytes", lambda device: None)
-    assert suite.too_large(g) is None
-    held = suite.case_bytes(group(4096).case, torch.float32)
-    assert suite.group_bytes(group(4096)) > 3 * held  # x, y, and the float32 temporaries of eager
-    assert suite.group_bytes(group(4096)) < suite.group_bytes(group(4096, direction="backward"))
-    assert suite.group_bytes(group(4096)) < suite.group_bytes(group(4096, memory="cold"))
-
-
 def test_a_form_that_does_not_fit_on_a_gpu_is_left_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager attention materializes all scores; the rest of the comparison needs none of that."""
     monkeypatch.setattr(suite, "DEVICE", "cuda")
@@ -165,24 +138,4 @@ def test_the_reason_is_in_the_row_and_the_others_run(monkeypatch: pytest.MonkeyP
     assert "half is left to others" in found.why_not["eager"]
 
 
-def test_a_gpu_has_the_rows_of_training_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "DEVICE", "cuda")
-    step, lora = (g for g in models.model_groups(False) if g.family in ("training", "lora"))
-    assert (step.tokens, step.config.vocab_size, step.dtype) == (8192, 128256, torch.bfloat16)
-    assert step.names[:3] == ("Hugging Face", "patched by ours", "patched by Liger")
-    assert {n for n in step.names if "compiled" in n} == {"Hugging Face, compiled", "patched by ours, compiled"}
-    assert lora.names == ("PEFT", "patched by ours", "patched by Liger", "patched by ours, frozen")
-    assert models.other_loss(step, 1.0, 1.01) is None
-    assert "that of the first" in str(models.other_loss(step, 1.0, 2.0))
-    assert test_model.unit({"group": step}).kind == "compiled model"
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
-
-
-def test_options_that_make_no_sense_are_refused_by_name() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET" and not k.startswith("PYTEST")}
-    for option, message in (("--budget=nan", "invalid minutes value: 'nan'"), ("--isa=avx9", "invalid choice: 'avx9'")):
-        done = fresh.python(*("-m", "pytest", "benchmarks", "--benchmark-only", option), env=environment, cwd=ROOT)
-        assert done.returncode == 4
-        assert f"argument {option.partition('=')[0]}: {message}" in done.stderr

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import foundry_kernels as fk
-from benchmarks import calls, checks, liger, measure, models, rows, suite, test_scaling
+from benchmarks import calls, checks, measure, models, rows, suite, test_scaling
 from benchmarks.test_scaling import fit
 from foundry_kernels.core.registry import OpSpec
 from foundry_kernels.ops.cross_entropy.cases import targets
@@ -68,26 +68,6 @@ def scaling(op: str, axis: str, direction: str = "forward") -> test_scaling.Scal
     spec = fk.OPS[op]
     assert spec.bench is not None
     return test_scaling.Scaling(spec, axis, direction, torch.float32, spec.bench.scaling_cases(op, "cpu")[axis])
-
-
-@pytest.mark.parametrize(
-    ("op", "axis", "direction", "time", "memory"),
-    [
-        ("flash_attention", "T", "forward", 2.0, 1.0),
-        ("flash_attention", "D", "forward", 1.0, 1.0),
-        ("flash_attention", "S", "forward", 1.0, 0.0),
-        ("rms_norm", "N", "backward", 1.0, 1.0),
-        ("cross_entropy", "V", "forward", 1.0, 0.0),
-        ("linear_cross_entropy", "V", "both", 1.0, 1.0),  # the weight's gradient, no logits
-        ("linear_cross_entropy", "T", "both", 1.0, 0.2),
-        ("grouped_mm", "T", "backward", 1.0, 0.1),
-    ],
-)
-def test_theory_is_what_a_call_computes_or_moves_and_what_it_makes(
-    op: str, axis: str, direction: str, time: float, memory: float
-) -> None:
-    found = test_scaling.theory(scaling(op, axis, direction))["theory"]
-    assert found == pytest.approx({"time": time, "memory": memory}, abs=0.06)
 
 
 @pytest.mark.skipif(suite.DEVICE != "cpu", reason="the axes of a CPU")
@@ -320,32 +300,6 @@ def test_rows_that_are_sampled_are_rows_of_the_arguments(op: str) -> None:
         assert sample.rows[-1] == (len(sample.rows) if recurrent else shape[dim]) - 1
         assert sample.rows[0] == 0 or case.options.get("causal") is not None  # of attention the last queries
         assert all(case.args[n].shape[d] == shape[dim] for n, d in sample.dims.items())  # type: ignore[union-attr]
-
-
-def test_too_little_memory_and_missing_peers_are_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = small_group()
-    monkeypatch.setattr(suite, "free_bytes", lambda device: 1000)
-    measured = rows.Measured(group, (0.01, 5))
-    assert measured.times == {}
-    assert "are free" in measured.row("eager")["why_not"]
-    assert calls.unavailable(torch.OutOfMemoryError("CUDA out of memory"), ours=True) is not None
-    assert calls.unavailable(fk.BackendUnavailable("no kernel"), ours=True) == "BackendUnavailable: no kernel"
-    with pytest.raises(RuntimeError, match="a bug"):
-        calls.unavailable(RuntimeError("a bug"), ours=True)
-    assert calls.unavailable(RuntimeError("refused\nand more"), ours=False) == "RuntimeError: refused"
-    if suite.DEVICE == "cpu":
-        assert isinstance(liger.peers("rms_norm", "cpu")["Liger"], str)
-    assert liger.peers("flash_attention", suite.DEVICE) == {}
-
-
-def test_what_takes_long_to_compile_is_left_to_full_runs() -> None:
-    quick = {n for g in models.model_groups(False) for n in g.names}
-    assert not any("max-autotune" in n or n == "Hugging Face, compiled" for n in quick)
-    assert {"reference, compiled", "Hugging Face"} <= quick
-    for g in suite.groups(False):
-        assert suite.SEARCHED not in g.chosen(False)
-        searched = "eager" in g.peers and (suite.DEVICE != "cpu" or g.flops is not None)
-        assert (suite.SEARCHED in g.chosen(True)) == searched, g.id
 
 
 def test_what_liger_exchanges_for_all_models_is_exchanged_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,33 +301,6 @@ def test_what_is_left_is_run_by_itself(out: Path, capsys: pytest.CaptureFixture)
         assert "nothing to continue" in capsys.readouterr().out
 
 
-def test_an_extension_that_was_brought_along_is_taken_as_it_is(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is compiled for this GPU alone where it has no code for it, or where it was compiled here."""
-    session, commands = gpu_check.Session([]), []
-    monkeypatch.setattr(session, "process", lambda command, limit: commands.append(os.environ["TORCH_CUDA_ARCH_LIST"]) or {"ok": True})  # fmt: skip # noqa: E501
-    monkeypatch.setattr(session, "begin", lambda: None)
-    monkeypatch.setattr(gpu_check, "ROOT", out)
-    (out / "build").mkdir()
-    for architectures, here, missing, expected in (
-        ("9.0", False, None, None),
-        ("8.0;9.0+PTX", False, None, None),
-        ("8.0;9.0+PTX", True, None, "8.0;9.0+PTX"),
-        ("8.0", False, None, "9.0"),
-        ("9.0", False, "for another torch", "9.0"),
-    ):
-        monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-        commands.clear()
-        if here:
-            (out / "build" / "temp.linux").mkdir()
-        session.about = {"gpu": GPU, "capability": "9.0"}
-        session.about["extension"] = {"cuda_architectures": architectures, "missing": missing}
-        session.build()
-        assert commands == ([] if expected is None else [expected]), architectures
-        if here:
-            (out / "build" / "temp.linux").rmdir()
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-
-
 def test_what_was_brought_along_is_placed_if_it_is_of_these_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -117,41 +117,6 @@ def test_every_operation_is_measured(op: registry.OpSpec, timed: Any) -> None:
     assert kinds
 
 
-@pytest.mark.slow
-def test_the_kernels_of_few_queries_are_measured() -> None:
-    """Keys that are split, in tiles of fewer; results of all configs are right."""
-    from foundry_kernels.ops.flash_attention.case_makers import dense_case
-
-    op, case = fk.OPS["flash_attention"], dense_case(1, (4, 2), (5, 100), 128, "decode", causal=True)
-    args = {name: arg and dataclasses.replace(arg, grad=False) for name, arg in case.args.items()}
-    case = dataclasses.replace(case, args=args)
-    tuner = tune.Tuner("cpu", MadeUp(lambda name: 1.0))
-    jobs = {job.choice.kernel: job for job in tune._asked(op, case, torch.float32, "cpu") if not job.backward}
-    assert jobs.keys() == {"flash_attention_decode_kernel", "flash_attention_combine_kernel"}
-    for job in jobs.values():
-        job.choice = dataclasses.replace(job.choice, configs=job.choice.configs[:3])
-        tuner.run(job)
-        assert not job.dropped
-        assert len(job.speedups) == len(job.choice.configs) >= 2
-
-
-@pytest.mark.parametrize("arch", [80, 90, 100, 120])
-def test_rows_of_few_queries_on_gpus(arch: int) -> None:
-    """A tile's keys divide those of a split, and how many rows a tile has is no choice."""
-    from foundry_kernels.ops.flash_attention.triton import config
-
-    for width in (64, 128, 256):
-        own, *others = config.configs("decode", arch, width, torch.bfloat16, False)
-        assert own == config.config("decode", arch, width, torch.bfloat16, False)
-        assert len(others) >= 4
-        for row in others:
-            assert row["BLOCK_M"] == own["BLOCK_M"]
-            assert 128 % row["BLOCK_N"] == 0, "the fewest keys of a split"
-        own, *others = config.combine_configs(width, 64)
-        assert own == {"BLOCK_SPLITS": min(64, 4096 // width), "num_warps": 4}
-        assert len(others) >= 3
-
-
 def one_job() -> tune.Job:
     return next(tune.find_jobs([fk.OPS["swiglu"]], [torch.float32], "cpu"))
 
@@ -218,33 +183,6 @@ def test_noise_does_not_win(times: dict[str, list[float]], wins: bool) -> None:
 
     tune.Tuner("cpu", Timer(lambda name: 1.0)).run(job)
     assert (job.winner is not None) == wins
-
-
-def test_a_repeat_is_of_the_row_it_was_made_with() -> None:
-    """Whatever is forced later; and it writes what the step wrote."""
-    job = one_job()
-    own, other = job.choice.configs[:2]
-    forward, _ = tune.calls(job.op, job.case, job.dtype, "cpu")
-    results: list[torch.Tensor] = []
-    with tuning.forced(job.choice.kernel, job.choice.key, other):
-        repeat = recorded(lambda: results.extend(forward()), job.choice.kernel)  # type: ignore[arg-type]
-    kept = results[0].detach().clone()
-    results[0].detach().zero_()
-    launched: list[dict[str, Any]] = []
-
-    from triton.runtime import interpreter
-
-    executor = interpreter.GridExecutor.__call__
-
-    def watch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        launched.append(kwargs)
-        return executor(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch, tuning.forced(job.choice.kernel, job.choice.key, own):
-        patch.setattr(interpreter.GridExecutor, "__call__", watch)
-        repeat()
-    assert torch.equal(results[0], kept)
-    assert [other.items() <= given.items() for given in launched] == [True]
 
 
 def test_backends_are_compared(tmp_path: Path, capsys: Captured, timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
