@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import threading
 import warnings
@@ -131,22 +130,6 @@ def test_no_file_is_read_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> No
     compiled = torch.compile(lambda x: fk.rms_norm(x, backend="triton"), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), fk.rms_norm(x, backend="reference"))
     assert tuning._sources is not None
-
-
-def _child(queue: Any) -> None:
-    queue.put(chosen())
-
-
-def test_a_forked_process_has_it(tmp_path: Path, gpu: str) -> None:
-    tuning.use(written(tmp_path / "a.json", entry()))
-    fork = multiprocessing.get_context("fork")
-    queue = fork.SimpleQueue()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child does not use
-        child = fork.Process(target=_child, args=(queue,))
-        child.start()
-    assert queue.get() == ROWS[2]
-    child.join()
 
 
 # --- which file -------------------------------------------------------------------------------------------------------

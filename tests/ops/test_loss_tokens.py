@@ -11,7 +11,6 @@ from table import rows
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.nn import LinearCrossEntropy
 
 LOSSES = [r for r in rows("reference", "triton", "native") if r.op.name.endswith("cross_entropy")]
 losses = pytest.mark.parametrize(
@@ -115,12 +114,3 @@ def test_results_come_in_the_order_that_is_written() -> None:
         ]  # fmt: skip
     one = fk.cross_entropy(hidden @ weight.t(), target, return_predicted_tokens=True)
     assert len(one) == 2
-
-
-def test_the_module_scales() -> None:
-    hidden, weight, target = draw("cpu")
-    head = LinearCrossEntropy(8, CLASSES, token_scaling=True)
-    head.weight.data = weight.detach()
-    expected = fk.linear_cross_entropy(hidden, weight, target, token_scaling=True)
-    assert torch.equal(head(hidden, target), expected)
-    assert expected != fk.linear_cross_entropy(hidden, weight, target)

@@ -13,7 +13,6 @@ import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -233,6 +232,11 @@ def test_a_gpu_is_named_with_what_it_runs(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(environment, "_output", lambda *_: "580.65")
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13020, raising=False)
     assert environment.driver() == "580.65, for CUDA up to 13.2"
+    closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n"
+    opened = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
+    for text, version in ((closed, "535.183.01"), (opened, "580.65.06")):
+        monkeypatch.setattr(Path, "read_text", lambda *_, text=text, **__: text)
+        assert environment.driver().partition(",")[0] == version
 
 
 CPUINFO = {
@@ -256,23 +260,3 @@ def test_processors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "_output", lambda *_: told.get(kind, ""))
     assert environment.processor() == name
     assert environment.processor_features().partition(";")[0] == features
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n", "535.183.01"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n", "580.65.06"),
-        (None, "570.1"),
-    ],
-    ids=["closed", "open", "by nvidia-smi"],
-)
-def test_drivers(text: str | None, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(*_: Any, **__: Any) -> str:
-        if text is None:
-            raise FileNotFoundError
-        return text
-
-    monkeypatch.setattr(Path, "read_text", read)
-    monkeypatch.setattr(environment, "_output", lambda *_: "570.1\n570.1")
-    assert environment.driver().partition(",")[0] == version

@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 
 from examples import reverse
 from foundry_kernels import RopeScaling, rope_table
-from foundry_kernels.diagnostics import attention_maps, attention_weights, encoder_decoder_maps, pictures
+from foundry_kernels.diagnostics import attention_maps, encoder_decoder_maps, pictures
 from foundry_kernels.diagnostics.__main__ import main
 from foundry_kernels.diagnostics.pictures import commands
 from foundry_kernels.diagnostics.tokens import spell_byte, spell_bytes_of, visible
@@ -81,15 +81,6 @@ def labels(axis: Any, which: str) -> list[str]:
 
 
 # --- weights of attention ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_weights_of_given_queries_and_keys(causal: bool) -> None:
-    q, k = torch.randn(2, 4, 5, 8, dtype=torch.float64), torch.randn(2, 2, 7, 8, dtype=torch.float64)
-    scores = q @ k.repeat_interleave(2, 1).mT / math.sqrt(8)
-    if causal:  # the last query is beside the last key
-        scores = scores.masked_fill(torch.ones(5, 7).triu(3).bool(), -math.inf)
-    torch.testing.assert_close(attention_weights(q, k, causal=causal), scores.softmax(-1))
 
 
 @pytest.mark.parametrize("part", ["encoder", "decoder", "cross"])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from attention_errors import assert_errors_of_the_reference
 from attention_inputs import plain_options
 from slow import rest_slow
 from torch import Tensor
@@ -85,18 +84,6 @@ def test_only_what_is_needed_is_launched(wanted: str, expected: list[str], launc
     if wanted:
         torch.autograd.grad(out, [tensors[n] for n in wanted], torch.ones_like(out))
     assert launched == expected
-
-
-@pytest.mark.parametrize(
-    ("shape", "s", "spread"),
-    [
-        pytest.param((1, 2, 128, 32), 128, 0, id="D=32"),
-        pytest.param((1, 2, 128, 64), 128, 0, id="D=64", marks=pytest.mark.slow),
-        pytest.param((256, 1, 3, 8), 6, 9, id="sharp", marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_errors_are_those_of_the_reference(shape: tuple[int, int, int, int], s: int, spread: float) -> None:
-    assert_errors_of_the_reference("triton", shape, s, spread, DEVICE)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
