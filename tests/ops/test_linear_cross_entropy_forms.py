@@ -116,20 +116,6 @@ def test_the_rule_on_80_gb(reduction: str) -> None:
     assert chosen(64, (1 << 30, 8), logits=2, tiles=False) == 128
 
 
-def test_without_gradients_no_more_than_a_block_of_logits_is_made() -> None:
-    llama = (128256, 4096)
-    for tokens, form in ((1024, ALL), (2048, TILES), (8192, TILES)):
-        assert chosen(tokens, llama, needs=(False, False)) == form
-    assert chosen(8192, llama, needs=(False, False), logits=2, tiles=False) == 1024
-
-
-def test_blocks_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "INTERPRET", False)
-    found = {n: sizes.classes_on_gpu(n, 128256, 2) for n in (1, 2048, 8192, 32768, 131072)}
-    assert found == {1: 32128, 2048: 32128, 8192: 16128, 32768: 4096, 131072: 2048}
-    assert sizes.classes_on_gpu(8192, 7, 2) == 128  # of which there are 7
-
-
 @FORMS
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_a_loss_that_is_not_the_root_and_walked_twice(form: Any, reduction: str) -> None:

