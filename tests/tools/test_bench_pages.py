@@ -100,17 +100,6 @@ def test_the_quick_set_functions() -> None:
     assert " passed" in done.stdout
 
 
-def test_a_ratio_of_two_trees() -> None:
-    slower = compare.Ratio([2.2, 2.0, 1.8], [1.0, 1.0, 1.0])
-    assert (slower.middle, slower.low, slower.high, slower.verdict) == (2.0, 1.8, 2.2, "slower")
-    assert compare.Ratio([1.0, 1.0], [2.0, 2.2]).verdict == "faster"
-    assert compare.Ratio([1.2, 0.9], [1.0, 1.0]).verdict == ""  # the turns do not agree
-    with pytest.raises(SystemExit, match="'no-such-commit' is no commit"):
-        compare.prepare("no-such-commit")
-    with pytest.raises(SystemExit):
-        compare.main(["HEAD", "--turns", "1"])
-
-
 @pytest.mark.slow
 def test_two_trees_take_turns(capfd: pytest.CaptureFixture) -> None:
     sides = [compare.Side("this tree", ROOT), compare.Side("itself", ROOT)]

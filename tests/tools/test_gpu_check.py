@@ -24,8 +24,6 @@ from built import needs_native
 from isolated import Pool
 from slow import ahead_of_time
 
-from benchmarks import kept as kept_format
-from benchmarks import report as report_module
 from foundry_kernels import _triton
 from foundry_kernels.tools import check
 
@@ -188,7 +186,7 @@ exit $code
 
 @needs_native
 @pytest.mark.slow
-def test_a_dry_run_has_all_parts_and_its_results_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_has_all_parts(tmp_path: Path) -> None:
     """With the CPU in the GPU's place."""
     program = tmp_path / "bin" / "compute-sanitizer"
     program.parent.mkdir()
@@ -205,31 +203,16 @@ def test_a_dry_run_has_all_parts_and_its_results_are_merged(tmp_path: Path, monk
         assert name == "build" or part["passed"], name
         assert f"{name:<9} ok " in done.stdout
     assert "2 of 2 passed, 0 failed, 0 errors" in report["parts"]["sanitize"]["summary"]
-    eager, ours, attention = (
-        next(r for r in report["rows"] if (r["op"], r["row"]) == each)
-        for each in (("training", "Hugging Face"), ("training", "patched by ours"), ("flash_attention", "native"))
+    assert any((r["op"], r["row"]) == ("flash_attention", "native") for r in report["rows"])
+    eager, ours = (
+        next(r for r in report["rows"] if (r["op"], r["row"]) == ("training", name))
+        for name in ("Hugging Face", "patched by ours")
     )
     assert abs(eager["loss"] - ours["loss"]) <= 1e-4 * eager["loss"]
     assert ours["speedup_over"].keys() == {"Hugging Face"}
     assert ours["tokens/s"] == pytest.approx(2 * 96 / (ours["median_us"] / 1e6), rel=1e-3)
     assert ours["peak_bytes"] > 0
     assert "for a GPU" in next(r for r in report["absent"] if r["row"] == "patched by Liger")["why_not"]
-    # Another run, of which only one part is there, is merged into the first one.
-    monkeypatch.setattr(report_module, "RESULTS", tmp_path / "results")
-    target = report_module.keep(tmp_path / "out" / "stub.json")
-    later = {
-        **report,
-        "parts": {"delta": report["parts"]["delta"]},
-        "rows": [attention | {"median_us": 1.0}],
-        "absent": [],
-    }
-    (tmp_path / "stub.json").write_text(json.dumps(later))
-    assert report_module.keep(tmp_path / "stub.json") == target
-    kept = kept_format.read(target)
-    assert kept["checks"].keys() == report["parts"].keys()
-    assert len(kept["rows"]) == len(report["rows"])
-    assert next(r for r in kept["rows"] if r["op"] == "flash_attention")["median_us"] == 1.0
-    assert "| `flash_attention` | forward |" in report_module.page(target, draw=False).read_text()
 
 
 class Stub(gpu_check.Session):
