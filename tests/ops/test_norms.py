@@ -185,3 +185,10 @@ def test_rows_of_one_value_are_the_bias(backend: str) -> None:
     a = torch.tensor([[3.7], [-1e6], [0.0], [1e-30]]).expand(4, 100)
     y = fk.layer_norm(a, torch.full((100,), 1e-3), bias, backend=backend)
     torch.testing.assert_close(y, bias.expand(4, 100), rtol=0.0, atol=2e-2)
+
+
+def test_a_residual_of_another_dtype_is_added_in_the_wider_one() -> None:
+    a, residual = torch.randn(3, 8).bfloat16(), torch.randn(3, 8)
+    y, h = fk.add_layer_norm(a, residual, w, w)
+    assert torch.equal(h, (a + residual).bfloat16())
+    assert torch.equal(y, fk.layer_norm(h, w, w))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from compiled import OPS, inspect, needs_triton
-from slow import rest_slow
+from slow import ahead_of_time, rest_slow
 
 from foundry_kernels import __main__
 from foundry_kernels.tools.inspect import amd
@@ -39,6 +39,7 @@ def fits(op: str, *options: str) -> list[str]:
 
 
 @needs_triton
+@ahead_of_time
 @pytest.mark.parametrize("gpu", ["gfx942", pytest.param("gfx950", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", rest_slow([*FEW]))
 def test_a_few_launches_fit(op: str, gpu: str) -> None:
