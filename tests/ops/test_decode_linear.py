@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from foundry_kernels import BackendUnavailable
 from foundry_kernels.core import extension
 from foundry_kernels.ops.decode_linear import DECODE_LINEAR, decode_linear
 
@@ -65,13 +64,6 @@ def test_any_layout(backend: str) -> None:
 
 
 X, W = draw(2, 4), draw(3, 4)
-
-
-def test_there_is_no_other_kernel() -> None:
-    with torch.no_grad():
-        assert decode_linear(X, W.clone().requires_grad_()).shape == (2, 3)
-    with pytest.raises(BackendUnavailable, match="decode_linear has no triton kernel"):
-        decode_linear(X, W, backend="triton")
 
 
 @needs_native

@@ -137,20 +137,6 @@ def test_blocks_of_classes(recorder: Recorder, reduction: str) -> None:
     assert recorder.peak - WEIGHT - HIDDEN <= 2 * N * 16128 + HIDDEN + 2 * HIDDEN + SMALL
 
 
-def test_blocks_of_classes_in_float16(recorder: Recorder) -> None:
-    """A block's part of the weight's gradient is in float32 until it is divided by the number of tokens."""
-    call(recorder, TILES, dtype=torch.float16)
-    assert [p[3] for p in recorder.products[8:11]] == [torch.float16, F32, F32]
-    assert ((V, D), F32) not in recorder.dtypes
-
-
-def test_forward_alone_keeps_nothing(recorder: Recorder) -> None:
-    call(recorder, TILES, needs=Needs(False, False, False))
-    assert len(recorder.products) == 8
-    assert recorder.peak <= 2 * N * 16128 + HIDDEN + SMALL
-    assert sum(size for ref, size in recorder.alive.values() if not ref.expired()) <= SMALL
-
-
 def test_chunks_of_rows(recorder: Recorder) -> None:
     """Three products each, the last of which adds to the float32 sum: nothing of its size beside it, nor a second block
     of a chunk's logits."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from attention_inputs import plain_options
 from torch import Tensor
@@ -20,21 +19,6 @@ OPTIONS = plain_options(
     5, 6, 0.25, cu_seqlens_q=torch.tensor([0, 4, 9]), cu_seqlens_k=torch.tensor([0, 5, 9]), window_left=3, softcap=2.0,
     alibi_slopes=torch.tensor([0.5, 0.25]), deterministic=False, return_stats=True,
 )  # fmt: skip
-OPERATORS = {
-    "flash_attention": "return_lse",
-    "flash_attention_fwd": "save_lse",
-    "flash_attention_bwd": "need_dq",
-    "triton_flash_attention_fwd": "save_lse",
-    "triton_flash_attention_bwd": "need_dq",
-}
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_every_operator_spells_the_options_alike(name: str) -> None:
-    if not hasattr(torch.ops.foundry_kernels, name):
-        pytest.skip(f"there is no {name} here")
-    schema = str(getattr(torch.ops.foundry_kernels, name).default._schema)
-    assert f", {AttentionOptions.SCHEMA}, bool {OPERATORS[name]}" in schema
 
 
 def test_the_public_functions_make_them() -> None:
