@@ -1,4 +1,4 @@
-"""The options of attention as one object: the order of its fields is that of every operator's arguments."""
+"""The options of attention as one object, which the public functions make."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ from foundry_kernels.ops.flash_attention import (
     flash_attention_varlen,
 )
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
-
-OPTIONS = plain_options(
-    5, 6, 0.25, cu_seqlens_q=torch.tensor([0, 4, 9]), cu_seqlens_k=torch.tensor([0, 5, 9]), window_left=3, softcap=2.0,
-    alibi_slopes=torch.tensor([0.5, 0.25]), deterministic=False, return_stats=True,
-)  # fmt: skip
 
 
 def test_the_public_functions_make_them() -> None:
