@@ -167,3 +167,22 @@ def test_norms_keep_their_input_and_one_number_a_row(backend: str, frozen: str) 
         if wanted:
             expected += [x, x + "_weight", f"rstd {tuple(given[x].shape[:3])} torch.float32"]
     assert found == sorted(expected)
+
+
+@interpreted
+def test_nothing_is_launched_for_what_takes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen side is not in the backward launch, and the sums of weights are made for wanted gradients only."""
+    from foundry_kernels.ops.rope import triton as kernels
+
+    given: list[tuple[Any, ...]] = []
+    own = kernels.launch_backward
+    monkeypatch.setattr(kernels, "launch_backward", lambda *args: given.append(args) or own(*args))
+    (q, k), weight = inputs(torch.float32), torch.ones(D)
+    for wanted in (weight, q):
+        wanted.requires_grad_()
+        out = qk_norm_rope(q, k, weight, torch.ones(D), *rope_table(D, T), backend="triton")
+        torch.autograd.grad(out[0].sum(), wanted)
+        wanted.requires_grad_(False)
+        dq_out, dk_out, q_, k_, *_, dq, dk, dq_weight, dk_weight = given.pop()
+        assert [x is not None for x in (dq, dq_weight)] == [wanted is q, wanted is weight]
+        assert [x is None for x in (dq_out, q_, dk_out, k_, dk, dk_weight)] == [False] * 2 + [True] * 4

@@ -169,8 +169,7 @@ def test_more_threads_than_cores_change_no_bit(shape: str, dtype: torch.dtype) -
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("hk", [2, 8])
+@pytest.mark.parametrize(("hk", "dtype"), [(2, torch.bfloat16), (8, torch.float32)], ids=str)
 def test_what_the_backward_pass_holds(hk: int, dtype: torch.dtype) -> None:
     """Memory is no more than SDPA's."""
     torch.set_num_threads(2)
