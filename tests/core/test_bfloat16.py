@@ -68,23 +68,20 @@ def test_processors_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "processor",
-    [UNKNOWN, Processor(AMD, 0x1B, 0, 0, "avx512_bf16"), Processor("HygonGenuine", 0x18, 4, 1, "avx512_bf16")],
+    ("processor", "pairs", "products", "wanted"),
+    [
+        (UNKNOWN, 0.5, 0.6, (True, True)),
+        (Processor(AMD, 0x1B, 0, 0, "avx512_bf16"), 2.0, 1.9, (False, False)),
+        (Processor("HygonGenuine", 0x18, 4, 1, "avx512_bf16"), 1.1, 1.9, (True, False)),  # within the margin they stay
+        (UNKNOWN, 1.2, -1.0, (False, True)),  # oneDNN has none, which is asked elsewhere
+    ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    ("seconds", "wanted"),
-    [
-        ({"float32": 1.0, "pairs": 0.5, "products": 0.6}, (True, True)),
-        ({"float32": 1.0, "pairs": 2.0, "products": 1.9}, (False, False)),
-        ({"float32": 1.0, "pairs": 1.1, "products": 1.9}, (True, False)),  # within the margin they stay
-        ({"float32": 1.0, "pairs": 1.2, "products": -1.0}, (False, True)),  # oneDNN has none, which is asked elsewhere
-    ],
-)
 def test_others_are_measured_once(
-    processor: Processor, seconds: dict[str, float], wanted: tuple[bool, bool], tmp_path: Path,
+    processor: Processor, pairs: float, products: float, wanted: tuple[bool, bool], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    seconds = {"float32": 1.0, "pairs": pairs, "products": products}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "not yet there"))
     first = choose(processor, SETS[:4], {}, lambda: seconds)
     assert (first.tiles, first.pairs, first.products) == (False, *wanted)
@@ -214,15 +211,6 @@ def test_this_processor_is_what_linux_says() -> None:
     facts = {name.strip(): value.strip() for name, value in said.items()}
     names = {"vendor": "vendor_id", "family": "cpu family", "model": "model", "stepping": "stepping"}
     assert {name: str(found[name]) for name in names} == {name: facts[of] for name, of in names.items()}
-
-
-@needs_extension
-def test_seconds_are_measured() -> None:
-    seconds = extension._C.measure_bfloat16()
-    assert seconds.keys() == {"float32", "pairs", "products"}
-    assert seconds["float32"] > 0
-    has = "avx512_bf16" in extension.build_info()["usable_instruction_sets"]
-    assert not has or seconds["pairs"] > 0
 
 
 def imported(asked: str) -> Any:

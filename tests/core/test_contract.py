@@ -50,26 +50,6 @@ def test_operations_are_public_functions() -> None:
     assert {package.rpartition(".")[2] for package in PACKAGES} == {*ops.__all__}
 
 
-def test_what_a_module_leaves_out_is_the_default() -> None:
-    rms_norm, attention = fk.OPS["rms_norm"], fk.OPS["flash_attention"]
-    assert rms_norm.cases.FROM_OUTPUT == ()
-    assert rms_norm.cases.compiled_cases("rms_norm") is None
-    assert attention.cases.FROM_OUTPUT == ("q", "k", "sinks", "attn_mask")
-    assert rms_norm.bench is not None
-    assert attention.bench is not None
-    [large] = [c for c in rms_norm.bench.bench_cases("rms_norm", "cpu") if c.id == "8192x128-heads"]
-    cut = rms_norm.bench.parity_case(large)
-    assert [a.shape for a in cut.args.values() if a is not None] == [(2048, 128), (128,)]
-    sample = rms_norm.bench.sample(large)
-    assert sample is not None
-    assert (len(sample.rows), sample.dims) == (256, {"x": 0})
-    assert rms_norm.bench.flops({}, {}, "forward") is None
-    [decode] = [c for c in attention.bench.bench_cases("flash_attention", "cpu") if "S=512" in c.id]
-    assert attention.bench.parity_case(decode) is decode
-    assert attention.bench.sample(decode) is None
-    assert (rms_norm.bench.tokens_made(large), attention.bench.tokens_made(decode)) == (None, 1)
-
-
 def test_a_module_that_lacks_a_member_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "half_op").mkdir()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 from torch import Tensor
@@ -45,26 +43,6 @@ def test_the_schema_follows_from_the_fields() -> None:
     schema = torch._C.parse_schema(f"example({Example.SCHEMA}) -> Tensor")
     assert tuple(a.name for a in schema.arguments) == Example._fields[:-1]
     assert [a.default_value for a in schema.arguments[5:]] == [None, 1.5, None, True, None, None]
-
-
-def test_it_is_a_named_tuple() -> None:
-    assert OPTIONS[:3] == (0.5, LENGTHS, 7)
-    assert (OPTIONS.softcap, OPTIONS.exact, OPTIONS.causal) == (1.5, True, False)
-    assert OPTIONS._replace(window=0).causal
-    assert Example.__doc__ == "An option of every kind."
-    plain = OPTIONS.without_tensors()
-    assert pickle.loads(pickle.dumps(plain)) == plain
-    with pytest.raises(AttributeError):
-        OPTIONS.scale = 1.0  # type: ignore[misc]
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'ignore_index'"):
-        Example(0.5, LENGTHS, 7, "mean")  # type: ignore[call-arg]
-
-
-def test_flattened_options_are_restored() -> None:
-    restored, rest = Example.from_operator_args((*OPTIONS.operator_args(), True, 5))
-    assert rest == (True, 5)
-    assert type(restored) is Example
-    assert restored == OPTIONS._replace(return_lse=False)
 
 
 def test_tensors_are_kept_apart() -> None:

@@ -147,16 +147,6 @@ class Double(torch.autograd.Function):
         return dy * 2.0
 
 
-@pytest.mark.parametrize("make", [lambda: X.clone(), lambda: X.as_subclass(Mine)], ids=["X", "Mine"])
-def test_applied_directly_or_not(make: Callable[[], Tensor]) -> None:
-    results = []
-    for apply in (Double.apply, lambda x: operators.apply(Double, x)):
-        x = make().requires_grad_()
-        y = apply(x)
-        results.append((type(y), torch.autograd.grad(y.sum(), x)[0].tolist()))
-    assert results[0] == results[1]
-
-
 def test_what_has_outlived_its_transform_is_left_to_pytorch() -> None:
     with pytest.raises(RuntimeError) as expected:
         Double.apply(escaped())

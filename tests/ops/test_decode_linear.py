@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from foundry_kernels import BackendUnavailable
 from foundry_kernels.core import extension
 from foundry_kernels.ops.decode_linear import DECODE_LINEAR, decode_linear
 
@@ -20,13 +19,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.fixture
-def instruction_set() -> Iterator[Callable[[str], None]]:
-    chosen = extension.build_info()["instruction_set"]
-    yield extension._C.force_instruction_set
-    extension._C.force_instruction_set(chosen)
 
 
 @pytest.mark.parametrize("name", [n for n in SETS if n.endswith("bf16")])
@@ -72,13 +64,6 @@ def test_any_layout(backend: str) -> None:
 
 
 X, W = draw(2, 4), draw(3, 4)
-
-
-def test_there_is_no_other_kernel() -> None:
-    with torch.no_grad():
-        assert decode_linear(X, W.clone().requires_grad_()).shape == (2, 3)
-    with pytest.raises(BackendUnavailable, match="decode_linear has no triton kernel"):
-        decode_linear(X, W, backend="triton")
 
 
 @needs_native

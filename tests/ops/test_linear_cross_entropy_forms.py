@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from slow import rest_slow
-from table import saved_tensors
 from torch import Tensor
 
 from foundry_kernels import _triton, tuning
@@ -115,20 +114,6 @@ def test_the_rule_on_80_gb(reduction: str) -> None:
     assert chosen(65536, llama, batch_invariant=True) == 10368  # the largest chunk of rows within it
     assert chosen(8192, llama, reduction=reduction, logits=2, tiles=False) == 5120  # two chunks
     assert chosen(64, (1 << 30, 8), logits=2, tiles=False) == 128
-
-
-def test_without_gradients_no_more_than_a_block_of_logits_is_made() -> None:
-    llama = (128256, 4096)
-    for tokens, form in ((1024, ALL), (2048, TILES), (8192, TILES)):
-        assert chosen(tokens, llama, needs=(False, False)) == form
-    assert chosen(8192, llama, needs=(False, False), logits=2, tiles=False) == 1024
-
-
-def test_blocks_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "INTERPRET", False)
-    found = {n: sizes.classes_on_gpu(n, 128256, 2) for n in (1, 2048, 8192, 32768, 131072)}
-    assert found == {1: 32128, 2048: 32128, 8192: 16128, 32768: 4096, 131072: 2048}
-    assert sizes.classes_on_gpu(8192, 7, 2) == 128  # of which there are 7
 
 
 @FORMS
@@ -255,24 +240,6 @@ def test_the_wide_program_of_the_kernel_in_place() -> None:
     assert launchers.WIDE in choice.configs[1:]
     with tuning.forced(choice.kernel, choice.key, launchers.WIDE):
         near(run(), built_in)
-
-
-@FORMS
-def test_what_is_kept_for_the_backward_pass(form: Any) -> None:
-    """Inputs, gradients and two numbers a token: nothing of the logits' size."""
-    hidden, weight, target = draw()
-    many = [x.detach().repeat(2, 1).requires_grad_() for x in (hidden, weight)]
-    with saved_tensors() as saved:
-        loss_of(2 * form if form == TOKENS else form, *many, target.repeat(2))
-    assert max(t.numel() for t in saved) == max(x.numel() for x in many)
-
-
-@FORMS
-def test_targets_and_incoming_gradients_of_any_stride(form: Any) -> None:
-    hidden, weight, target = draw()
-    apart, dloss = torch.stack([target, target - 1], 1)[:, 0], torch.randn(TOKENS, 2)[:, 0]
-    found = torch.autograd.grad(loss_of(form, hidden, weight, apart, reduction="none"), (hidden, weight), dloss)
-    near(found, torch.autograd.grad(expected(hidden, weight, target, reduction="none"), (hidden, weight), dloss))
 
 
 @FORMS

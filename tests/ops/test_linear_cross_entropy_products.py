@@ -115,14 +115,6 @@ def test_all_rows_at_once(recorder: Recorder, more: dict[str, Any]) -> None:
     assert ((V, D), F32) not in recorder.dtypes
 
 
-def test_all_rows_at_once_of_each_tokens_loss(recorder: Recorder) -> None:
-    """The logits are made once more, and gone in between."""
-    call(recorder, ALL, reduction="none")
-    assert recorder.products == [WHOLE[0], *WHOLE]
-    assert recorder.launches == [FWD, BWD]
-    assert recorder.peak <= LOGITS + WEIGHT + 2 * HIDDEN + SMALL
-
-
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_what_is_frozen_has_no_product(recorder: Recorder, frozen: str) -> None:
     call(recorder, ALL, needs=Needs(frozen != "hidden", frozen != "weight", False))
@@ -145,20 +137,6 @@ def test_blocks_of_classes(recorder: Recorder, reduction: str) -> None:
     assert recorder.peak - WEIGHT - HIDDEN <= 2 * N * 16128 + HIDDEN + 2 * HIDDEN + SMALL
 
 
-def test_blocks_of_classes_in_float16(recorder: Recorder) -> None:
-    """A block's part of the weight's gradient is in float32 until it is divided by the number of tokens."""
-    call(recorder, TILES, dtype=torch.float16)
-    assert [p[3] for p in recorder.products[8:11]] == [torch.float16, F32, F32]
-    assert ((V, D), F32) not in recorder.dtypes
-
-
-def test_forward_alone_keeps_nothing(recorder: Recorder) -> None:
-    call(recorder, TILES, needs=Needs(False, False, False))
-    assert len(recorder.products) == 8
-    assert recorder.peak <= 2 * N * 16128 + HIDDEN + SMALL
-    assert sum(size for ref, size in recorder.alive.values() if not ref.expired()) <= SMALL
-
-
 def test_chunks_of_rows(recorder: Recorder) -> None:
     """Three products each, the last of which adds to the float32 sum: nothing of its size beside it, nor a second block
     of a chunk's logits."""
@@ -168,14 +146,3 @@ def test_chunks_of_rows(recorder: Recorder) -> None:
     assert recorder.launches == [FWD] * 4
     assert (dhidden.dtype, dweight.dtype) == (BF, F32)
     assert recorder.peak <= LOGITS // 4 + 2 * WEIGHT + 2 * HIDDEN + SMALL
-
-
-def test_chunks_whose_last_is_shorter(recorder: Recorder) -> None:
-    call(recorder, 2048, tokens=5000)
-    assert [p[0] for p in recorder.products[::3]] == [2048, 2048, 904]
-
-
-def test_all_rows_at_once_in_float16(recorder: Recorder) -> None:
-    """The weight's gradient stays in float32 until it is divided by the number of tokens: one product, not a sum."""
-    assert call(recorder, ALL, dtype=torch.float16)[1].dtype == F32
-    assert [p[3] for p in recorder.products] == [torch.float16, torch.float16, F32]

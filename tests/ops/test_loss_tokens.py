@@ -11,7 +11,6 @@ from table import rows
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.nn import LinearCrossEntropy
 
 LOSSES = [r for r in rows("reference", "triton", "native") if r.op.name.endswith("cross_entropy")]
 losses = pytest.mark.parametrize(
@@ -104,23 +103,3 @@ def test_a_token_that_the_model_is_certain_of_is_not_scaled(op: str, backend: st
         loss = call(op, hidden, weight, given, token_scaling=True, backend=backend)
         assert loss == loss_of_token
         assert torch.autograd.grad(loss, hidden)[0].isfinite().all()
-
-
-def test_results_come_in_the_order_that_is_written() -> None:
-    hidden, weight, target = draw("cpu")
-    options = {"return_lse": True, "return_z_loss": True, "z_loss": 0.1} | ALL
-    for found in (call(op, hidden, weight, target, **options) for op in ("cross_entropy", "linear_cross_entropy")):
-        assert [(x.dim(), x.dtype) for x in found] == [
-            (0, torch.float32), (1, torch.float32), (0, torch.float32), (0, torch.float32), (1, torch.int64)
-        ]  # fmt: skip
-    one = fk.cross_entropy(hidden @ weight.t(), target, return_predicted_tokens=True)
-    assert len(one) == 2
-
-
-def test_the_module_scales() -> None:
-    hidden, weight, target = draw("cpu")
-    head = LinearCrossEntropy(8, CLASSES, token_scaling=True)
-    head.weight.data = weight.detach()
-    expected = fk.linear_cross_entropy(hidden, weight, target, token_scaling=True)
-    assert torch.equal(head(hidden, target), expected)
-    assert expected != fk.linear_cross_entropy(hidden, weight, target)

@@ -97,7 +97,6 @@ DIVERGENCES: list[Row] = [
     *(({"temperature": t}, ValueError, f"temperature must be finite and > 0; got {t}") for t in (0.0, -1.0, math.nan)),
     ({"beta": 1.5}, ValueError, r"beta must be in 0 \.\. 1; got 1.5"),
     ({"beta": -0.1}, ValueError, "beta must be finite and >= 0; got -0.1"),
-    ({"reduction": "batchmean"}, ValueError, "reduction must be one of none, mean, sum; got 'batchmean'"),
     *LOSSES,
 ]
 ROTATIONS: list[Row] = [
@@ -115,12 +114,10 @@ ROTATIONS: list[Row] = [
     *(({"cos": zeros(*s), "sin": zeros(*s)}, ValueError, "cos must be .*with .2, 5.") for s in ((3, 5, 6), (2, 6, 6))),
     *(({name: learned(5, 6)}, ValueError, "take no gradient") for name in ("cos", "sin")),
     ({"positions": zeros(5)}, TypeError, "positions must be int32 or int64"),
-    ({"positions": 3}, TypeError, "positions must be a torch.Tensor"),
     *(
         ({"positions": zeros(*s, dtype=torch.int64)}, ValueError, "positions must be .T. = .5,. or")
         for s in ((6,), (3, 5))
     ),
-    ({"positions": torch.arange(5, device="meta")}, ValueError, "positions must be on q's device"),
     (
         {"cos": zeros(2, 5, 6), "sin": zeros(2, 5, 6), "positions": torch.arange(5)},
         ValueError,
@@ -137,17 +134,14 @@ REFUSED: dict[Any, list[Row]] = {
         ({"weight": None, "normalized_shape": (2, 8)}, ValueError, r"x must end in .* \(2, 8\)"),
         ({"weight": None, "normalized_shape": ()}, ValueError, r"x must end in .* \(\)"),
         ({"normalized_shape": (3, 8)}, ValueError, r"weight must have shape \(3, 8\) \(normalized_shape\); got \(8,\)"),
-        ({"x": [1.0], "eps": None}, TypeError, "x must be a torch.Tensor"),
     ],
     fk.layer_norm: [
         ({"x": zeros(2, 0)}, ValueError, "x must have a last dimension of at least 1"),
-        ({"bias": 1e-5}, TypeError, "bias must be a torch.Tensor; got float"),
     ],
     fk.add_rms_norm: [({"x": zeros(2, 0), "residual": zeros(2, 0)}, ValueError, "x must have a last dimension")],
     fk.swiglu: [
         ({"gate": zeros(2, 5)}, ValueError, "gate must be .*2N.*up is None; got shape .2, 5."),
         ({"up": zeros(2, 4).bfloat16()}, ValueError, "up must have gate's dtype"),
-        ({"limit": -7.0}, ValueError, "limit must be finite and > 0; got -7.0"),
         ({"interleaved": True, "up": zeros(2, 4)}, ValueError, "interleaved is for a packed gate.*up must be None"),
         ({"interleaved": True, "gate": zeros(2, 5)}, ValueError, "gate must be .*2N.*got shape .2, 5."),
     ],
@@ -158,7 +152,6 @@ REFUSED: dict[Any, list[Row]] = {
         ({"logits": zeros(6, 0)}, ValueError, "logits must have a last dimension of at least 1; got shape .6, 0."),
         ({"weight": learned(11)}, ValueError, "weight must not require a gradient"),
         ({"weight": zeros(2)}, ValueError, "weight must have shape .11,. .a value for each class.; got .2,."),
-        ({"token_scaling": 0.5}, TypeError, "token_scaling must be a bool; got float"),
     ],
     fk.linear_cross_entropy: [
         *LOSSES,
@@ -166,7 +159,6 @@ REFUSED: dict[Any, list[Row]] = {
         *LINEAR,
         ({"class_weight": zeros(3)}, ValueError, "class_weight must have shape"),
         ({"class_weight": learned(11)}, ValueError, "class_weight must not require"),
-        ({"token_scaling": 0.5}, TypeError, "token_scaling must be a bool; got float"),
     ],
     fk.log_probs: [*LOSSES, *SCALED],
     fk.linear_log_probs: [
@@ -206,8 +198,6 @@ REFUSED: dict[Any, list[Row]] = {
         ),
         ({"softcap": -1.0}, ValueError, "softcap must be finite and > 0"),
         ({"teacher_softcap": math.inf}, ValueError, "teacher_softcap must be finite and > 0"),
-        ({"teacher_logit_scale": "1"}, TypeError, "teacher_logit_scale must be a float"),
-        ({"return_entropy": 1}, TypeError, "return_entropy must be a bool"),
         (dict.fromkeys(TEACHER) | {"teacher_logits": zeros(6, 12)}, ValueError, "teacher_logits must have shape"),
         ({"chunk_size": "tiles"}, TypeError, "chunk_size must be an int"),
     ],
@@ -285,7 +275,6 @@ REFUSED: dict[Any, list[Row]] = {
         ({"weight": zeros(5, 4)}, ValueError, r"weight must be \[C, W\] with x's 6 channels and W in 1 .. 8; got"),
         ({"weight": zeros(6, 9)}, ValueError, r"W in 1 .. 8; got shape \(6, 9\)"),
         ({"weight": zeros(6, 1, 4)}, ValueError, r"weight must be \[C, W\]; got shape \(6, 1, 4\)"),
-        ({"activation": "relu"}, ValueError, "activation must be None, 'silu' or 'swish'; got 'relu'"),
         ({"cu_seqlens": longs(0, 5)}, ValueError, r"x must be \[1, T, C\] with cu_seqlens, .*; got \(2, 5, 6\)"),
         *(
             ({"x": zeros(1, 5, 6), "cu_seqlens": longs(*ends)}, ValueError, message)

@@ -172,36 +172,17 @@ def test_norms_keep_their_input_and_one_number_a_row(backend: str, frozen: str) 
 @interpreted
 def test_nothing_is_launched_for_what_takes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen side is not in the backward launch, and the sums of weights are made for wanted gradients only."""
-    from foundry_kernels.ops.rope.triton import launch as launches
+    from foundry_kernels.ops.rope import triton as kernels
 
-    seen: list[tuple[Any, ...]] = []
-
-    class Recorder:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: Any) -> Any:
-            def launch(*args: Any, **kwargs: Any) -> None:
-                seen.append(
-                    tuple(None if a is None else tuple(a.shape) for a in args if not isinstance(a, (int, float)))
-                )
-                self.kernel[grid](*args, **kwargs)
-
-            return launch
-
-    q, k = inputs(torch.float32)
-    cos, sin = rope_table(D, T)
-    monkeypatch.setattr(launches, "rope_kernel", Recorder(launches.rope_kernel))
-    out = rope(q, k.requires_grad_(), cos, sin, backend="triton")
-    torch.autograd.grad(out[1].sum(), k)
-    assert len(seen) == 2
-    assert seen[1][0] == tuple(k.shape)  # in the first place, where DTensor of torch 2.11 looks for a mesh
-    assert seen[1][1] is None  # q
-    seen.clear()
-    monkeypatch.setattr(launches, "qk_norm_rope_bwd_kernel", Recorder(launches.qk_norm_rope_bwd_kernel))
-    weight = torch.ones(D).requires_grad_()
-    out = qk_norm_rope(q, k.detach(), weight, torch.ones(D), cos, sin, backend="triton")
-    torch.autograd.grad(out[0].sum(), weight)
-    dq_out, dk_out, q_, k_, *_, dq, dk, dq_weight, dk_weight = seen[1]
-    assert [x is not None for x in (dq_out, q_, dq_weight)] == [True] * 3
-    assert [x is None for x in (dk_out, k_, dq, dk, dk_weight)] == [True] * 5
+    given: list[tuple[Any, ...]] = []
+    own = kernels.launch_backward
+    monkeypatch.setattr(kernels, "launch_backward", lambda *args: given.append(args) or own(*args))
+    (q, k), weight = inputs(torch.float32), torch.ones(D)
+    for wanted in (weight, q):
+        wanted.requires_grad_()
+        out = qk_norm_rope(q, k, weight, torch.ones(D), *rope_table(D, T), backend="triton")
+        torch.autograd.grad(out[0].sum(), wanted)
+        wanted.requires_grad_(False)
+        dq_out, dk_out, q_, k_, *_, dq, dk, dq_weight, dk_weight = given.pop()
+        assert [x is not None for x in (dq, dq_weight)] == [wanted is q, wanted is weight]
+        assert [x is None for x in (dq_out, q_, dk_out, k_, dk, dk_weight)] == [False] * 2 + [True] * 4

@@ -114,18 +114,6 @@ def test_a_position_outside_of_the_table(row: Row, outside: int, index: torch.dt
         assert torch.equal(actual[1], right[1])
 
 
-def test_the_backward_operators_check_positions_too() -> None:
-    q, k = inputs((2, 1), 3, 8)
-    cos, sin = rope_table(8, 3)
-    outside, rstd = torch.tensor([0, 1, 3]), torch.ones(2, 2, 3)
-    with pytest.raises(IndexError, match=r"positions must lie in 0 .. 2"):
-        torch.ops.foundry_kernels.rope_apply(q, None, cos, sin, False, outside, True)
-    with pytest.raises(IndexError, match=r"positions must lie in 0 .. 2"):
-        torch.ops.foundry_kernels.qk_norm_rope_bwd(
-            q, k, q, k, None, None, cos, sin, rstd, rstd[:, :1], 0.0, False, False, outside, True, True, False, False
-        )
-
-
 def test_the_bare_operators_check_too() -> None:
     """torch.ops.foundry_kernels.* are reachable without the public functions."""
     q, k = inputs((2, 1), 3, 8)
@@ -149,31 +137,3 @@ def test_the_bare_operators_check_too() -> None:
         normed(q, k, torch.ones(7), None, cos, sin, 1e-6, 0.0, False, False, None)
     with pytest.raises(ValueError, match="q must have a last dimension of at least 2"):
         normed(q[..., :0], k[..., :0], None, None, cos[:, :0], sin[:, :0], 1e-6, 0.0, False, False, None)
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_bare_backward_operator_takes_a_side_whole_or_not_at_all(device: str) -> None:
-    q, k = (x.to(device) for x in inputs((2, 1), 3, 8))
-    cos, sin = (t.to(device) for t in rope_table(8, 3))
-    q_rstd, k_rstd = (torch.ones(x.shape[:3], device=device) for x in (q, k))
-    given = {"dq_out": q, "dk_out": k, "q": q, "k": k, "q_weight": None, "k_weight": None, "cos": cos, "sin": sin}
-    given |= {"q_rstd": q_rstd, "k_rstd": k_rstd, "weight_offset": 0.0, "round_before_weight": False}
-    given |= {"interleaved": False, "positions": None, "need_dq": True, "need_dk": False}
-    given |= {"need_dq_weight": False, "need_dk_weight": False}
-    backward = torch.ops.foundry_kernels.qk_norm_rope_bwd
-    without_k = given | {"dk_out": None, "k": None, "k_rstd": None}
-    dq, *others = backward(**without_k)
-    assert dq.shape == q.shape
-    assert [t.numel() for t in others] == [0, 0, 0]
-    without_q = given | {"dq_out": None, "q": None, "q_rstd": None}
-    for message, wrong in (
-        ("dk_out, k and k_rstd must be given together", given | {"k": None}),
-        ("dq_out, q and q_rstd must be given together", given | {"q_rstd": None}),
-        ("there is no q to give a gradient for", without_q),
-        ("there is no k_weight to give a gradient for", given | {"need_dk_weight": True}),
-        ("dq_out must have the shape of q", given | {"dq_out": q[:, :1]}),
-        ("q_rstd must be .B, H, T. of q", given | {"q_rstd": q_rstd[:, :1]}),
-        ("q or k must be given", without_q | {"dk_out": None, "k": None, "k_rstd": None}),
-    ):
-        with pytest.raises(ValueError, match=message):
-            backward(**wrong)

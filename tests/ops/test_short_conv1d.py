@@ -11,7 +11,6 @@ from table import rows
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.ops.short_conv1d import SHORT_CONV1D_STEP
 
 BACKENDS = ["reference", *(row.backend for row in rows() if row.op.name == "short_conv1d" and row.device == "cpu")]
 LENGTHS = (3, 0, 1, 9, 0, 2, 70)
@@ -180,7 +179,3 @@ def test_invalid_documents_on_a_gpu_read_nothing_else() -> None:
         y, final = operator(x, weight, None, "silu", wrong, state, None, True)
         assert y.shape == x.shape
         assert final.shape == state.shape
-
-
-def test_the_step_is_an_operation_with_the_same_backends() -> None:
-    assert [impl.backend for impl in SHORT_CONV1D_STEP.impls] == [i.backend for i in fk.OPS["short_conv1d"].impls]

@@ -12,7 +12,6 @@ from built import needs_native
 from table import rows
 from torch import Tensor
 
-import foundry_kernels as fk
 from foundry_kernels.ops.swiglu import SWIGLU, swiglu
 
 KERNELS = [pytest.param(r.backend, r.device, id=r.id) for r in rows() if r.op.name == "swiglu"]
@@ -98,20 +97,3 @@ def test_calls_with_options_are_direct_too() -> None:
 
 
 X = torch.zeros(2, 4)
-
-
-@needs_native
-def test_the_bare_operators_check_too() -> None:
-    ops = torch.ops.foundry_kernels
-    with pytest.raises(ValueError, match="limit must be None or in 2"):
-        ops.swiglu(X, None, 1.0, -1.0)
-    with pytest.raises(ValueError, match="alpha must be 0 or of a size in 2"):
-        ops.swiglu(X, None, math.nan)
-    with pytest.raises(ValueError, match="up must be None"):
-        ops.swiglu(X, X, interleaved=True)
-    with pytest.raises(ValueError, match="options of silu alone"):
-        ops.glu_fwd(X, X, "gelu", 1.702)
-
-
-def test_an_integer_is_a_float() -> None:
-    assert torch.equal(fk.swiglu(X + 2, limit=1, alpha=2), fk.swiglu(X + 2, limit=1.0, alpha=2.0))

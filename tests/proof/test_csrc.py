@@ -55,18 +55,3 @@ def test_no_type_is_defined_twice_in_one_library() -> None:
     known = set(types((CSRC / "common" / "rope.h").read_text()))
     assert {"foundry::RopeStrides", "foundry::Rope", "foundry::QkNormRopeCall"} <= known
     assert defined_twice((str(p.relative_to(CSRC)), p.read_text()) for p in files) == {}
-
-
-def test_a_second_definition_is_found() -> None:
-    first = "namespace foundry {\nstruct Strides { int a; };\ntemplate <class T> struct Of;\n}"
-    second = (
-        "#define OPEN {\nnamespace foundry { inline int f() { struct Strides { int c; }; return '1' + 1; }\n"
-        "// struct Other {\nstruct Strides : Base<int> { int b; }; }"
-    )
-    hidden = "namespace foundry { namespace { struct Strides { int a; }; } namespace cuda { struct Strides {}; } }"
-    assert defined_twice([("a.h", first), ("hidden.h", hidden)]) == {}
-    assert defined_twice([("a.h", first), ("b.h", second)]) == {"foundry::Strides": ["a.h", "b.h"]}
-    of_float = "namespace foundry { template <> struct Of<float> { int a; }; }"
-    of_int = "namespace foundry { template <> struct Of<int> { int a; }; }"
-    assert defined_twice([("a.h", first), ("b.h", of_float), ("c.h", of_int)]) == {}
-    assert list(defined_twice([("b.h", of_float), ("c.h", of_float)])) == ["foundry::Of<float>"]

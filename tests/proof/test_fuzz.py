@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 from table import Row, cpu_setting, rows
 
-import foundry_kernels as fk
 from foundry_kernels.core import extension
 from foundry_kernels.core.registry import OpSpec
 from foundry_kernels.testing import Case, assert_parity, call, make_cotangents, run
@@ -81,22 +80,3 @@ def test_random_cases(row: Row, most: int, fuzz_seconds: float | None) -> None:
         seed(number)(settings(BOUNDED, derandomize=False, database=database)(given(*drawn)(attempt)))()
         rounds += 1
     print(f"{row.id}: {rounds} x {BOUNDED.max_examples} cases")
-
-
-@pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in fk.OPS.items() if op.fuzz])
-def test_random_cases_are_calls_that_the_reference_serves(op: OpSpec) -> None:
-    """What an operation's `fuzz` module draws is valid: known before the operation has a kernel."""
-
-    assert op.fuzz is not None
-
-    @settings(BOUNDED, max_examples=8)
-    @given(op.fuzz.random_case(op.name), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    def attempt(case: Case, dtype: torch.dtype) -> None:
-        assert_parity(op, case, backend="reference", dtype=dtype)
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are small
-    try:
-        attempt()
-    finally:
-        torch.set_num_threads(before)

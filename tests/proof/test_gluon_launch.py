@@ -114,22 +114,6 @@ def test_the_default_kernel_is_taken_where_it_was_measured_to_be_faster(launches
     assert [name for name, _, _ in launches.made] == ["flash_attention_fwd_kernel", "gluon"]
 
 
-def test_the_configs_of_both_can_be_measured(launches: Launches) -> None:
-    """Both support the same calls: what is measured of them is for others too."""
-    default, choice = asked()
-    assert [tuning.ANOTHER in row for row in choice.configs] == [True, False]
-    assert choice.configs[1] == default.configs[0]
-    expected = (
-        [(default, row, "flash_attention_fwd_kernel") for row in default.configs],
-        [(choice, choice.configs[0], "gluon"), (choice, choice.configs[1], "flash_attention_fwd_kernel")],
-    )
-    for chosen, row, name in (*expected[0], *expected[1]):
-        launches.made.clear()
-        with tuning.forced(chosen.kernel, chosen.key, row):
-            attend(*draw())
-        assert [made for made, _, _ in launches.made] == [name]
-
-
 @pytest.mark.parametrize("width", [64, 128])
 def test_what_is_launched(width: int, launches: Launches) -> None:
     q, k, v = draw(d=width, dtype=torch.float16)
@@ -155,34 +139,6 @@ def test_what_is_launched(width: int, launches: Launches) -> None:
         "BOTTOM_RIGHT": True, "HAS_RIGHT": True, "D": width,
         "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 4, "num_warps": 4,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"window_right": None}, (False, True, 0)),
-        ({"window_right": 7}, (True, True, 7)),
-        ({"bottom_right": False}, (True, False, 0)),
-        ({"window_right": 10**6}, (False, True, 0)),
-    ],
-    ids=str,
-)
-def test_masks(options: dict[str, Any], expected: tuple[bool, bool, int], launches: Launches) -> None:
-    attend(*draw(), **options)
-    ((_, _, given),) = launches.made
-    assert (given["HAS_RIGHT"], given["BOTTOM_RIGHT"], given["right"]) == expected
-
-
-def test_one_of_a_kind(launches: Launches) -> None:
-    """Strides that lead nowhere are replaced: what copies tiles takes multiples of 16 bytes."""
-    q, k, v = draw(b=1, h=1, hk=1)
-    strange = (7, 3, *q.stride()[2:])
-    q = q.as_strided(q.shape, strange)
-    attend(q, k, v, save_lse=False)
-    ((name, _, given),) = launches.made
-    assert name == "gluon"
-    assert all(s % 8 == 0 for s in given["q_desc"].strides[:3])
-    assert given["lse_ptr"].shape == (1, 1, 200), "which nobody sees"
 
 
 def test_unaligned_rows_are_copied_first(launches: Launches) -> None:

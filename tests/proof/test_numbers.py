@@ -201,15 +201,3 @@ def test_the_coldest_choice_is_the_likeliest(model: Transformer, options: dict[s
 def test_what_generate_refuses(model: Transformer, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model.generate([[1, 2]], 2, **{"temperature": 1.0, **options})
-
-
-def test_a_sparse_head_is_called_in_decoding(model: Transformer) -> None:
-    """Stands for any layer whose weight is not dense."""
-    layer = torch.nn.Linear(16, 8, bias=False)
-    dense = layer.weight.detach().clone()
-    layer.weight = torch.nn.Parameter(dense.to_sparse_csr(), requires_grad=False)
-    x = torch.randn(2, 16)
-    with torch.no_grad():
-        assert nn._linear_layers.Decoding().together(x, layer) is None
-        torch.testing.assert_close(layer(x), x @ dense.t())
-    assert nn._linear_layers._products(x, [dense.to_sparse()]) is None

@@ -166,13 +166,3 @@ def test_tools_have_one_version() -> None:
     hooks = dict(re.findall(r"repo: \S+/(\S+)\n\s+rev: v(\S+)", (ROOT / ".pre-commit-config.yaml").read_text()))
     assert hooks == {"ruff-pre-commit": pinned["ruff"], "mirrors-clang-format": pinned["clang-format"]}
     assert f"clang-format=={pinned['clang-format']}" in (ROOT / "pyproject.toml").read_text()
-
-
-def test_what_make_installs_is_pinned_and_declared() -> None:
-    """Every package of the Makefile's two sets has its version in constraints.txt, so that two machines are alike."""
-    pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    sets = re.findall(r"^(?:DEMO|TEST)_PACKAGES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert len(sets) == 2
-    named = {word for line in sets for word in re.findall(r"[\w-]+", re.sub(r"\$\(if .*,(\w+)\)", r"\1", line))}
-    assert {"torch", "triton", "pytest"} <= named
-    assert named <= pinned

@@ -209,9 +209,10 @@ def _written(row: Row, args: dict[str, Tensor | None]) -> list[Tensor | None]:
     return [args[name] for name in row.op.cases.MUTATED.get(row.op.name, ())]
 
 
-@over_rows("reference", "native", slow=("reference",), sampled=("native",), twins=False)
+@over_rows("reference", "native", slow=("reference", "native"), twins=False)
 def test_compile_with_inductor(row: Row) -> None:
-    """The default compiler, which generates and builds code around the operator."""
+    """The default compiler, which generates and builds code around the operator. Quickly it compiles a module:
+    test_compile.py."""
     case = row.small_cases[0]
     args = case.make(torch.float32, row.device)
 

@@ -66,17 +66,6 @@ def test_every_page_runs_from_top_to_bottom(
         assert "10 of 10 modules replaced" in capsys.readouterr().out
 
 
-def test_the_pages_show_what_is_used_most() -> None:
-    code = "".join(code for page in PYTHON for _, code in blocks(TEXTS[page], "python"))
-    for used in (
-        *("rms_norm", "add_rms_norm", "rope_table", "rope", "qk_norm_rope", "swiglu"),
-        *("flash_attention", "flash_attention_varlen", "nn.RMSNorm", "nn.SwiGLU", "models.Transformer", "patch"),
-    ):
-        assert f"fk.{used}(" in code, f"no page shows fk.{used}"
-    for used in ("scaled_dot_product_attention", "flash_attn_func", "flash_attn_with_kvcache", "parallelize_module"):
-        assert f" = {used}(" in code, f"no page shows {used}"
-
-
 @pytest.mark.parametrize("name", ["", "nn", "losses", "models", "compat", "distributed", "diagnostics"])
 def test_every_public_name_is_in_the_reference(name: str) -> None:
     """`make docs` makes it of the docstrings."""

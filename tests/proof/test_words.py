@@ -103,24 +103,3 @@ def test_messages_docstrings_and_comments() -> None:
 
 def test_docstrings_are_not_fragments() -> None:
     assert [f"{s.relative_to(ROOT)}: {d[:60]}" for s in SOURCES for d in docstrings(s) if FRAGMENT.match(d)] == []
-
-
-def test_a_fragment_is_found() -> None:
-    for text in (
-        "Those of one call, which take 3.",
-        "Of hidden's gradients.",
-        "As `forward`, without x.",
-        "The same of x.",
-    ):
-        assert FRAGMENT.match(text), text
-    assert not FRAGMENT.match("The same bits in any batch.")
-
-
-def test_a_phrase_is_found() -> None:
-    assert found("attention cannot serve this") == ["'cannot serve': say 'does not support'"]
-
-
-def test_a_comment_is_read(tmp_path: Path) -> None:
-    source = tmp_path / "module.py"
-    source.write_text("x = 1  # all but\n# for one\n", encoding="utf-8")
-    assert [w for t in texts(source) for w in found(t)] == ["'but for': say 'except for'"]

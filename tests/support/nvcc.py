@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import attention_estimate
-
 ROOT = Path(__file__).parents[2]
 REPORTS = ROOT / "build" / "nvcc"
 KERNELS = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
@@ -190,7 +188,7 @@ def main() -> int:
 
 
 def print_attention_loops() -> None:
-    """Prints the loops without masks of attention's bfloat16 kernels, and their estimated speed."""
+    """Prints the loops without masks of attention's bfloat16 kernels."""
     from foundry_kernels.tools.inspect.aot import tool
 
     try:
@@ -198,23 +196,13 @@ def print_attention_loops() -> None:
     except FileNotFoundError as error:
         print(f"no machine code: {error}")
         return
-    ours: dict[tuple[str, str], list[attention_estimate.Loop]] = {}
-    for arch, large in (("80", 2), ("89", 1)):
-        for part, kinds in (("forward", FORWARD), ("backward", BACKWARD)):
+    for arch in ("80", "89"):
+        for part in ("forward", "backward"):
             loops = inner_loops(ROOT / "csrc" / "cuda" / f"flash_attention_{part}_tiles.cu", arch)
             for name, several in sorted(loops.items()):
                 if several and re.search("bfloat16.*(, 0|false)>", name):
                     x = clean_loop(several)
                     print(f"sm_{arch}  {name}: {x.instructions / x.counts['matmul']:.2f} instructions a matmul")
-            for what, parts in kinds.items():
-                names = [(n, f"attention_{part}_tiles<bfloat16, 128, {kind.format(large)}>") for n, kind in parts]
-                ours[arch, what] = [
-                    attention_estimate.Loop(
-                        n, x.instructions / x.counts["matmul"], x.counts["shared"] / x.counts["matmul"]
-                    )
-                    for n, x in ((n, clean_loop(loops[name])) for n, name in names)
-                ]
-    print("\n".join(attention_estimate.report(ours)))
 
 
 def print_hopper_loops() -> None:
@@ -225,11 +213,6 @@ def print_hopper_loops() -> None:
         for name, code in sorted(machine_code(source, "90a").items()):
             if loops := [loop for loop in product_loops(code) if loop.steps]:
                 print(f"sm_90a  {name}: {min(loops, key=lambda loop: loop.instructions)}")
-
-
-#: The kernels of a pass for heads of 128: matmuls per score, and the remaining template arguments.
-FORWARD = {"forward": [(2, "{}, 0")]}
-BACKWARD = {"backward": [(3, "0, false"), (4, "1, false")]}
 
 
 def clean_loop(loops: list[Any]) -> Any:

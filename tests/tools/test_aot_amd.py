@@ -6,7 +6,7 @@ import re
 
 import pytest
 from compiled import OPS, inspect, needs_triton
-from slow import rest_slow
+from slow import ahead_of_time, rest_slow
 
 from foundry_kernels import __main__
 from foundry_kernels.tools.inspect import amd
@@ -39,6 +39,7 @@ def fits(op: str, *options: str) -> list[str]:
 
 
 @needs_triton
+@ahead_of_time
 @pytest.mark.parametrize("gpu", ["gfx942", pytest.param("gfx950", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", rest_slow([*FEW]))
 def test_a_few_launches_fit(op: str, gpu: str) -> None:
@@ -76,20 +77,9 @@ def test_options_of_other_gpus_are_left_out() -> None:
 
 
 def cost(**changes: object) -> AmdCost:
-    base = {
-        "vgprs": 64,
-        "agprs": 0,
-        "sgprs": 32,
-        "spilled": 0,
-        "sgprs_spilled": 0,
-        "scratch": 0,
-        "lds": 0,
-        "waves": 4,
-        "access_bytes": (16,),
-        "matrix": "",
-        "llir": "",
-        "code": "",
-    }
+    base: dict[str, object] = {"vgprs": 64, "agprs": 0, "sgprs": 32, "access_bytes": (16,), "waves": 4}
+    base |= dict.fromkeys(("spilled", "sgprs_spilled", "scratch", "lds"), 0)
+    base |= dict.fromkeys(("matrix", "llir", "code"), "")
     return AmdCost(**(base | changes))  # type: ignore[arg-type]
 
 
@@ -102,19 +92,11 @@ def test_what_must_not_ship_is_named() -> None:
     assert cost(matrix="missing").problems(MI300) == ["a dot did not become mfma"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "workgroups"),
-    [
-        ({"vgprs": 64}, 8),  # 8 waves a SIMD, 4 SIMDs, 4 waves each
-        ({"vgprs": 65}, 7),
-        ({"vgprs": 512}, 1),
-        ({"vgprs": 128, "waves": 16}, 1),
-        ({"lds": 24 << 10}, 2),
-    ],
-)
-def test_occupancy(changes: dict[str, int], workgroups: int) -> None:
-    assert cost(**changes).resident(MI300) == workgroups
-    assert cost(**changes).occupancy(MI300) == workgroups * changes.get("waves", 4) / 32
+def test_occupancy() -> None:
+    """At 64 registers 8 waves a SIMD, on 4 SIMDs, in workgroups of 4 waves."""
+    for changes, workgroups in (({"vgprs": 64}, 8), ({"vgprs": 65}, 7), ({"vgprs": 512}, 1), ({"lds": 24 << 10}, 2)):
+        assert cost(**changes).resident(MI300) == workgroups
+        assert cost(**changes).occupancy(MI300) == workgroups * 4 / 32
 
 
 def test_what_is_read_in_the_code() -> None:

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 import foundry_kernels as fk
-from benchmarks import calls, checks, liger, measure, models, rows, suite, test_scaling
+from benchmarks import calls, checks, measure, models, rows, suite, test_scaling
 from benchmarks.test_scaling import fit
 from foundry_kernels.core.registry import OpSpec
-from foundry_kernels.ops.cross_entropy.cases import targets
 from foundry_kernels.testing import Arg, Case
 
 ROOT = Path(__file__).parents[2]
@@ -52,16 +51,6 @@ def test_saved_memory_counts_storages_once() -> None:
     assert measure.saved_bytes(lambda: x + 1) == 0
 
 
-@pytest.mark.parametrize("power", [0.0, 2.0])
-def test_exponent_of_a_power_law_with_noise(power: float) -> None:
-    sizes = [2**i for i in range(5, 13)]
-    noise = [1.05, 0.96, 1.02, 0.99, 0.95, 1.04, 1.0, 0.98]
-    times = [7e-6 * size**power * n for size, n in zip(sizes, noise, strict=True)]
-    found = measure.exponent(sizes, times)
-    assert found is not None
-    assert abs(found - power) < 0.03
-
-
 def test_exponents_of_lines() -> None:
     """The upper half of the sizes shows a square that a constant hides."""
     sizes = [2**i for i in range(6)]
@@ -74,38 +63,10 @@ def test_exponents_of_lines() -> None:
         assert measure.exponent(x, y) is None
 
 
-def test_size_of_the_last_level_cache(tmp_path: Path) -> None:
-    for index, size in enumerate(("32K", "1024K", "8M")):
-        (tmp_path / f"index{index}").mkdir()
-        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
-    assert measure.cache_bytes("cpu", tmp_path) == 8 * 2**20
-    assert measure.cache_bytes("cpu", tmp_path / "nowhere") == 32 * 2**20
-
-
 def scaling(op: str, axis: str, direction: str = "forward") -> test_scaling.Scaling:
     spec = fk.OPS[op]
     assert spec.bench is not None
     return test_scaling.Scaling(spec, axis, direction, torch.float32, spec.bench.scaling_cases(op, "cpu")[axis])
-
-
-@pytest.mark.parametrize(
-    ("op", "axis", "direction", "time", "memory"),
-    [
-        ("flash_attention", "T", "forward", 2.0, 1.0),
-        ("flash_attention", "D", "forward", 1.0, 1.0),
-        ("flash_attention", "S", "forward", 1.0, 0.0),
-        ("rms_norm", "N", "backward", 1.0, 1.0),
-        ("cross_entropy", "V", "forward", 1.0, 0.0),
-        ("linear_cross_entropy", "V", "both", 1.0, 1.0),  # the weight's gradient, no logits
-        ("linear_cross_entropy", "T", "both", 1.0, 0.2),
-        ("grouped_mm", "T", "backward", 1.0, 0.1),
-    ],
-)
-def test_theory_is_what_a_call_computes_or_moves_and_what_it_makes(
-    op: str, axis: str, direction: str, time: float, memory: float
-) -> None:
-    found = test_scaling.theory(scaling(op, axis, direction))["theory"]
-    assert found == pytest.approx({"time": time, "memory": memory}, abs=0.06)
 
 
 @pytest.mark.skipif(suite.DEVICE != "cpu", reason="the axes of a CPU")
@@ -288,38 +249,6 @@ def test_a_result_that_is_wrong_in_late_rows_alone_is_found(
     assert wrong_of(group, name) is None  # the gradient alone is wrong, which no forward row computes
 
 
-@pytest.mark.parametrize("name", ["ours", "eager"])
-def test_a_loss_that_is_wrong_in_late_tokens_alone_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks have 256 tokens; of more tokens than are checked the others are ignored ones."""
-    for op, first in (("cross_entropy", "logits"), ("linear_cross_entropy", "hidden")):
-        spec = fk.OPS[op]
-        assert spec.bench is not None
-        target = Arg((600,), values=targets(40), dtype=torch.int64, grad=False)
-        args = {first: Arg((600, 40)), **({"weight": Arg((40, 40))} if first == "hidden" else {}), "target": target}
-        group = suite.Group(spec, Case("600x40", args), torch.float32, "both", "warm")
-        chosen = group.ours[-1] if name == "ours" else name  # Triton's kernels are interpreted here
-        right = group.function(chosen)
-        assert wrong_of(group, chosen) is None
-
-        def late(**args: Any) -> torch.Tensor:
-            return right(**args | {first: torch.cat([args[first][:512], args[first][512:] * 1.5])})  # noqa: B023
-
-        with monkeypatch.context() as patch:
-            patch.setattr(suite.Group, "function", lambda self, name: late)
-            assert "output 0" in str(wrong_of(group, chosen))
-
-
-def test_rows_that_no_gradient_flows_into_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("600x8", {"x": Arg((600, 8)), "weight": Arg((8,))}, {"round_before_weight": True})
-    group = small_group(case=case, direction="backward")
-
-    def mixed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return fk.rms_norm(x, weight, backend="reference", round_before_weight=True) + 0 * x + (x - x.roll(1, 0)) * 1e-9
-
-    monkeypatch.setattr(suite.Group, "function", lambda self, name: mixed)
-    assert "rows that no gradient flows into" in str(wrong_of(group, "eager"))
-
-
 def test_what_dropout_leaves_is_checked_whole_and_of_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     args = {"x": Arg((300, 16)), "residual": Arg((300, 16)), "weight": Arg((16,))}
     case = Case("300x16-dropout", args, {"dropout_p": 0.1, "dropout_seed": 0})
@@ -349,51 +278,6 @@ def test_rows_that_are_sampled_are_rows_of_the_arguments(op: str) -> None:
         assert sample.rows[-1] == (len(sample.rows) if recurrent else shape[dim]) - 1
         assert sample.rows[0] == 0 or case.options.get("causal") is not None  # of attention the last queries
         assert all(case.args[n].shape[d] == shape[dim] for n, d in sample.dims.items())  # type: ignore[union-attr]
-
-
-def test_too_little_memory_and_missing_peers_are_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = small_group()
-    monkeypatch.setattr(suite, "free_bytes", lambda device: 1000)
-    measured = rows.Measured(group, (0.01, 5))
-    assert measured.times == {}
-    assert "are free" in measured.row("eager")["why_not"]
-    assert calls.unavailable(torch.OutOfMemoryError("CUDA out of memory"), ours=True) is not None
-    assert calls.unavailable(fk.BackendUnavailable("no kernel"), ours=True) == "BackendUnavailable: no kernel"
-    with pytest.raises(RuntimeError, match="a bug"):
-        calls.unavailable(RuntimeError("a bug"), ours=True)
-    assert calls.unavailable(RuntimeError("refused\nand more"), ours=False) == "RuntimeError: refused"
-    if suite.DEVICE == "cpu":
-        assert isinstance(liger.peers("rms_norm", "cpu")["Liger"], str)
-    assert liger.peers("flash_attention", suite.DEVICE) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's code is compiled without g++")
-def test_without_a_compiler_the_row_of_torch_compile_says_so() -> None:
-    from torch._inductor import config
-
-    with config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
-        torch.compiler.reset()
-        contenders = calls.Contenders(small_group(), ("torch.compile", "eager"))
-    assert contenders.prepare.keys() == {"eager"}
-    assert "no-such-compiler" in contenders.why_not["torch.compile"] or "Cxx" in contenders.why_not["torch.compile"]
-
-
-def test_models_are_timed_in_every_form() -> None:
-    groups = models.model_groups(True)
-    timed = {g.family for g in groups}
-    assert {*models.FAMILIES} - timed <= ({"training"} if suite.DEVICE == "cpu" else set())
-    assert {n for g in groups for n in g.names} == {n for family in timed for n in models.FAMILIES[family]}
-
-
-def test_what_takes_long_to_compile_is_left_to_full_runs() -> None:
-    quick = {n for g in models.model_groups(False) for n in g.names}
-    assert not any("max-autotune" in n or n == "Hugging Face, compiled" for n in quick)
-    assert {"reference, compiled", "Hugging Face"} <= quick
-    for g in suite.groups(False):
-        assert suite.SEARCHED not in g.chosen(False)
-        searched = "eager" in g.peers and (suite.DEVICE != "cpu" or g.flops is not None)
-        assert (suite.SEARCHED in g.chosen(True)) == searched, g.id
 
 
 def test_what_liger_exchanges_for_all_models_is_exchanged_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

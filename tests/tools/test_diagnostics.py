@@ -94,22 +94,6 @@ def test_statistics_are_those_of_the_matrices(name: str) -> None:
     assert all(1.0 <= layer.activation_rank <= layer.most_ranks == 17 for layer in health.layers)
 
 
-def test_the_largest_logit() -> None:
-    """Keys and queries that are known: positions alone, and weights of one."""
-    model = make_model(positions="none", n_layers=1)
-    attention = model.layers[0].attention
-    torch.nn.init.constant_(attention.wq.weight, 0.5)
-    torch.nn.init.constant_(attention.wk.weight, 0.25)
-    seen: list[torch.Tensor] = []
-    attention.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    with record(model) as recorder:
-        model(tokens_of(model))
-    sums = seen[0].sum(-1).double()
-    scores = (0.5 * sums[:, :, None] * 0.25 * sums[:, None, :]) * 8 / math.sqrt(8)
-    largest = max(s.tril().masked_fill(~torch.ones(17, 17).tril().bool(), -math.inf).max().item() for s in scores)
-    assert recorder.health().layers[0].max_logit == pytest.approx([largest] * 4, rel=1e-4)
-
-
 def test_gradients_and_no_forward_pass() -> None:
     model = make_model()
     tokens = tokens_of(model)

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import time
@@ -23,9 +22,8 @@ import pytest
 import torch
 from built import needs_native
 from isolated import Pool
+from slow import ahead_of_time
 
-from benchmarks import kept as kept_format
-from benchmarks import report as report_module
 from foundry_kernels import _triton
 from foundry_kernels.tools import check
 
@@ -34,6 +32,7 @@ GPU = "NVIDIA Made-Up 1"
 
 
 @pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
+@ahead_of_time
 def test_kernels_compiled_here_are_found_by_a_launch_elsewhere(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TRITON_CACHE_DIR")}
     command = ["tests/tools/kernel_cache.py", str(tmp_path)]
@@ -43,8 +42,7 @@ def test_kernels_compiled_here_are_found_by_a_launch_elsewhere(tmp_path: Path) -
 
 
 @pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
-@pytest.mark.parametrize("damage", ["truncated", "text", "another archive"])
-def test_a_damaged_cache_is_refused_by_name(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_cache_is_refused_by_name(tmp_path: Path) -> None:
     made, archive = tmp_path / "made", tmp_path / "cache.tar.xz"
     (made / "KEY").mkdir(parents=True)
     (made / "KEY" / "kernel.json").write_text("{}")
@@ -53,18 +51,17 @@ def test_a_damaged_cache_is_refused_by_name(damage: str, tmp_path: Path) -> None
     assert gpu_archive.unpack(archive, tmp_path / "whole") == {"kernels": 1}
     paths = json.loads((tmp_path / "whole" / "KEY" / "__grp__kernel.json").read_text())["child_paths"]
     assert paths == {name: str(tmp_path / "whole" / "KEY" / name) for name in ("kernel.json", "kernel.cubin")}
-    if damage == "truncated":
-        archive.write_bytes(archive.read_bytes()[:3000])
-    elif damage == "text":
-        archive.write_text("no archive")
-    else:
-        subprocess.run(["tar", "-cJf", archive, "-C", made, "KEY"], check=True)
-    with pytest.raises(ValueError, match=r"cache.tar.xz is not a cache that `make gpu-cache` made, or is damaged"):
-        gpu_archive.unpack(archive, tmp_path / "other")
+    whole = archive.read_bytes()
+    subprocess.run(["tar", "-cJf", archive, "-C", made, "KEY"], check=True)
+    damaged = {"truncated": whole[:3000], "text": b"no archive", "another": archive.read_bytes()}
+    for damage, content in damaged.items():
+        archive.write_bytes(content)
+        with pytest.raises(ValueError, match=r"cache.tar.xz is not a cache that `make gpu-cache` made, or is damaged"):
+            gpu_archive.unpack(archive, tmp_path / damage)
 
 
 @pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+@pytest.mark.skipif(shutil.which("gcc") is None or shutil.which("readelf") is None, reason="needs gcc and readelf")
 def test_launcher_modules_name_the_driver_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's own build of a module, by a compiler whose linker leaves out the libraries in which it finds nothing."""
     import gpu_cache
@@ -75,30 +72,20 @@ def test_launcher_modules_name_the_driver_that_they_need(tmp_path: Path, monkeyp
     monkeypatch.setenv("CC", str(tmp_path / "thrifty"))
     (tmp_path / "main.c").write_text("int cuInit(unsigned); int begin(void) { return cuInit(0); }")
 
-    def needed(name: str) -> list[str]:
+    def needed(name: str) -> str:
         if hasattr(build, "_find_compiler"):  # Triton 3.9 remembers the first compiler
             monkeypatch.setattr(build, "_find_compiler", inspect.unwrap(build._find_compiler))
         given = ([str(tmp_path)], [], ["libcuda.so.1"], [])
-        return needed_libraries(Path(build._build(name, str(tmp_path / "main.c"), str(tmp_path), *given)))
+        return libraries_of(build._build(name, str(tmp_path / "main.c"), str(tmp_path), *given))
+
+    def libraries_of(module: str | Path) -> str:
+        return subprocess.run(["readelf", "-dW", module], capture_output=True, text=True, check=True).stdout
 
     with gpu_cache.linked_against_empty_libcuda(tmp_path):
         assert os.environ["CC"] == str(tmp_path / "cc")
-        assert needed_libraries(tmp_path / "libcuda.so.1").count("libcuda.so.1") == 0
-        assert "libcuda.so.1" in needed("kept")
+        assert "[libcuda.so.1]" in needed("kept")
     assert os.environ["CC"] == str(tmp_path / "thrifty")
-    assert "libcuda.so.1" not in needed("dropped"), "such a compiler leaves it out by itself"
-
-
-def needed_libraries(path: Path) -> list[str]:
-    """The names of the libraries that a 64-bit ELF file says it needs (DT_NEEDED)."""
-    data = path.read_bytes()
-    assert data[:6] == b"\x7fELF\x02\x01", "64 bits, little-endian"
-    at, size, count = struct.unpack_from("<Q", data, 0x28)[0], *struct.unpack_from("<HH", data, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQIIQQ", data, at + size * i) for i in range(count)]
-    dynamic = next(s for s in sections if s[1] == 6)
-    names = sections[dynamic[6]][4]
-    entries = [struct.unpack_from("<qQ", data, dynamic[4] + 16 * i) for i in range(dynamic[5] // 16)]
-    return [data[names + n : data.index(b"\0", names + n)].decode() for tag, n in entries if tag == 1]
+    assert "[libcuda.so.1]" not in needed("dropped"), "such a compiler leaves it out by itself"
 
 
 # --- the checks -------------------------------------------------------------------------------------------------------
@@ -198,7 +185,8 @@ exit $code
 
 
 @needs_native
-def test_a_dry_run_has_all_parts_and_its_results_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_dry_run_has_all_parts(tmp_path: Path) -> None:
     """With the CPU in the GPU's place."""
     program = tmp_path / "bin" / "compute-sanitizer"
     program.parent.mkdir()
@@ -215,31 +203,16 @@ def test_a_dry_run_has_all_parts_and_its_results_are_merged(tmp_path: Path, monk
         assert name == "build" or part["passed"], name
         assert f"{name:<9} ok " in done.stdout
     assert "2 of 2 passed, 0 failed, 0 errors" in report["parts"]["sanitize"]["summary"]
-    eager, ours, attention = (
-        next(r for r in report["rows"] if (r["op"], r["row"]) == each)
-        for each in (("training", "Hugging Face"), ("training", "patched by ours"), ("flash_attention", "native"))
+    assert any((r["op"], r["row"]) == ("flash_attention", "native") for r in report["rows"])
+    eager, ours = (
+        next(r for r in report["rows"] if (r["op"], r["row"]) == ("training", name))
+        for name in ("Hugging Face", "patched by ours")
     )
     assert abs(eager["loss"] - ours["loss"]) <= 1e-4 * eager["loss"]
     assert ours["speedup_over"].keys() == {"Hugging Face"}
     assert ours["tokens/s"] == pytest.approx(2 * 96 / (ours["median_us"] / 1e6), rel=1e-3)
     assert ours["peak_bytes"] > 0
     assert "for a GPU" in next(r for r in report["absent"] if r["row"] == "patched by Liger")["why_not"]
-    # Another run, of which only one part is there, is merged into the first one.
-    monkeypatch.setattr(report_module, "RESULTS", tmp_path / "results")
-    target = report_module.keep(tmp_path / "out" / "stub.json")
-    later = {
-        **report,
-        "parts": {"delta": report["parts"]["delta"]},
-        "rows": [attention | {"median_us": 1.0}],
-        "absent": [],
-    }
-    (tmp_path / "stub.json").write_text(json.dumps(later))
-    assert report_module.keep(tmp_path / "stub.json") == target
-    kept = kept_format.read(target)
-    assert kept["checks"].keys() == report["parts"].keys()
-    assert len(kept["rows"]) == len(report["rows"])
-    assert next(r for r in kept["rows"] if r["op"] == "flash_attention")["median_us"] == 1.0
-    assert "| `flash_attention` | forward |" in report_module.page(target, draw=False).read_text()
 
 
 class Stub(gpu_check.Session):
@@ -311,33 +284,6 @@ def test_what_is_left_is_run_by_itself(out: Path, capsys: pytest.CaptureFixture)
         assert "nothing to continue" in capsys.readouterr().out
 
 
-def test_an_extension_that_was_brought_along_is_taken_as_it_is(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is compiled for this GPU alone where it has no code for it, or where it was compiled here."""
-    session, commands = gpu_check.Session([]), []
-    monkeypatch.setattr(session, "process", lambda command, limit: commands.append(os.environ["TORCH_CUDA_ARCH_LIST"]) or {"ok": True})  # fmt: skip # noqa: E501
-    monkeypatch.setattr(session, "begin", lambda: None)
-    monkeypatch.setattr(gpu_check, "ROOT", out)
-    (out / "build").mkdir()
-    for architectures, here, missing, expected in (
-        ("9.0", False, None, None),
-        ("8.0;9.0+PTX", False, None, None),
-        ("8.0;9.0+PTX", True, None, "8.0;9.0+PTX"),
-        ("8.0", False, None, "9.0"),
-        ("9.0", False, "for another torch", "9.0"),
-    ):
-        monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-        commands.clear()
-        if here:
-            (out / "build" / "temp.linux").mkdir()
-        session.about = {"gpu": GPU, "capability": "9.0"}
-        session.about["extension"] = {"cuda_architectures": architectures, "missing": missing}
-        session.build()
-        assert commands == ([] if expected is None else [expected]), architectures
-        if here:
-            (out / "build" / "temp.linux").rmdir()
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-
-
 def test_what_was_brought_along_is_placed_if_it_is_of_these_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -367,44 +313,3 @@ def test_what_was_brought_along_is_placed_if_it_is_of_these_sources(
     assert gpu_check.use_archive() == {}
     assert "kernels are compiled here:" in capsys.readouterr().out
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "gpu-cache")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_check_without_a_gpu_says_so_and_writes_nothing(tmp_path: Path) -> None:
-    done = fresh.python("tests/support/gpu_check.py", env=os.environ | {"OUT": str(tmp_path)}, cwd=ROOT)
-    assert done.returncode == 3
-    assert "gpu-check stops here" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["log.txt"]
-
-
-def test_what_gpu_check_refuses(out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        gpu_check.main(["everything"])
-    assert "a part must be rest or of build, units, hopper, " in capsys.readouterr().err
-    (out / "file").touch()
-    monkeypatch.setattr(gpu_check, "OUT", out / "file" / "folder")
-    assert gpu_check.main([]) == 2
-    assert f"stops here: {out / 'file' / 'folder'} cannot be written to (" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("archive", "message"),
-    [
-        ("file/cache.tar.xz", "file cannot be written to ("),
-        ("taken.tar.xz", "taken cannot be written to ("),
-        ("no-suffix", "--archive must end in .tar.xz; got "),
-    ],
-)
-def test_a_cache_that_cannot_be_written_is_said_before_anything_is_compiled(
-    archive: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    import gpu_cache
-
-    (tmp_path / "file").touch()
-    (tmp_path / "taken").touch()  # where the folder beside the archive would be
-    monkeypatch.setattr(gpu_cache, "why_not", lambda: None)
-    monkeypatch.setattr(gpu_cache, "recorded", None)
-    with pytest.raises(SystemExit) as stopped:
-        gpu_cache.main(["--archive", str(tmp_path / archive)])
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err

@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,36 +121,6 @@ def test_a_query_key_product_of_rank_one() -> None:
         history.append(step, health)
     assert (history.concerns(rank_kept=0.5), history.concerns(rank_kept=0.01)) == ([line], [])
     assert "the rank of the query-key product of head 1 has fallen, from 7." in line
-
-
-class Chain(nn.Module):
-    """A block without residuals or norms."""
-
-    def __init__(self, gain: float, activation: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.attention, self.feed = fk.nn.Attention(32, 4, causal=False), nn.Linear(32, 32, bias=False)
-        self.activation = activation
-        with torch.no_grad():
-            self.feed.weight.copy_(gain * torch.linalg.qr(torch.randn(32, 32)).Q)
-            self.attention.wo.weight.copy_(torch.eye(32))
-            self.attention.wv.weight.copy_(torch.eye(32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.activation(self.feed(self.attention(x)))
-
-
-@pytest.mark.parametrize(
-    ("gain", "activation", "said"),
-    [(1.0, torch.sigmoid, "vanish"), (1.0, lambda x: x, ""), (8.0, torch.sin, "explode")],
-    ids=["vanish", "healthy", "explode"],
-)
-def test_gradients_vanish_and_explode_with_depth(gain: float, activation: Any, said: str) -> None:
-    """Where a layer's derivative is small and its activations are not, or large and they are bounded."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Chain(gain, activation) for _ in range(9)))
-    lines = [line for line in health_of(model, torch.randn(2, 16, 32)).concerns() if "gradient" in line]
-    assert any(f"layer 0 (0.attention): gradients {said}" in line for line in lines) == (said != "")
-    assert all(said in line for line in lines if "layer 0" in line)
 
 
 def test_gradients_since_the_beginning() -> None:

@@ -53,18 +53,6 @@ def test_options_that_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_unknown_schemes_and_kinds(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["initialization", "--schemes", "he"], ["positions", "rope", "--scaling", "cubic"]):
-        with pytest.raises(SystemExit):
-            main(arguments)
-        assert "invalid choice" in capsys.readouterr().err
-    tokens = torch.zeros(1, 2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="init must be one of"):
-        pictures.initialization(CONFIG, ["he"], tokens, tokens)
-    with pytest.raises(ValueError, match="schemes must name an initialisation"):
-        pictures.initialization(CONFIG, [], tokens, tokens)
-
-
 def test_labels_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="queries must have a label for each of 3 tokens; got 2"):
         pictures.attention_map(torch.eye(3), ["a", "b"])

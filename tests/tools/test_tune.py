@@ -14,11 +14,11 @@ import torch
 import foundry_kernels as fk
 from foundry_kernels import _triton
 from foundry_kernels._triton import tuning, tuning_file
-from foundry_kernels._triton.tuning_file import TuningFileError, describe
+from foundry_kernels._triton.tuning_file import describe
 from foundry_kernels.core import registry
 from foundry_kernels.testing import Expected
 from foundry_kernels.tools import tune
-from foundry_kernels.tools.tune.measuring import Repeat, WallTimer, ratio, recorded
+from foundry_kernels.tools.tune.measuring import Repeat, recorded
 
 pytestmark = pytest.mark.skipif(not _triton.INTERPRET, reason="Triton's interpreter stands in for a GPU")
 Captured = pytest.CaptureFixture[str]
@@ -117,41 +117,6 @@ def test_every_operation_is_measured(op: registry.OpSpec, timed: Any) -> None:
     assert kinds
 
 
-@pytest.mark.slow
-def test_the_kernels_of_few_queries_are_measured() -> None:
-    """Keys that are split, in tiles of fewer; results of all configs are right."""
-    from foundry_kernels.ops.flash_attention.case_makers import dense_case
-
-    op, case = fk.OPS["flash_attention"], dense_case(1, (4, 2), (5, 100), 128, "decode", causal=True)
-    args = {name: arg and dataclasses.replace(arg, grad=False) for name, arg in case.args.items()}
-    case = dataclasses.replace(case, args=args)
-    tuner = tune.Tuner("cpu", MadeUp(lambda name: 1.0))
-    jobs = {job.choice.kernel: job for job in tune._asked(op, case, torch.float32, "cpu") if not job.backward}
-    assert jobs.keys() == {"flash_attention_decode_kernel", "flash_attention_combine_kernel"}
-    for job in jobs.values():
-        job.choice = dataclasses.replace(job.choice, configs=job.choice.configs[:3])
-        tuner.run(job)
-        assert not job.dropped
-        assert len(job.speedups) == len(job.choice.configs) >= 2
-
-
-@pytest.mark.parametrize("arch", [80, 90, 100, 120])
-def test_rows_of_few_queries_on_gpus(arch: int) -> None:
-    """A tile's keys divide those of a split, and how many rows a tile has is no choice."""
-    from foundry_kernels.ops.flash_attention.triton import config
-
-    for width in (64, 128, 256):
-        own, *others = config.configs("decode", arch, width, torch.bfloat16, False)
-        assert own == config.config("decode", arch, width, torch.bfloat16, False)
-        assert len(others) >= 4
-        for row in others:
-            assert row["BLOCK_M"] == own["BLOCK_M"]
-            assert 128 % row["BLOCK_N"] == 0, "the fewest keys of a split"
-        own, *others = config.combine_configs(width, 64)
-        assert own == {"BLOCK_SPLITS": min(64, 4096 // width), "num_warps": 4}
-        assert len(others) >= 3
-
-
 def one_job() -> tune.Job:
     return next(tune.find_jobs([fk.OPS["swiglu"]], [torch.float32], "cpu"))
 
@@ -220,46 +185,6 @@ def test_noise_does_not_win(times: dict[str, list[float]], wins: bool) -> None:
     assert (job.winner is not None) == wins
 
 
-def test_a_repeat_is_of_the_row_it_was_made_with() -> None:
-    """Whatever is forced later; and it writes what the step wrote."""
-    job = one_job()
-    own, other = job.choice.configs[:2]
-    forward, _ = tune.calls(job.op, job.case, job.dtype, "cpu")
-    results: list[torch.Tensor] = []
-    with tuning.forced(job.choice.kernel, job.choice.key, other):
-        repeat = recorded(lambda: results.extend(forward()), job.choice.kernel)  # type: ignore[arg-type]
-    kept = results[0].detach().clone()
-    results[0].detach().zero_()
-    launched: list[dict[str, Any]] = []
-
-    from triton.runtime import interpreter
-
-    executor = interpreter.GridExecutor.__call__
-
-    def watch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        launched.append(kwargs)
-        return executor(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch, tuning.forced(job.choice.kernel, job.choice.key, own):
-        patch.setattr(interpreter.GridExecutor, "__call__", watch)
-        repeat()
-    assert torch.equal(results[0], kept)
-    assert [other.items() <= given.items() for given in launched] == [True]
-
-
-def test_a_step_that_launches_nothing() -> None:
-    with pytest.raises(RuntimeError, match="glu_fwd_kernel was not launched"):
-        recorded(lambda: None, "glu_fwd_kernel")
-
-
-def test_the_wall_timer_takes_turns() -> None:
-    order: list[str] = []
-    times = WallTimer(2).times({"a": lambda: order.append("a"), "b": lambda: order.append("b")})
-    assert order == ["a", "b", "a", "b"]
-    assert [len(found) for found in times.values()] == [2, 2]
-    assert ratio([2.0, 4.0, 100.0], [1.0, 2.0, 3.0]) == 2.0
-
-
 def test_backends_are_compared(tmp_path: Path, capsys: Captured, timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quick reference goes first; where none is quicker the default order stands."""
     monkeypatch.setattr(tune, "find_jobs", lambda *_: iter(()))
@@ -299,23 +224,10 @@ def test_what_was_measured_survives_an_interrupt(timed: Any, tmp_path: Path, mon
     assert sum(map(len, measured(tmp_path / "a.json").rows.values())) == 1
 
 
-def test_and_a_disk_that_is_full(timed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    timed(by_warps)
-
-    def full(*_: object) -> None:
-        raise TuningFileError("a.json cannot be written (No space left on device)")
-
-    monkeypatch.setattr(tuning_file, "write", full)
-    assert swiglu(tmp_path / "a.json", "--seconds", "0") == 2
-    shown = capsys.readouterr().out
-    assert "a.json cannot be written (No space left on device). The results are:" in shown
-    assert "'speedup': 2.0" in shown
-
-
 # --- where nothing can be measured ------------------------------------------------------------------------------------
 
 
-def test_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_without_a_gpu_it_says_why_and_what_it_can_do(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.setattr(_triton, "INTERPRET", False)
@@ -325,35 +237,17 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert "tune --arch 90` shows which configs fit" in shown
 
 
-def test_a_driver_that_is_too_old_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def old() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
-
-    monkeypatch.setattr(torch.cuda, "init", old)
-    assert "driver on your system is too old" in str(tune.why_not("cuda"))
-
-
-def test_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    some_gpu(monkeypatch, (7, 5))
-    assert tune.why_not("cuda") == "Some GPU has compute capability 7.5; the Triton kernels need 8.0"
-
-
-def test_a_driver_that_is_too_old_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    some_gpu(monkeypatch, (9, 0))
-
+def test_a_gpu_that_the_kernels_or_triton_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> None:
         raise RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
 
-    monkeypatch.setattr(torch, "ones", refused)
-    reason = str(tune.why_not("cuda"))
-    assert f"Triton {tuning.triton_version()} cannot launch a kernel on Some GPU: Triton Error [CUDA]" in reason
-    assert "update it, or install an older Triton" in reason
-
-
-def some_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert tune.why_not("cuda") == "Some GPU has compute capability 7.5; the Triton kernels need 8.0"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch, "ones", refused)
+    assert "cannot launch a kernel on Some GPU: Triton Error [CUDA]" in str(tune.why_not("cuda"))
 
 
 @pytest.mark.parametrize(

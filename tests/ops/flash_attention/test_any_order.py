@@ -12,7 +12,6 @@ import torch
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
-from foundry_kernels.ops.flash_attention import FLASH_ATTENTION
 
 
 @contextmanager
@@ -49,10 +48,3 @@ def test_programs_in_any_order() -> None:
             runs.append(step("triton", deterministic))
     for run in runs[1:]:
         assert all(map(torch.equal, run, runs[0]))
-
-
-@pytest.mark.parametrize("backend", ["reference", "native"])
-def test_other_backends_are_deterministic_in_any_case(backend: str) -> None:
-    if FLASH_ATTENTION.why_not(backend, "cpu") is not None:
-        pytest.skip(str(FLASH_ATTENTION.why_not(backend, "cpu")))
-    assert all(map(torch.equal, step(backend, True), step(backend, False)))

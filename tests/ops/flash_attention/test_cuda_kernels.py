@@ -15,7 +15,6 @@ from cuda_on_cpu.build import LIBRARY, ROOT, load_operators, load_plain, shared_
 from table import Row
 
 import foundry_kernels as fk
-from foundry_kernels._triton import devices
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN
 from foundry_kernels.ops.flash_attention.case_makers import dense_case, packed_case
 from foundry_kernels.testing import Case, assert_parity, normal
@@ -32,16 +31,6 @@ def _guarded() -> Iterator[None]:
     getattr(torch.ops, LIBRARY).guard(True)
     yield
     getattr(torch.ops, LIBRARY).guard(False)
-
-
-def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
-    devices.too_old.cache_clear()
-    try:
-        assert devices.too_old(0) == "Tesla T4 has compute capability 7.5, and the kernels are for 8.0 and newer"
-    finally:
-        devices.too_old.cache_clear()
 
 
 # --- bank conflicts ---

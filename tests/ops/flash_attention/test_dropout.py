@@ -162,22 +162,3 @@ def test_checkpointing_makes_the_same_again(backend: str, reentrant: bool) -> No
         found.append((out, *(x.grad for x in (q, k, v))))
         q.grad = k.grad = v.grad = None
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-@over_backends
-def test_under_compile(backend: str) -> None:
-    """Without a seed, another one is drawn at each call."""
-    q, k, v = (x.detach().float().to(DEVICE).requires_grad_() for x in inputs(20, 30))
-    drawn = torch.compile(lambda q, k, v: flash_attention(q, k, v, dropout_p=0.3, backend=backend),
-                          fullgraph=True, backend="aot_eager")  # fmt: skip
-    assert not torch.equal(drawn(q, k, v), drawn(q, k, v))
-
-
-@over_backends
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(backend: str, dtype: torch.dtype) -> None:
-    q, k, v = (x.detach().float().to(DEVICE) for x in inputs(20, 30))
-    with torch.autocast(q.device.type, dtype):
-        out = flash_attention(q, k, v, dropout_p=0.3, dropout_seed=2, backend=backend)
-    low = (x.to(dtype) for x in (q, k, v))
-    assert torch.equal(out, flash_attention(*low, dropout_p=0.3, dropout_seed=2, backend=backend))

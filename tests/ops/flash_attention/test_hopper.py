@@ -212,12 +212,6 @@ def test_reports_name_the_backend_of_most_calls(chosen: list[str]) -> None:
     assert serving({"flash_attention": "auto"}, "cpu", BF16) == {"flash_attention": "reference"}
 
 
-def test_an_extension_without_cuda_is_not_asked(chosen: list[str]) -> None:
-    with override(FLASH_ATTENTION, "native", devices=("cpu",)):
-        attend()
-    assert chosen == ["triton"]
-
-
 def test_the_choice_is_traced() -> None:
     """One graph for all lengths that go one way, without a break; the lengths are guarded on."""
 

@@ -119,6 +119,7 @@ def test_the_bits_do_not_depend_on_who_comes_first(case: Case) -> None:
         assert all(torch.equal(other.grads[name], grad) for name, grad in first.grads.items())
 
 
+@pytest.mark.slow
 def test_in_any_order_only_dq_depends_on_it() -> None:
     case = IN_ORDER[0]
     first, *others = in_several_orders(

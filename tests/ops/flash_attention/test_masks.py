@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_inputs import DV, B, H, S, T, inputs
-from slow import rest_slow
 from table import DEVICES
 from torch import Tensor
 
@@ -94,14 +93,11 @@ def test_entry_by_entry(kind: str) -> None:
 @pytest.mark.parametrize(
     "shape", [(B, H, T, S), (1, H, T, S), (B, 1, 1, S), (T, S), (S,), (H, T, 1), (), (B, 1, T, 1)], ids=str
 )
-@pytest.mark.parametrize("options", ["plain", "all"])
-def test_gradcheck_of_a_bias(shape: tuple[int, ...], options: str) -> None:
+def test_gradcheck_of_a_bias(shape: tuple[int, ...]) -> None:
     q, k, v = inputs()
     bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    more: dict[str, Any] = {}
-    if options == "all":
-        more = {"window": (3, 2), "softcap": 2.0, "alibi_slopes": torch.rand(H, dtype=torch.float64)}
-        more |= {"sinks": torch.randn(H, dtype=torch.float64), "dropout_p": 0.3, "dropout_seed": 5}
+    more: dict[str, Any] = {"window": (3, 2), "softcap": 2.0, "alibi_slopes": torch.rand(H, dtype=torch.float64)}
+    more |= {"sinks": torch.randn(H, dtype=torch.float64), "dropout_p": 0.3, "dropout_seed": 5}
 
     def run(bias: Tensor) -> tuple[Tensor, ...]:
         return flash_attention(q, k, v, attn_mask=bias, return_lse=True, backend="reference", **more)  # type: ignore[return-value]
@@ -158,45 +154,6 @@ def test_nan_in_a_bias_goes_no_further_than_its_row(backend: str) -> None:
 
 
 @over_backends
-@pytest.mark.parametrize("shape", rest_slow([(1, 4, 70, 90), (2, 1, 1, 90), (70, 90)]), ids=str)
-def test_a_bias_gradient_has_the_same_bits_in_every_run(backend: str, shape: tuple[int, ...]) -> None:
-    q, k, v = drawn(70, 90)
-    bias = torch.randn(shape, device=DEVICE, requires_grad=True)
-    threads = torch.get_num_threads()
-    found = []
-    for n in (1, 2) if _interpreted(backend) else (1, 2, 1, 2):
-        torch.set_num_threads(n)
-        out = flash_attention(q, k, v, attn_mask=bias, backend=backend)
-        found.append(gradients(out, bias, q, k, v))
-    torch.set_num_threads(threads)
-    for again in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
-
-
-@over_backends
-def test_a_mask_keeps_its_memory(backend: str) -> None:
-    """Of whatever strides, no copy is made of it, and none of the size of all scores."""
-    t, s = (40, 90) if _interpreted(backend) else (128, 256)
-    q, k, v = drawn(t, s)
-    for mask in (torch.rand(s, t, device=DEVICE).t() < 0.5, torch.randn(s, t, device=DEVICE).t()):
-        before = mask.clone()
-        out = flash_attention(q, k, v, attn_mask=mask, backend=backend)
-        assert torch.equal(mask, before)
-        torch.testing.assert_close(out, flash_attention(q, k, v, attn_mask=before.contiguous(), backend=backend))
-
-
-@over_backends
-def test_it_is_what_torch_computes(backend: str) -> None:
-    q, k, v = drawn(70, 90)
-    bias = torch.randn(2, 4, 70, 90, device=DEVICE, requires_grad=True)
-    found = flash_attention(q, k, v, attn_mask=bias, backend=backend)
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
-    torch.testing.assert_close(found, expected)
-    for a, e in zip(gradients(found, q, k, v, bias), gradients(expected, q, k, v, bias), strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
-
-
-@over_backends
 def test_a_causal_mask_in_every_form(backend: str) -> None:
     n = 70 if _interpreted(backend) else 130
     q, k, v = drawn(n, n)
@@ -205,16 +162,3 @@ def test_a_causal_mask_in_every_form(backend: str) -> None:
     lowered = torch.zeros(n, n, device=DEVICE).masked_fill(~causal, -math.inf)
     for mask in (causal, lowered, fk.AttentionMask(causal), lowered.bfloat16()):
         torch.testing.assert_close(flash_attention(q, k, v, attn_mask=mask, backend=backend), expected)
-
-
-@over_backends
-def test_what_is_not_wanted_is_not_computed(backend: str) -> None:
-    """A bias alone with a gradient, all but the bias, and a bias beside frozen inputs."""
-    q, k, v = (x.detach() for x in drawn(20, 30))
-    bias = torch.randn(4, 20, 30, device=DEVICE, requires_grad=True)
-    (alone,) = gradients(flash_attention(q, k, v, attn_mask=bias, backend=backend), bias)
-    q.requires_grad_()
-    out = flash_attention(q, k, v, attn_mask=bias, backend=backend)
-    assert torch.equal(gradients(out, bias)[0], alone)
-    frozen = flash_attention(q, k, v, attn_mask=bias.detach(), backend=backend)
-    torch.testing.assert_close(gradients(frozen, q)[0], gradients(out, q)[0])

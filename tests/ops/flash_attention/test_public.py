@@ -84,21 +84,6 @@ def test_minus_one_is_no_bound(window: tuple[int | None, int | None], causal: bo
     torch.testing.assert_close(out.transpose(0, 1), expected[0])
 
 
-def test_top_left_is_torch_is_causal() -> None:
-    q, k, v = inputs(heads=(H, H))
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(attend(q, k, v, causal=True, align="top_left"), expected)
-
-
-def test_query_head_reads_its_group() -> None:
-    q, k, v = inputs(heads=(6, 2))
-    out = attend(q, k, v)
-    for head in range(6):
-        own = slice(head // 3, head // 3 + 1)
-        alone = attend(q[:, head : head + 1], k[:, own], v[:, own])
-        torch.testing.assert_close(out[:, head : head + 1], alone, rtol=1e-13, atol=1e-13)
-
-
 @pytest.mark.parametrize("align", ["bottom_right", "top_left"])
 @pytest.mark.parametrize("per_sequence", [False, True])
 def test_options_entry_by_entry(align: str, per_sequence: bool) -> None:

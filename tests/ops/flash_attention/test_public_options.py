@@ -1,8 +1,7 @@
-"""The options of attention as one object: the order of its fields is that of every operator's arguments."""
+"""The options of attention as one object, which the public functions make."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from attention_inputs import plain_options
 from torch import Tensor
@@ -15,49 +14,6 @@ from foundry_kernels.ops.flash_attention import (
     flash_attention_varlen,
 )
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
-
-OPTIONS = plain_options(
-    5, 6, 0.25, cu_seqlens_q=torch.tensor([0, 4, 9]), cu_seqlens_k=torch.tensor([0, 5, 9]), window_left=3, softcap=2.0,
-    alibi_slopes=torch.tensor([0.5, 0.25]), deterministic=False, return_stats=True,
-)  # fmt: skip
-OPERATORS = {
-    "flash_attention": "return_lse",
-    "flash_attention_fwd": "save_lse",
-    "flash_attention_bwd": "need_dq",
-    "triton_flash_attention_fwd": "save_lse",
-    "triton_flash_attention_bwd": "need_dq",
-}
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_every_operator_spells_the_options_alike(name: str) -> None:
-    if not hasattr(torch.ops.foundry_kernels, name):
-        pytest.skip(f"there is no {name} here")
-    schema = str(getattr(torch.ops.foundry_kernels, name).default._schema)
-    assert f", {AttentionOptions.SCHEMA}, bool {OPERATORS[name]}" in schema
-
-
-def test_flattened_options_are_restored() -> None:
-    restored, flags = AttentionOptions.from_operator_args((*OPTIONS.operator_args(), True, False, True))
-    assert flags == (True, False, True)
-    assert restored == OPTIONS._replace(return_stats=False)  # which of the results are wanted is for the flags to say
-    given = [OPTIONS.cu_seqlens_q, OPTIONS.cu_seqlens_k, OPTIONS.alibi_slopes]
-    assert [id(x) for x in OPTIONS.tensors() if x is not None] == list(map(id, given))
-    bare = OPTIONS.without_tensors()
-    assert not any(isinstance(x, torch.Tensor) for x in bare)
-    assert bare.with_tensors(OPTIONS.tensors()) == OPTIONS
-    assert bare.max_seqlen_k == 6
-
-
-@pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("return_stats", [False, True])
-def test_only_what_is_wanted_is_selected(return_lse: bool, return_stats: bool) -> None:
-    out, lse, entropy, max_logit = (torch.empty(()) for _ in range(4))
-    options = OPTIONS._replace(return_lse=return_lse, return_stats=return_stats)
-    expected = (out, *((lse,) if return_lse else ()), *((entropy, max_logit) if return_stats else ()))
-    found = options.select(out, lse, entropy, max_logit)
-    found = found if isinstance(found, tuple) else (found,)
-    assert [id(x) for x in found] == [id(x) for x in expected]
 
 
 def test_the_public_functions_make_them() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -20,50 +19,21 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
 
 Bad = list[tuple[type[Exception], str, dict[str, Any]]]
 OPTIONS: Bad = [
-    (TypeError, "q must be a torch.Tensor; got NoneType", {"q": None}),
-    (TypeError, "v must be a torch.Tensor; got list", {"v": [1]}),
     (TypeError, "window must be a pair", {"window": 4}),
-    (TypeError, "window must be a pair", {"window": (4,)}),
     (ValueError, "window's left side must be >= 0, or None or -1 for no bound; got -2", {"window": (-2, 0)}),
     (ValueError, "window's right side must be >= 0, or None or -1 for no bound; got -3", {"window": (None, -3)}),
     (TypeError, "window's left side must be an int; got float", {"window": (1.0, 0)}),
     (TypeError, "window's right side must be an int; got bool", {"window": (1, True)}),
-    (ValueError, "softcap must be finite and > 0; got 0", {"softcap": 0.0}),
-    (ValueError, "softcap must be finite and > 0; got -1", {"softcap": -1.0}),
-    (TypeError, "softcap must be a float; got str", {"softcap": "30"}),
-    (ValueError, "scale must be finite and > 0; got nan", {"scale": math.nan}),
-    (ValueError, "scale must be finite and > 0; got inf", {"scale": math.inf}),
-    (ValueError, "scale must be finite and > 0; got 0", {"scale": 0.0}),
     (TypeError, "scale must be a float; got Tensor", {"scale": torch.tensor(1.0)}),
     (ValueError, "align must be one of bottom_right, top_left; got 'left'", {"align": "left"}),
-    (TypeError, "causal must be a bool; got str", {"causal": "yes"}),
-    (TypeError, "causal must be a bool; got int", {"causal": 1}),
     (TypeError, "causal must be a bool; got NoneType", {"causal": None}),
-    (TypeError, "return_lse must be a bool; got str", {"return_lse": "yes"}),
-    (TypeError, "deterministic must be a bool; got int", {"deterministic": 1}),
-    (ValueError, "backend must be one of auto, reference, triton, native; got 'flash'", {"backend": "flash"}),
-    (TypeError, "alibi_slopes must be a torch.Tensor", {"alibi_slopes": 0.5}),
     (TypeError, "alibi_slopes must be float32 .*bfloat16", {"alibi_slopes": zeros(H, dtype=torch.bfloat16)}),
     (TypeError, "alibi_slopes must be float32 .*float64", {"alibi_slopes": zeros(H, dtype=torch.float64)}),
     (ValueError, "alibi_slopes must be .H. = .4,. or .B, H. = .2, 4.; got .2,.", {"alibi_slopes": zeros(HK)}),
     (ValueError, "alibi_slopes must be .*got .3, 4.", {"alibi_slopes": zeros(B + 1, H)}),
-    (ValueError, "alibi_slopes must be on q's device", {"alibi_slopes": zeros(H, device="meta")}),
     (ValueError, "alibi_slopes take no gradient", {"alibi_slopes": zeros(H).requires_grad_()}),
-    (TypeError, "sinks must be float32.*int64", {"sinks": zeros(H, dtype=torch.int64)}),
     (ValueError, "sinks must have shape .4,.", {"sinks": zeros(HK)}),
-    (ValueError, "sinks must be on q's device", {"sinks": zeros(H, device="meta")}),
     (TypeError, "sinks may be float64 only where q is", {"sinks": zeros(H, dtype=torch.float64)}),
-    (TypeError, "dropout_p must be a float; got str", {"dropout_p": "0.1"}),
-    (TypeError, "dropout_p must be a float; got bool", {"dropout_p": False}),
-    (ValueError, r"dropout_p must be in \[0, 1\); got 1.0", {"dropout_p": 1.0}),
-    (ValueError, r"dropout_p must be in \[0, 1\); got -0.1", {"dropout_p": -0.1}),
-    (ValueError, r"dropout_p must be in \[0, 1\); got nan", {"dropout_p": math.nan}),
-    (TypeError, "dropout_seed must be an int; got float", {"dropout_p": 0.1, "dropout_seed": 1.0}),
-    (ValueError, "dropout_seed must be >= 0; got -1", {"dropout_seed": -1}),
-    (ValueError, r"dropout_seed must be below 2\^63", {"dropout_p": 0.1, "dropout_seed": 2**63}),
-    (TypeError, "dropout_seed must be int64", {"dropout_p": 0.1, "dropout_seed": zeros(1)}),
-    (ValueError, "dropout_seed must hold one number", {"dropout_seed": zeros(2, dtype=torch.int64)}),
-    (ValueError, "dropout_seed must be on q's device", {"dropout_seed": zeros(1, dtype=torch.int64, device="meta")}),
 ]
 _MASK = zeros(T, S, dtype=torch.bool)
 DENSE: Bad = [
@@ -75,11 +45,9 @@ DENSE: Bad = [
     (ValueError, "attn_mask must broadcast to .*got shape .3, 1, 5, 7", {"attn_mask": zeros(B + 1, 1, T, S)}),
     (ValueError, "attn_mask must broadcast to .*got shape .2, 2, 5, 7", {"attn_mask": zeros(B, HK, T, S)}),
     (ValueError, "attn_mask must broadcast to", {"attn_mask": zeros(1, 1, 1, T, S)}),
-    (ValueError, "attn_mask must be on q's device cpu; got meta", {"attn_mask": zeros(T, S, device="meta")}),
     (ValueError, "attn_mask must be on q's device cpu; got meta", {"attn_mask": AttentionMask(_MASK).to("meta")}),
     (ValueError, "attn_mask must broadcast to .*got a mask of", {"attn_mask": AttentionMask(_MASK[:, :6])}),
     (ValueError, "attn_mask must broadcast to .*got a mask of", {"attn_mask": AttentionMask(_MASK.expand(3, 1, T, S))}),
-    (TypeError, "q must be float32.*int32", {"q": zeros(B, H, T, D, dtype=torch.int32)}),
     (ValueError, "q must be .B, H, T, D.; got shape .4, 5, 6.", {"q": zeros(H, T, D)}),
     (ValueError, "k must be .B, Hk, S, D.", {"k": zeros(HK, S, D)}),
     (ValueError, "v must be .B, Hk, S, Dv.", {"v": zeros(HK, S, D)}),
@@ -89,9 +57,6 @@ DENSE: Bad = [
         {"k": zeros(B, HK, S, D, dtype=torch.float16)},
     ),
     (ValueError, "v must have q's dtype", {"v": zeros(B, HK, S, DV, dtype=torch.bfloat16)}),
-    (ValueError, "v must have q's dtype torch.float32; got torch.int64", {"v": zeros(B, HK, S, DV, dtype=torch.int64)}),
-    (ValueError, "k must be on q's device cpu; got meta", {"k": zeros(B, HK, S, D, device="meta")}),
-    (ValueError, "v must be on q's device", {"v": zeros(B, HK, S, DV, device="meta")}),
     (ValueError, "k must have q's batch size 2", {"k": zeros(B + 1, HK, S, D), "v": zeros(B + 1, HK, S, DV)}),
     (ValueError, "v must be .B, Hk, S, Dv. with k's", {"v": zeros(B, HK, S + 1, DV)}),
     (ValueError, "v must be .B, Hk, S, Dv. with k's", {"v": zeros(B, H, S, DV)}),

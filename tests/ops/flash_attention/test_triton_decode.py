@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import fresh
 import pytest
 import torch
+from slow import ahead_of_time
 from torch import Tensor
 
 from foundry_kernels import _triton, flash_attention, flash_attention_varlen
@@ -86,6 +87,7 @@ def test_counters_of_streams_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None
     assert len({id(x) for x in (*captured, *decode_launch._arrived.values())}) == 5
 
 
+@ahead_of_time
 def test_sums_are_written_before_a_program_counts_itself() -> None:
     """In the code for a GPU, which the interpreter says nothing about: after the last store of sums a barrier of the
     program, then an atomic addition that releases what all its threads wrote and acquires what others did."""

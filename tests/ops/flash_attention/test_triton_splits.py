@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from slow import rest_slow
 
-from benchmarks.measure import peak_bytes
 from foundry_kernels import _triton
 from foundry_kernels._triton.launch import Plan
 from foundry_kernels._triton.plans import forget_plans
@@ -103,40 +102,3 @@ def test_what_is_split(call: tuple[int, int, int, bool, int], expected: int) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward_launch, "_ROWS_OF_A_SPLIT", 300)
         assert backward_launch.head_splits(*call) == expected
-
-
-def test_how_much_memory_it_takes() -> None:
-    """Memory for at most 4 programs' tiles a multiprocessor: 69 MB of an H100's, 128 wide, for dK and dV together."""
-    from foundry_kernels.ops.flash_attention.triton import backward_launch
-
-    taken = {
-        programs * splits
-        for programs in (1, 7, 100, 131, 132, 200, 500)
-        for group in (2, 3, 7, 8, 71, 128)
-        for queries in (1, 1000, 100_000)
-        for uneven in (False, True)
-        if (splits := backward_launch.head_splits(programs, group, queries, uneven, 132)) > 1
-    }
-    assert max(taken) <= 4 * 132
-    assert 4 * 132 * 128 * (128 + 128) * 4 == 69_206_016
-
-
-@pytest.mark.usefixtures("splits")
-def test_memory_of_the_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """dK and dV once more in float32 for each head of the group, beside what a call takes without."""
-    from foundry_kernels.ops.flash_attention.triton import backward_launch
-
-    def step() -> Callable[[], object]:
-        q, k, v = (torch.randn(1, h, 64, 16, device=DEVICE).requires_grad_() for h in (4, 1, 1))
-        cotangent = torch.ones_like(q)
-
-        def run() -> object:
-            out = flash_attention(q, k, v, causal=True, backend="triton")
-            return out, torch.autograd.grad(out, (k, v), cotangent)
-
-        return run
-
-    split = peak_bytes(step, DEVICE)
-    forget_plans()
-    monkeypatch.setattr(backward_launch, "head_splits", lambda *_: 1)
-    assert split - peak_bytes(step, DEVICE) == pytest.approx(4 * 4 * 64 * 32, abs=512)

@@ -37,27 +37,6 @@ def test_a_spill_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert kernel.problem
 
 
-@needs_nvcc
-def test_a_report_is_kept_until_the_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvcc, "REPORTS", tmp_path / "reports")
-    source = tmp_path / "kernel.cu"
-    source.write_text("__global__ void first(float* p) { p[0] = 1.f; }")
-    (first,) = nvcc.compile_kernels(source, "90a")
-    with monkeypatch.context() as changed:
-        changed.setattr(nvcc, "_compile", lambda *_: pytest.fail("compiled again"))
-        assert nvcc.compile_kernels(source, "90a") == [first]
-    source.write_text("__global__ void second(float* p) { p[0] = 1.f; }")
-    assert [k.name for k in nvcc.compile_kernels(source, "90a")] == ["second"]
-
-
-@needs_nvcc
-def test_an_error_is_shown(tmp_path: Path) -> None:
-    source = tmp_path / "wrong.cu"
-    source.write_text("__global__ void wrong() { undeclared(); }")
-    with pytest.raises(RuntimeError, match="undeclared"):
-        nvcc.compile_kernels(source, "80")
-
-
 def test_the_report_is_read() -> None:
     report = """ptxas info    : Compiling entry function '_Z1kPf' for 'sm_80'
 ptxas info    : Function properties for _Z1kPf
