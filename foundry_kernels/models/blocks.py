@@ -17,12 +17,12 @@ from foundry_kernels.models.call import Positions
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.decode_block import decode
 from foundry_kernels.models.hybrid_cache import LayerState
+from foundry_kernels.models.mixers import MIXERS, make_mixer
 from foundry_kernels.models.state_slots import PagedState
 from foundry_kernels.nn import (
     MLP,
     AlibiSlopes,
     Attention,
-    GatedDeltaNet,
     GatedMLP,
     KeyValueStore,
     LayerNorm,
@@ -31,7 +31,6 @@ from foundry_kernels.nn import (
     RotaryEmbedding,
     SwiGLU,
 )
-from foundry_kernels.nn._delta import DELTA_OPS
 from foundry_kernels.nn._paged import PagedKeyValues
 from foundry_kernels.nn.mlp import ACTIVATIONS, GATES
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
@@ -50,7 +49,7 @@ def operations(config: ModelConfig) -> tuple[str, ...]:
         ops.append("rope")
     ops.append((GATES if config.gated else ACTIVATIONS)[config.activation][0])
     ops += ["glu"] if config.attention_gate else []
-    ops += [*DELTA_OPS, "rms_norm", "swiglu"] if config.linear_layers else []
+    ops += MIXERS[config.linear_kind].OPS if config.linear_layers else ()
     ops += [] if config.n_experts is None else ["grouped_mm", "combine_experts"]
     return tuple(dict.fromkeys((*ops, "flash_attention", "cross_entropy", "linear_cross_entropy")))
 
@@ -209,16 +208,13 @@ class TransformerBlock(nn.Module):
 
 
 class LinearBlock(TransformerBlock):
-    """Linear attention (:class:`foundry_kernels.nn.GatedDeltaNet`) in the place of attention. It takes no mask: only
-    `lengths` reach it, whose padding comes after all tokens that count."""
+    """Linear attention in the place of attention. It takes no mask: only `lengths` reach it, whose padding comes after
+    all tokens that count."""
 
     def _make_attention(
         self, config: ModelConfig, factory: dict[str, Any], rope: RotaryEmbedding | None, alibi: AlibiSlopes | None
     ) -> Any:
-        v_heads, k_heads, k_dim, v_dim = config.linear_heads
-        order = config.norm_round_before_weight
-        options: dict[str, Any] = {"conv_size": config.linear_conv_size, "norm_eps": config.norm_eps, **factory}
-        return GatedDeltaNet(config.dim, v_heads, k_heads, k_dim, v_dim, norm_round_before_weight=order, **options)
+        return make_mixer(config, **factory)
 
     def _attend(  # type: ignore[override]
         self,

@@ -12,7 +12,9 @@ from foundry_kernels.core.checks import check_int, check_not_negative, check_num
 from foundry_kernels.core.choices import ACTIVATIONS, GATES, INITS, SCORINGS
 from foundry_kernels.models import count, presets
 from foundry_kernels.models.fields import ModelFields
+from foundry_kernels.models.mixers import MIXERS
 from foundry_kernels.models.validate import contradictions, layer_kinds
+from foundry_kernels.ops.ssd.checks import check_limits
 
 #: Valid choices, by the name of the field.
 CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -24,6 +26,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "router_scoring": SCORINGS,
     "qk_norm_over": ("head", "projection"),
     "init": INITS,
+    "linear_kind": tuple(MIXERS),
 }
 
 
@@ -96,10 +99,15 @@ class ModelConfig(ModelFields):
         qk_norm_weight_offset: added to the weights of these norms, as `norm_weight_offset`.
         attention_gate: multiply the heads' results by ``sigmoid(wg x)`` (Qwen3-Next).
         layer_types: for each layer "full_attention" or "linear_attention"; None is full attention in all. Linear
-            attention is a :class:`foundry_kernels.nn.GatedDeltaNet`, which has no positions and no dropout.
+            attention has no positions and no dropout.
+        linear_kind: "gated_delta_net" (:class:`foundry_kernels.nn.GatedDeltaNet`) or "mamba2"
+            (:class:`foundry_kernels.nn.Mamba2`).
         linear_v_heads, linear_k_heads, linear_k_dim, linear_v_dim, linear_conv_size: its heads of values and of keys,
             their widths, and the taps of its convolution. None is `n_heads`, the heads of values, ``dim // n_heads`` or
-            `head_dim`, and the width of keys.
+            `head_dim`, and the width of keys. For "mamba2" they are the heads, the groups, the width of the state, the
+            width of a head and the taps.
+        linear_bias, linear_conv_bias, linear_dt_limit: for "mamba2", the biases of the projections, a bias of the
+            convolution, and the least and the largest step size.
         embedding_dropout, residual_dropout: dropout of the embeddings, and of each branch before it is added (fused
             with the norm that adds it).
         attention_dropout: dropout of attention weights, inside the kernels.
@@ -172,6 +180,7 @@ class ModelConfig(ModelFields):
             value = getattr(self, field.name)
             if str(field.type).startswith("bool") and not isinstance(value, bool) and value is not field.default:
                 raise TypeError(f"{field.name} must be a bool; got {type(value).__name__}")
+        object.__setattr__(self, "linear_dt_limit", check_limits("linear_dt_limit", self.linear_dt_limit))
         check_number("norm_weight_offset", self.norm_weight_offset)
         check_number("qk_norm_weight_offset", self.qk_norm_weight_offset)
         for name in (

@@ -11,6 +11,7 @@ from foundry_kernels.core.checks import check_int
 from foundry_kernels.core.late import module_above
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.models.fields import ModelFields
+from foundry_kernels.models.mixers import MIXERS, make_mixer
 from foundry_kernels.models.validate import check_cache
 
 #: Numbers that an optimizer stores for each parameter, in the parameter's dtype, as in torch.
@@ -75,7 +76,7 @@ def parameters_by_part(config: ModelFields, active: bool = False) -> Parts:
         attention, norms = attention + _attention(config, config.context_dim), 2 * norms
         blocks += n_layers
     linear = len(config.linear_layers)
-    full = n_layers - linear
+    full, (of_linear, its_norm, _) = n_layers - linear, _linear_attention(config)
     learned = config.max_seq_len if config.positions == "learned" else 0
     dense = len(config.dense_layers)
     feed_forward = (n_layers - dense) * _feed_forward(config, active)
@@ -83,13 +84,9 @@ def parameters_by_part(config: ModelFields, active: bool = False) -> Parts:
     own_head = config.head and not config.tie_embeddings
     return Parts(
         embedding=dim * (config.vocab_size + config.token_types + learned),
-        attention=full * attention
-        + linear * _linear_attention(config)
-        + config.relative_buckets * config.n_heads * config.relative,
+        attention=full * attention + linear * of_linear + config.relative_buckets * config.n_heads * config.relative,
         feed_forward=feed_forward,
-        norms=full * norms
-        + linear * config.linear_heads.v_dim
-        + norm * (blocks + config.embedding_norm + config.ends_with_norm),
+        norms=full * norms + linear * its_norm + norm * (blocks + config.embedding_norm + config.ends_with_norm),
         head=config.vocab_size * (dim * own_head + config.output_bias),
     )
 
@@ -102,15 +99,15 @@ def _attention(config: ModelFields, source: int) -> int:
     return config.dim * (2 * q + gate) + 2 * source * kv + biases
 
 
-def _linear_matrices(config: ModelFields) -> int:
-    """The projections of a layer with linear attention."""
-    heads = config.linear_heads
-    return config.dim * (heads.channels + 2 * heads.values + 2 * heads.v_heads)
-
-
-def _linear_attention(config: ModelFields) -> int:
-    heads = config.linear_heads
-    return _linear_matrices(config) + heads.channels * config.linear_conv_size + 2 * heads.v_heads
+def _linear_attention(config: ModelFields) -> tuple[int, int, float]:
+    """The parameters of a layer with linear attention besides its norm, those of its norm, and the floating-point
+    operations of its projections for a token."""
+    if not config.linear_layers:
+        return 0, 0, 0.0
+    mixer = make_mixer(config, device="meta")
+    norm = sum(p.numel() for p in mixer.norm.parameters())
+    matrices = sum(layer.weight.numel() for layer in mixer.modules() if isinstance(layer, torch.nn.Linear))
+    return sum(p.numel() for p in mixer.parameters()) - norm, norm, 2.0 * matrices
 
 
 def _qk_norms(config: ModelFields) -> int:
@@ -178,8 +175,8 @@ def flops_by_part(config: ModelFields, length: int, context_length: int | None =
     counted. A training step counts as 3 forward passes, because the backward pass has two matmuls for each one;
     recomputation is not counted.
 
-    Linear attention counts its projections in "attention" and, in "attention_scores", the three matmuls of a token with
-    the state of a head (its chunks take more).
+    Linear attention counts its projections in "attention" and, in "attention_scores", the matmuls of a token with the
+    state of a head: three, and two for Mamba-2 (its chunks take more).
 
     Scores are counted for the keys that a query sees, averaged over the positions: ``(length + 1) / 2`` keys in a
     causal model, fewer with a window, all in an encoder. A backend that also computes masked scores, such as the
@@ -212,10 +209,10 @@ def flops_by_part(config: ModelFields, length: int, context_length: int | None =
     feed_forward = (config.n_layers - dense) * experts
     feed_forward += dense * 2.0 * _matrices(config, config.dense_hidden_dim or config.ffn_width)
     linear, heads = len(config.linear_layers), config.linear_heads
-    full = config.n_layers - linear
+    full, per_state = config.n_layers - linear, 2.0 * MIXERS[config.linear_kind].PRODUCTS
     return {
-        "attention": full * projections + linear * 2.0 * _linear_matrices(config),
-        "attention_scores": full * scores + linear * 6.0 * heads.values * heads.k_dim,
+        "attention": full * projections + linear * _linear_attention(config)[2],
+        "attention_scores": full * scores + linear * per_state * heads.values * heads.k_dim,
         "feed_forward": feed_forward,
         "head": 2.0 * config.dim * config.vocab_size * config.head,
     }

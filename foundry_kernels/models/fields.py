@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -110,6 +111,10 @@ class ModelFields:
     linear_k_dim: int | None = None
     linear_v_dim: int | None = None
     linear_conv_size: int = 4
+    linear_kind: str = "gated_delta_net"
+    linear_bias: bool = False
+    linear_conv_bias: bool = True
+    linear_dt_limit: tuple[float, float] = (0.0, math.inf)
 
     # The properties below are derived and not stored, so that `dataclasses.replace` recomputes them.
 

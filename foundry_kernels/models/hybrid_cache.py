@@ -10,7 +10,8 @@ from torch import Tensor
 from foundry_kernels.models.cache import KVCache, LayerCache
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.state_slots import make_states
-from foundry_kernels.nn import GatedDeltaNet, GatedDeltaState
+from foundry_kernels.nn import GatedDeltaState
+from foundry_kernels.nn.linear_attention import LinearMixer
 
 
 class HybridCache(KVCache):
@@ -102,7 +103,7 @@ class LayerState:
         self._cache._written = True
         return state
 
-    def read(self, attention: GatedDeltaNet, y: Tensor) -> Tensor:
+    def read(self, attention: LinearMixer, y: Tensor) -> Tensor:
         """Returns ``attention(y)``, which continues the sequences and overwrites their states."""
         found: Tensor = attention(y, state=self.state)
         return found

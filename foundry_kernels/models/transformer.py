@@ -47,7 +47,7 @@ class Transformer(Model):
     choices add `pos_embeddings`, `type_embeddings`, `embedding_norm`, `relative_bias`, `layers.N.attention.{q_norm,
     k_norm, wg}` and `layers.N.{cross_norm, cross_attention}`; without a gate there is no `w3`, with a shared norm no
     `ffn_norm`, with "post" norms no `norm`; with experts `feed_forward` is a :class:`foundry_kernels.nn.MoE`, and with
-    linear attention `attention` a :class:`foundry_kernels.nn.GatedDeltaNet`.
+    linear attention `attention` is the layer of `linear_kind`.
     :meth:`from_hf` takes the models of transformers.
 
     Under autocast the residual stream keeps the dtype of the embedding; only the branches are in low precision.

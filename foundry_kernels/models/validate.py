@@ -10,6 +10,7 @@ from typing import Any
 from foundry_kernels.core.checks import check_int
 from foundry_kernels.core.choices import GATES, why_no_buckets, why_no_groups
 from foundry_kernels.models.fields import FULL, LINEAR, ModelFields
+from foundry_kernels.models.mixers import OPTIONS
 from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM, MAX_VALUE_DIM
 from foundry_kernels.ops.short_conv1d import MAX_TAPS
 
@@ -94,12 +95,18 @@ def contradictions(config: ModelFields) -> Iterator[str]:
 
 
 def _contradictions_of_linear_attention(config: ModelFields) -> Iterator[str]:
+    given = {
+        field.name: value
+        for field in dataclasses.fields(config)
+        if field.name.startswith("linear_") and (value := getattr(config, field.name)) != field.default
+    }
     if not config.linear_layers:
-        for name in ("linear_v_heads", "linear_k_heads", "linear_k_dim", "linear_v_dim", "linear_conv_size"):
-            value = getattr(config, name)
-            if value != config.__dataclass_fields__[name].default:
-                yield f"{name} needs a layer of linear attention in layer_types; got {value}"
+        for name, value in given.items():
+            yield f"{name} needs a layer of linear attention in layer_types; got {value}"
         return
+    for kind, options in OPTIONS.items():
+        for name in () if kind == config.linear_kind else options.keys() & given.keys():
+            yield f"{name} needs linear_kind={kind!r}; got {given[name]} with linear_kind={config.linear_kind!r}"
     needs = {"causal": True, "norm_placement": "pre", "parallel_residual": False, "context_dim": None}
     for name, value in needs.items():
         if getattr(config, name) != value:

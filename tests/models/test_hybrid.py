@@ -12,7 +12,8 @@ from tiny_model import HYBRID, HYBRIDS, TINY, draw, make
 
 from foundry_kernels.models import Generator, KVCache, PagedKVCache, Transformer
 from foundry_kernels.models.count import flops_by_part
-from foundry_kernels.nn import Attention, GatedDeltaNet
+from foundry_kernels.models.mixers import MIXERS
+from foundry_kernels.nn import Attention
 
 every = pytest.mark.parametrize("name", HYBRIDS)
 
@@ -22,7 +23,7 @@ def test_layers_and_costs(name: str) -> None:
     of = HYBRIDS[name]
     model = make(of)
     kinds = of.layer_types or ("full_attention",) * of.n_layers
-    classes = {"linear_attention": GatedDeltaNet, "full_attention": Attention}
+    classes = {"linear_attention": MIXERS[of.linear_kind], "full_attention": Attention}
     assert [type(block.attention) for block in model.layers] == [classes[kind] for kind in kinds]
     parts = of.parameters_by_part()
     norms = sum(p.numel() for n, p in model.named_parameters() if "norm" in n)

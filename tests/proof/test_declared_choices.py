@@ -19,6 +19,7 @@ from foundry_kernels.nn._layers import is_plain
 
 EXPERTS: dict[str, Any] = {"n_experts": 4}
 LINEAR: dict[str, Any] = {"layer_types": ("linear_attention", "full_attention")}
+MAMBA = {**LINEAR, "linear_kind": "mamba2"}
 #: For each field of ModelConfig another value than that of `SMALL`, with what it needs.
 SMALL: dict[str, Any] = {"dim": 16, "n_layers": 2, "n_heads": 4, "vocab_size": 16, "max_seq_len": 16}
 OTHER: dict[str, dict[str, Any]] = {
@@ -98,6 +99,10 @@ OTHER: dict[str, dict[str, Any]] = {
     "linear_k_dim": {**LINEAR, "linear_k_dim": 8},
     "linear_v_dim": {**LINEAR, "linear_v_dim": 8},
     "linear_conv_size": {**LINEAR, "linear_conv_size": 2},
+    "linear_kind": MAMBA,
+    "linear_bias": {**MAMBA, "linear_bias": True},
+    "linear_conv_bias": {**MAMBA, "linear_conv_bias": False},
+    "linear_dt_limit": {**MAMBA, "linear_dt_limit": (0.5, 0.6)},
 }
 FIELDS = [field.name for field in dataclasses.fields(ModelConfig)]
 #: Fields that matter in training alone, or whose effect float32 does not show.
@@ -212,7 +217,7 @@ def test_a_choice_that_is_not_declared_is_refused(
     """A field's value, each value of a choice, a value and a field that are new."""
     assert {name for name, fields in OTHER.items() if refused(check, model_of(fields))} == unserved
     for field, known in CHOICES.items():
-        if field not in (*EXPERT_FIELDS, "qk_norm_over"):  # which need others
+        if field not in (*EXPERT_FIELDS, *LINEAR_FIELDS, "qk_norm_over"):  # which need others
             found = {value for value in known if refused(check, model_of({field: value}))}
             assert found == (values if field == "positions" else set()), field
     model = model_of({})

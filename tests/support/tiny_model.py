@@ -58,6 +58,10 @@ HYBRIDS: dict[str, ModelConfig] = {
         HYBRID, attention_gate=True, qk_norm=True, qk_norm_weight_offset=1.0, norm_weight_offset=1.0, rope_dim=2,
         linear_v_heads=6, linear_k_heads=3, linear_k_dim=5, linear_v_dim=7, linear_conv_size=3,
     ),
+    "mamba2": dataclasses.replace(
+        HYBRID, linear_kind="mamba2", linear_v_heads=6, linear_k_heads=2, linear_k_dim=5, linear_v_dim=7,
+        linear_conv_size=3, linear_bias=True, linear_dt_limit=(0.1, 2.0),
+    ),
     "only linear": dataclasses.replace(TINY, layer_types=["linear_attention"] * 2, positions="none"),
     "experts": dataclasses.replace(HYBRID, n_experts=3, hidden_dim=6, dense_layers=(0,), shared_expert_dim=4),
     "gates alone": dataclasses.replace(TINY, attention_gate=True, attention_bias=True),
