@@ -5,7 +5,7 @@ from __future__ import annotations
 #: Gated activations; `nn.mlp` has the function of each.
 GATES = ("swiglu", "geglu", "geglu_tanh", "glu", "reglu")
 #: Activations without a gate; `nn.mlp` has the function of each.
-ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
 #: How a router's logits become scores.
 SCORINGS = ("softmax", "sigmoid")
 #: Initializations of projections; see `models.init`.

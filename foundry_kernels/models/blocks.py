@@ -123,14 +123,20 @@ def make_feed_forward(config: ModelConfig, factory: dict[str, Any], layer: int) 
     return block(config.dim, width, **options, **factory)
 
 
-def add_branch(norm: Norm, branch: Tensor, stream: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
-    """Returns the norm of stream + dropout(branch), and this sum. Dropout is only applied in training."""
-    branch = branch.to(stream.dtype)
+def add_branch(norm: Norm, branch: Tensor, stream: Tensor, dropout: float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Returns the norm of stream + dropout(scale * branch), and this sum. Dropout is only applied in training."""
+    branch = branch.to(stream.dtype) if scale == 1.0 else (branch * scale).to(stream.dtype)
     return norm(branch, stream, dropout_p=dropout) if dropout and norm.training else norm(branch, stream)
 
 
 class TransformerBlock(nn.Module):
     """Attention and feed-forward, each after a norm that also adds the previous branch to the residual stream."""
+
+    # None in a block without this branch.
+    attention_norm: Any
+    attention: Any
+    ffn_norm: Any
+    feed_forward: Any
 
     drops_late: ClassVar = True  # whether the caller applies dropout to the returned branch
 
@@ -143,12 +149,16 @@ class TransformerBlock(nn.Module):
         layer: int,
     ) -> None:
         super().__init__()
-        self.attention_norm = make_norm(config, factory)
-        self.attention = self._make_attention(config, factory, rope, alibi)
-        self.ffn_norm = None if config.shared_attention_norm else make_norm(config, factory)
-        self.feed_forward = make_feed_forward(config, factory, layer)
-        self.routes = config.n_experts is not None and layer not in config.dense_layers
-        self.dropout = config.residual_dropout
+        self.attention_norm = self.attention = self.ffn_norm = self.feed_forward = None
+        feeds = layer in config.mlp_layers
+        if not (feeds and config.one_branch):
+            self.attention_norm = make_norm(config, factory)
+            self.attention = self._make_attention(config, factory, rope, alibi)
+        if feeds:
+            self.ffn_norm = None if config.shared_attention_norm else make_norm(config, factory)
+            self.feed_forward = make_feed_forward(config, factory, layer)
+        self.routes = feeds and config.n_experts is not None and layer not in config.dense_layers
+        self.dropout, self.residual_scale = config.residual_dropout, config.residual_scale
 
     def _make_attention(
         self, config: ModelConfig, factory: dict[str, Any], rope: RotaryEmbedding | None, alibi: AlibiSlopes | None
@@ -173,14 +183,20 @@ class TransformerBlock(nn.Module):
             decoded = decode(self, branch, stream, cache)
             if decoded is not None:
                 return decoded
-        if branch is None:
-            y = self.attention_norm(stream)
-        else:
-            y, stream = add_branch(self.attention_norm, branch, stream, self.dropout)
-        branch = self._attend(y, cache, attn_mask, positions)
-        y, stream = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]
+        if self.attention is not None:
+            y, stream = self._add(self.attention_norm, branch, stream)
+            branch = self._attend(y, cache, attn_mask, positions)
+        if self.feed_forward is None:
+            return branch, stream
+        y, stream = self._add(self.ffn_norm, branch, stream)
         branch, *stats = self._feed(y, return_stats)
         return branch, stream, *stats
+
+    def _add(self, norm: Any, branch: Tensor | None, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the norm of the stream with the branch, if there is one, and this stream."""
+        if branch is None:
+            return norm(stream), stream
+        return add_branch(norm, branch, stream, self.dropout if self.drops_late else 0.0, self.residual_scale)
 
     def _attend(
         self,
@@ -247,10 +263,7 @@ class ParallelBlock(TransformerBlock):
         attn_mask: Tensor | AttentionMask | None = None,
         positions: Positions | None = None,
     ) -> Passed:
-        if branch is None:
-            y = self.attention_norm(stream)
-        else:
-            y, stream = self.attention_norm(branch.to(stream.dtype), stream)
+        y, stream = self._add(self.attention_norm, branch, stream)
         attended = self._attend(y, cache, attn_mask, positions)
         fed, *stats = self._feed(y if self.ffn_norm is None else self.ffn_norm(stream), return_stats)
         if self.dropout:
@@ -271,7 +284,7 @@ class PostNormBlock(TransformerBlock):
         positions: Positions | None = None,
     ) -> Passed:
         branch = self._attend(stream, cache, attn_mask, positions)
-        stream, _ = add_branch(self.attention_norm, branch, stream, self.dropout)
+        stream, _ = self._add(self.attention_norm, branch, stream)
         branch, *stats = self._feed(stream, return_stats)
-        stream, _ = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]
+        stream, _ = self._add(self.ffn_norm, branch, stream)
         return None, stream, *stats

@@ -78,7 +78,7 @@ class ModelConfig(ModelFields):
         embedding_scale: factor on the embeddings, rounded to their dtype, before positions are added.
         token_types: size of the table of token type embeddings (BERT's segments); 0 means no such table.
         activation: gated "swiglu", "geglu", "geglu_tanh", "glu" (the logistic function) or "reglu", or "gelu",
-            "gelu_tanh" (GPT-2), "silu" or "relu" without a gate.
+            "gelu_tanh" (GPT-2), "silu", "relu" or "relu2" (its square) without a gate.
         ffn_rule: the feed-forward width: "4d", or "two_thirds_of_4d" rounded up to `multiple_of`, which gives a gated
             block the same number of parameters. None is two thirds with a gate, else 4d.
         attention_bias: biases of the projections to queries, keys and values.
@@ -98,16 +98,20 @@ class ModelConfig(ModelFields):
         qk_norm_over: "head" for each head separately, or "projection" for all heads together (OLMoE).
         qk_norm_weight_offset: added to the weights of these norms, as `norm_weight_offset`.
         attention_gate: multiply the heads' results by ``sigmoid(wg x)`` (Qwen3-Next).
-        layer_types: for each layer "full_attention" or "linear_attention"; None is full attention in all. Linear
-            attention has no positions and no dropout.
+        layer_types: for each layer "full_attention", "linear_attention", or with `one_branch` also "mlp"; None is full
+            attention in all. Linear attention has no positions and no dropout.
+        one_branch: a layer has one branch after one norm: attention, linear attention, or in an "mlp" layer the
+            feed-forward block (Mamba-2, Nemotron-H).
+        residual_scale: factor on each branch before it is added to the residual stream (Granite).
         linear_kind: "gated_delta_net" (:class:`foundry_kernels.nn.GatedDeltaNet`) or "mamba2"
             (:class:`foundry_kernels.nn.Mamba2`).
         linear_v_heads, linear_k_heads, linear_k_dim, linear_v_dim, linear_conv_size: its heads of values and of keys,
             their widths, and the taps of its convolution. None is `n_heads`, the heads of values, ``dim // n_heads`` or
             `head_dim`, and the width of keys. For "mamba2" they are the heads, the groups, the width of the state, the
             width of a head and the taps.
-        linear_bias, linear_conv_bias, linear_dt_limit: for "mamba2", the biases of the projections, a bias of the
-            convolution, and the least and the largest step size.
+        linear_bias, linear_conv_bias, linear_dt_limit, linear_norm_groups: for "mamba2", the biases of the projections,
+            a bias of the convolution, the least and the largest step size, and the groups of heads that are normalized
+            separately (None is the groups of heads).
         embedding_dropout, residual_dropout: dropout of the embeddings, and of each branch before it is added (fused
             with the norm that adds it).
         attention_dropout: dropout of attention weights, inside the kernels.
@@ -165,6 +169,7 @@ class ModelConfig(ModelFields):
             ("init_std", 0.0),
             ("router_scale", 0.0),
             ("logit_scale", 0.0),
+            ("residual_scale", 0.0),
             ("attention_scale", 0.0),
             ("embedding_scale", 0.0),
         ):

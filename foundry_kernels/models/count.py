@@ -70,16 +70,16 @@ def parameters_by_part(config: ModelFields, active: bool = False) -> Parts:
         output projection; 0 if it is tied, because its matrix is the embedding's.
     """
     dim, norm, n_layers = config.dim, config.dim * (2 if config.norms_have_bias else 1), config.n_layers
-    blocks = n_layers * (1 if config.shared_attention_norm else 2)
+    blocks = n_layers * (1 if config.shared_attention_norm or config.one_branch else 2)
     attention, norms = _attention(config, dim), _qk_norms(config)
     if config.context_dim is not None:
         attention, norms = attention + _attention(config, config.context_dim), 2 * norms
         blocks += n_layers
-    linear = len(config.linear_layers)
-    full, (of_linear, its_norm, _) = n_layers - linear, _linear_attention(config)
+    full, linear = len(config.full_layers), len(config.linear_layers)
+    of_linear, its_norm, _ = _linear_attention(config)
     learned = config.max_seq_len if config.positions == "learned" else 0
     dense = len(config.dense_layers)
-    feed_forward = (n_layers - dense) * _feed_forward(config, active)
+    feed_forward = (len(config.mlp_layers) - dense) * _feed_forward(config, active)
     feed_forward += dense * _block(config, config.dense_hidden_dim or config.ffn_width)
     own_head = config.head and not config.tie_embeddings
     return Parts(
@@ -157,7 +157,7 @@ def cache_bytes(config: ModelFields, batch: int, length: int, dtype: torch.dtype
     linear, heads = len(config.linear_layers), config.linear_heads
     states = linear * batch * heads.channels * (config.linear_conv_size - 1) * itemsize
     states += linear * batch * heads.values * heads.k_dim * wide_dtype(dtype).itemsize
-    return 2 * (config.n_layers - linear) * batch * config.kv_heads * length * config.head_width * itemsize + states
+    return 2 * len(config.full_layers) * batch * config.kv_heads * length * config.head_width * itemsize + states
 
 
 def _itemsize(name: str, dtype: object) -> int:
@@ -206,10 +206,10 @@ def flops_by_part(config: ModelFields, length: int, context_length: int | None =
     if config.n_experts is not None:
         experts = config.top_k * experts + 2.0 * config.dim * (config.n_experts + config.shared_expert_gate)
         experts += 2.0 * _matrices(config, config.shared_expert_dim or 0)
-    feed_forward = (config.n_layers - dense) * experts
+    feed_forward = (len(config.mlp_layers) - dense) * experts
     feed_forward += dense * 2.0 * _matrices(config, config.dense_hidden_dim or config.ffn_width)
     linear, heads = len(config.linear_layers), config.linear_heads
-    full, per_state = config.n_layers - linear, 2.0 * MIXERS[config.linear_kind].PRODUCTS
+    full, per_state = len(config.full_layers), 2.0 * MIXERS[config.linear_kind].PRODUCTS
     return {
         "attention": full * projections + linear * _linear_attention(config)[2],
         "attention_scores": full * scores + linear * per_state * heads.values * heads.k_dim,

@@ -13,7 +13,6 @@ from foundry_kernels.models.blocks import (
     Passed,
     PostNormBlock,
     TransformerBlock,
-    add_branch,
     make_attention,
     make_norm,
 )
@@ -51,14 +50,11 @@ class CrossBlock(TransformerBlock):
         context_mask: AttentionMask | None,
     ) -> Passed:
         """Computes :class:`TransformerBlock`'s block with a context and its mask."""
-        if branch is None:
-            y = self.attention_norm(stream)
-        else:
-            y, stream = add_branch(self.attention_norm, branch, stream, self.dropout)
+        y, stream = self._add(self.attention_norm, branch, stream)
         branch = self._attend(y, cache, attn_mask, positions)
-        y, stream = add_branch(self.cross_norm, branch, stream, self.dropout)
+        y, stream = self._add(self.cross_norm, branch, stream)
         branch = self.cross_attention(y, context=context, attn_mask=context_mask)
-        y, stream = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]
+        y, stream = self._add(self.ffn_norm, branch, stream)
         branch, *stats = self._feed(y, return_stats)
         return branch, stream, *stats
 
@@ -78,11 +74,11 @@ class PostNormCrossBlock(CrossBlock):
         context_mask: AttentionMask | None,
     ) -> Passed:
         branch = self._attend(stream, cache, attn_mask, positions)
-        stream, _ = add_branch(self.attention_norm, branch, stream, self.dropout)
+        stream, _ = self._add(self.attention_norm, branch, stream)
         branch = self.cross_attention(stream, context=context, attn_mask=context_mask)
-        stream, _ = add_branch(self.cross_norm, branch, stream, self.dropout)
+        stream, _ = self._add(self.cross_norm, branch, stream)
         branch, *stats = self._feed(stream, return_stats)
-        stream, _ = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]
+        stream, _ = self._add(self.ffn_norm, branch, stream)
         return None, stream, *stats
 
 

@@ -10,7 +10,7 @@ from foundry_kernels.core.choices import GATES
 from foundry_kernels.ops.rope import RopeScaling
 
 #: The kinds of layers, by their names in transformers.
-FULL, LINEAR = "full_attention", "linear_attention"
+FULL, LINEAR, MLP = "full_attention", "linear_attention", "mlp"
 
 
 class LinearHeads(NamedTuple):
@@ -106,6 +106,8 @@ class ModelFields:
     qk_norm_weight_offset: float = 0.0
     attention_gate: bool = False
     layer_types: tuple[str, ...] | None = None
+    one_branch: bool = False
+    residual_scale: float = 1.0
     linear_v_heads: int | None = None
     linear_k_heads: int | None = None
     linear_k_dim: int | None = None
@@ -115,6 +117,7 @@ class ModelFields:
     linear_bias: bool = False
     linear_conv_bias: bool = True
     linear_dt_limit: tuple[float, float] = (0.0, math.inf)
+    linear_norm_groups: int | None = None
 
     # The properties below are derived and not stored, so that `dataclasses.replace` recomputes them.
 
@@ -139,9 +142,23 @@ class ModelFields:
         return self.activation in GATES
 
     @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers with attention that keeps keys and values."""
+        return self._layers(FULL)
+
+    @property
     def linear_layers(self) -> tuple[int, ...]:
         """The layers with linear attention."""
-        return tuple(n for n, kind in enumerate(self.layer_types or ()) if kind == LINEAR)
+        return self._layers(LINEAR)
+
+    @property
+    def mlp_layers(self) -> tuple[int, ...]:
+        """The layers with a feed-forward block or experts."""
+        return self._layers(MLP) if self.one_branch else tuple(range(self.n_layers))
+
+    def _layers(self, kind: str) -> tuple[int, ...]:
+        kinds = self.layer_types or (FULL,) * self.n_layers
+        return tuple(layer for layer, its in enumerate(kinds) if its == kind)
 
     @property
     def linear_heads(self) -> LinearHeads:

@@ -13,7 +13,12 @@ from foundry_kernels.nn.mamba2 import Mamba2
 MIXERS: dict[str, type[LinearMixer]] = {"gated_delta_net": GatedDeltaNet, "mamba2": Mamba2}
 #: The options of a kind, by the fields that only it has.
 OPTIONS: dict[str, dict[str, str]] = {
-    "mamba2": {"linear_bias": "bias", "linear_conv_bias": "conv_bias", "linear_dt_limit": "dt_limit"}
+    "mamba2": {
+        "linear_bias": "bias",
+        "linear_conv_bias": "conv_bias",
+        "linear_dt_limit": "dt_limit",
+        "linear_norm_groups": "norm_groups",
+    }
 }
 
 

@@ -68,7 +68,7 @@ class PagedKVCache:
         if n_sequences is not None:
             check_int("n_sequences", n_sequences, minimum=1)
             self._states = StateSlots(config, n_sequences, device, dtype)
-        heads = [0 if layer in config.linear_layers else config.kv_heads for layer in range(config.n_layers)]
+        heads = [config.kv_heads * (layer in config.full_layers) for layer in range(config.n_layers)]
         shapes = [(n_pages, page_size, n, config.head_width) for n in heads]
         self._max_len = config.max_seq_len if config.positions == "learned" else math.inf
         self.k = [torch.empty(shape, device=device, dtype=dtype) for shape in shapes]

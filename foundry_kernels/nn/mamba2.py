@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.checks import check_bool, check_not_negative
+from foundry_kernels.core.checks import check_bool, check_int, check_not_negative
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.nn._backend import Backend, describe
 from foundry_kernels.nn._delta import allowed, taps_of
@@ -34,8 +34,8 @@ class Mamba2(LinearMixer):
 
     where the convolution is causal along time, with a filter for each channel (:func:`foundry_kernels.short_conv1d`),
     :func:`foundry_kernels.ssd` adds `dt_bias` to dt and takes its softplus and limits, and the norm is over the heads
-    of a group. There are no positions: the order of tokens is in the convolution and the decay. Work and memory are
-    linear in T, and a step of decoding needs a state of constant size.
+    of one of `norm_groups` groups. There are no positions: the order of tokens is in the convolution and the decay.
+    Work and memory are linear in T, and a step of decoding needs a state of constant size.
 
     Args:
         dim: width of the input and the output.
@@ -47,6 +47,7 @@ class Mamba2(LinearMixer):
         bias: biases of `in_proj` and `out_proj`.
         conv_bias: a bias of the convolution.
         dt_limit: the least and the largest step size.
+        norm_groups: groups of heads that are normalized separately, a divisor of `n_heads`; None is `n_groups`.
         norm_eps: epsilon of the norm.
         norm_round_before_weight: round ``y / rms`` before the weight multiplies, as transformers does; see
             :class:`RMSNorm`. With several groups it always is.
@@ -60,7 +61,8 @@ class Mamba2(LinearMixer):
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: a size is out of range, `n_heads` is not a multiple of `n_groups`, or an unknown backend.
+        ValueError: a size is out of range, `n_heads` is not a multiple of `n_groups` or `norm_groups`, or an unknown
+            backend.
 
     Dao, Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
     Duality", 2024, arXiv:2405.21060.
@@ -81,6 +83,7 @@ class Mamba2(LinearMixer):
         bias: bool = False,
         conv_bias: bool = True,
         dt_limit: tuple[float, float] = (0.0, math.inf),
+        norm_groups: int | None = None,
         norm_eps: float | None = 1e-5,
         norm_round_before_weight: bool = False,
         device: Any = None,
@@ -94,6 +97,10 @@ class Mamba2(LinearMixer):
         if norm_eps is not None:
             check_not_negative("norm_eps", norm_eps)
         self.n_heads, self.n_groups, self.state_dim, self.head_dim = self.sizes
+        self.norm_groups = n_groups if norm_groups is None else norm_groups
+        check_int("norm_groups", self.norm_groups, 1)
+        if n_heads % self.norm_groups:
+            raise ValueError(f"norm_groups must be a divisor of n_heads={n_heads}; got {self.norm_groups}")
         self.dt_limit = check_limits("dt_limit", dt_limit)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         values, channels = n_heads * head_dim, self.channels
@@ -156,10 +163,10 @@ class Mamba2(LinearMixer):
         return layers.linear(self._normed(y.flatten(2)), self.out_proj)
 
     def _normed(self, y: Tensor) -> Tensor:
-        if self.n_groups == 1:
+        if self.norm_groups == 1:
             found: Tensor = self.norm(y)
             return found
-        rows = y.unflatten(-1, (self.n_groups, -1))
+        rows = y.unflatten(-1, (self.norm_groups, -1))
         normed = rms_norm(rows, None, self.norm.eps, backend=self.backends["rms_norm"]).flatten(-2)
         return normed * self.norm.weight
 

@@ -31,12 +31,19 @@ GATES: dict[str, tuple[str, Callable[..., Tensor]]] = {
 }
 
 
+def _relu2(x: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    """The square of ReLU, which is ``reglu(x, x)``."""
+    x = x if bias is None else x + bias
+    return reglu(x, x, **options)
+
+
 #: Operation and function of each activation without a gate.
 ACTIVATIONS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "gelu": ("bias_gelu", bias_gelu),
     "gelu_tanh": ("bias_gelu", partial(bias_gelu, approximate="tanh")),
     "silu": ("bias_silu", bias_silu),
     "relu": ("bias_relu", bias_relu),
+    "relu2": ("reglu", _relu2),
 }
 
 
@@ -130,7 +137,7 @@ class MLP(torch.nn.Module):
     Args:
         dim: width D of the input and the output.
         hidden_dim: width N between.
-        activation: "gelu", "gelu_tanh" (its tanh approximation), "silu" or "relu".
+        activation: "gelu", "gelu_tanh" (its tanh approximation), "silu", "relu" or "relu2" (the square of ReLU).
         bias: whether the two projections have one.
         recompute: what the backward pass recomputes instead of saving it in the forward pass: "none" saves ``D + 2N``
             elements per token, "product" ``D + N``, and recomputes the activation, one pass over memory.

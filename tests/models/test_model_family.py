@@ -30,6 +30,7 @@ PLAIN = {
     "gelu_tanh": GATES["geglu_tanh"],
     "silu": F.silu,
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x) ** 2,
 }
 
 
@@ -137,17 +138,20 @@ class Plain:
         if c.embedding_norm:
             x = self.norm(x, "embedding_norm")
         for n in range(c.n_layers):
-            attend, feed = f"layers.{n}.attention", f"layers.{n}.feed_forward"
+            attend, feed = (
+                lambda x, of=of, name=f"layers.{n}.{part}": c.residual_scale * of(x, name)
+                for of, part in ((self.attention, "attention"), (self.feed_forward, "feed_forward"))
+            )
             norms = f"layers.{n}.attention_norm", f"layers.{n}.ffn_norm"
             if c.norm_placement == "post":
-                x = self.norm(x + self.attention(x, attend), norms[0])
-                x = self.norm(x + self.feed_forward(x, feed), norms[1])
+                x = self.norm(x + attend(x), norms[0])
+                x = self.norm(x + feed(x), norms[1])
             elif c.parallel_residual:
                 second = norms[0 if c.shared_attention_norm else 1]
-                x = x + self.attention(self.norm(x, norms[0]), attend) + self.feed_forward(self.norm(x, second), feed)
+                x = x + attend(self.norm(x, norms[0])) + feed(self.norm(x, second))
             else:
-                x = x + self.attention(self.norm(x, norms[0]), attend)
-                x = x + self.feed_forward(self.norm(x, norms[1]), feed)
+                x = x + attend(self.norm(x, norms[0]))
+                x = x + feed(self.norm(x, norms[1]))
         if c.ends_with_norm:
             x = self.norm(x, "norm")
         return c.logit_scale * self.linear(x, "tok_embeddings" if c.tie_embeddings else "output")
@@ -165,7 +169,7 @@ def test_a_choice_is_its_formula(name):
 def test_every_value_of_every_choice_is_in_a_model():
     from foundry_kernels.models.config import CHOICES
 
-    seen = {field: {getattr(TINY, field)} | {getattr(config(name), field) for name in MODELS} for field in CHOICES}
+    seen = {field: {getattr(TINY, field)} | {getattr(of, field) for of in EVERY.values()} for field in CHOICES}
     assert {field: set(values) for field, values in CHOICES.items()} == seen | {
         "ffn_rule": seen["ffn_rule"] | {"two_thirds_of_4d"}
     }

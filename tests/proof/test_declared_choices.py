@@ -94,6 +94,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "qk_norm_weight_offset": {"qk_norm": True, "qk_norm_weight_offset": 1.0},
     "attention_gate": {"attention_gate": True},
     "layer_types": LINEAR,
+    "one_branch": {"one_branch": True},
+    "residual_scale": {"residual_scale": 0.5},
     "linear_v_heads": {**LINEAR, "linear_v_heads": 2},
     "linear_k_heads": {**LINEAR, "linear_k_heads": 2},
     "linear_k_dim": {**LINEAR, "linear_k_dim": 8},
@@ -103,6 +105,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "linear_bias": {**MAMBA, "linear_bias": True},
     "linear_conv_bias": {**MAMBA, "linear_conv_bias": False},
     "linear_dt_limit": {**MAMBA, "linear_dt_limit": (0.5, 0.6)},
+    "linear_norm_groups": {**MAMBA, "linear_norm_groups": 2},
 }
 FIELDS = [field.name for field in dataclasses.fields(ModelConfig)]
 #: Fields that matter in training alone, or whose effect float32 does not show.
@@ -129,9 +132,10 @@ NOT_SHARDED |= {"n_experts", *EXPERT_FIELDS}
 ENCODERS = {"context_dim", "head", "relative_buckets", "relative_max_distance", "token_types"}
 NOT_SHARDED |= {*ENCODERS, "activation_dropout", "output_dropout", "causal", "logit_scale", "attention_scale"}
 NOT_SHARDED |= {"alibi_scaled", "norm_weight_offset", "final_norm", "embedding_scale", "qk_norm_over"}
-NOT_SHARDED |= {*LINEAR_FIELDS, "qk_norm_weight_offset", "attention_gate"}
+NOT_SHARDED |= {*LINEAR_FIELDS, "one_branch", "residual_scale", "qk_norm_weight_offset", "attention_gate"}
 NOT_CLIPPED = {
     *LINEAR_FIELDS,
+    "one_branch",
     "qk_norm_weight_offset",
     "attention_gate",
     *ENCODERS,

@@ -17,8 +17,12 @@ from foundry_kernels.integrations.convert.reading import (
     falcon,
     gemma,
     glm4_moe,
+    granite,
+    granite_hybrid,
     linear_layers,
+    mamba,
     mixed_layers,
+    nemotron,
     opt,
     rope,
     window,
@@ -240,6 +244,84 @@ QWEN3_NEXT = Reading(
     silent=frozenset({"intermediate_size"}),  # the width of layers without experts
 )
 
+GRANITE = Reading(_LLAMA_OPTIONS, (*_LLAMA_PARTS, granite))
+
+_MAMBA_OPTIONS = {
+    "linear_v_heads": "mamba_n_heads",
+    "linear_k_heads": "mamba_n_groups",
+    "linear_k_dim": "mamba_d_state",
+    "linear_v_dim": "mamba_d_head",
+    "linear_conv_size": "mamba_d_conv",
+    "linear_bias": "mamba_proj_bias",
+    "linear_conv_bias": "mamba_conv_bias",
+}
+_MAMBA = Reading(
+    {**_LLAMA_OPTIONS, **_MAMBA_OPTIONS},
+    (rope, linear_layers, _SILU),
+    choices={"linear_kind": "mamba2", "norm_round_before_weight": True},
+    of_model=mamba,
+    # The product of other sizes, what only affects rounding, and what `mamba` reads.
+    silent=frozenset({"mamba_expand", "mamba_chunk_size", "num_logits_to_keep", "time_step_limit"}),
+)
+#: Options of experts, in models that may have none.
+_OF_EXPERTS = frozenset({"num_experts_per_tok", "router_aux_loss_coef"})
+BAMBA = dataclasses.replace(_MAMBA, needs={"z_loss_coefficient": 0.0}, silent=_MAMBA.silent | {"attn_layer_indices"})
+GRANITE_HYBRID = dataclasses.replace(
+    _MAMBA, parts=(linear_layers, _SILU, granite, granite_hybrid), silent=_MAMBA.silent | _ROTATION | _OF_EXPERTS
+)
+#: Of layers with one branch, and options of their initialisation.
+_MIXER_OPTIONS = {
+    "linear_k_heads": "n_groups",
+    "linear_conv_size": "conv_kernel",
+    "linear_bias": "use_bias",
+    "linear_conv_bias": "use_conv_bias",
+    "norm_eps": "layer_norm_epsilon",
+}
+_ONE_BRANCH = {"linear_kind": "mamba2", "positions": "none", "one_branch": True}
+_STEPS = frozenset({"expand", "chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_limit"})
+_STEPS |= {f"time_step_{name}" for name in ("rank", "min", "max", "floor")}
+MAMBA2 = Reading(
+    {
+        **_MIXER_OPTIONS,
+        "n_heads": "num_heads",
+        "head_dim": "head_dim",
+        "linear_v_heads": "num_heads",
+        "linear_v_dim": "head_dim",
+        "linear_k_dim": "state_size",
+    },
+    (linear_layers, _SILU),
+    choices={**_ONE_BRANCH, "norm_round_before_weight": True},
+    of_model=mamba,
+    silent=_STEPS,
+)
+NEMOTRON_H = Reading(
+    {
+        **_OPTIONS,
+        **_MIXER_OPTIONS,
+        "head_dim": "head_dim",
+        "mlp_bias": "mlp_bias",
+        "linear_v_heads": "mamba_num_heads",
+        "linear_v_dim": "mamba_head_dim",
+        "linear_k_dim": "ssm_state_size",
+    },
+    (linear_layers, nemotron, activation("mlp_hidden_act", PLAIN)),
+    choices=_ONE_BRANCH,
+    needs={"mamba_hidden_act": "silu", "sliding_window": None, "num_nextn_predict_layers": 0},
+    of_model=mamba,
+    silent=_STEPS
+    | {"num_logits_to_keep", "hidden_dropout", "attention_bias", "mamba_proj_bias", "use_mamba_kernels"}
+    | {
+        "mamba_ssm_cache_dtype",
+        "mtp_layers_block_type",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "routed_scaling_factor",
+    }
+    | {"n_group", "topk_group", "n_routed_experts", "n_shared_experts"}
+    | {f"moe_{name}" for name in ("intermediate_size", "latent_size")}
+    | {f"moe_shared_expert_{name}" for name in ("intermediate_size", "overlap")},
+)
+
 _BY_FAMILY = {
     "gpt2": GPT2,
     "openai": OPENAI,
@@ -263,6 +345,7 @@ _BY_FAMILY = {
     "gemma": GEMMA,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
+    "granite": GRANITE,
 }
 
 
@@ -278,4 +361,9 @@ def _with_norms(family: Family, reading: Reading) -> Reading:
 READINGS = {
     FAMILIES[name].name + FAMILIES[name].head: _with_norms(FAMILIES[name], reading)
     for name, reading in _BY_FAMILY.items()
+} | {
+    "BambaForCausalLM": BAMBA,
+    "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
+    "Mamba2ForCausalLM": MAMBA2,
+    "NemotronHForCausalLM": NEMOTRON_H,
 }
