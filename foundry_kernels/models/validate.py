@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from foundry_kernels.core.checks import check_int
-from foundry_kernels.core.choices import GATES, why_no_buckets, why_no_groups
+from foundry_kernels.core.choices import why_no_buckets, why_no_groups
 from foundry_kernels.models.fields import FULL, LINEAR, MLP, ModelFields
 from foundry_kernels.models.mixers import OPTIONS
 from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM, MAX_VALUE_DIM
@@ -142,8 +142,6 @@ def _contradictions_of_experts(config: ModelFields) -> Iterator[str]:
         return
     if config.top_k > config.n_experts:
         yield f"top_k must be at most n_experts={config.n_experts}; got {config.top_k}"
-    if not config.gated:
-        yield f"n_experts needs a gated activation, one of {', '.join(GATES)}; got activation={config.activation!r}"
     if config.top_k == 1 and config.n_experts > 1 and config.router_renormalize:
         yield (
             "router_renormalize must be False with top_k=1: a weight divided by itself is 1, and the router "
@@ -153,6 +151,8 @@ def _contradictions_of_experts(config: ModelFields) -> Iterator[str]:
         yield "shared_expert_gate needs shared_expert_dim: there is no shared expert; got True"
     if config.dense_hidden_dim is not None and not config.dense_layers:
         yield f"dense_hidden_dim needs dense_layers: every layer has experts; got {config.dense_hidden_dim}"
+    if apart := sorted(set(config.dense_layers) - set(config.mlp_layers)):
+        yield f"dense_layers must be layers with a feed-forward block; got {apart[0]}"
     if not set(config.mlp_layers) - set(config.dense_layers):
         yield f"dense_layers must leave a layer for the experts; got all {len(config.dense_layers)}"
     if reason := why_no_groups(config.n_experts, config.top_k, config.router_groups, config.router_top_groups):

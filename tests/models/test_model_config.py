@@ -115,7 +115,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"n_experts": 0}, "n_experts must be at least 1; got 0"),
     ({"top_k": 3}, "top_k needs n_experts: otherwise there is no router and no expert; got 3"),
     ({"router_z_coef": 0.1}, "router_z_coef needs n_experts"),
-    (EXPERTS | {"activation": "relu"}, "n_experts needs a gated activation, one of swiglu, .*'relu'"),
+    (
+        EXPERTS | {"dense_layers": (0,), "layer_types": ("full_attention", "mlp"), "one_branch": True},
+        "dense_layers must be layers with a feed-forward block; got 0",
+    ),
     (EXPERTS | {"top_k": 1}, "router_renormalize must be False with top_k=1"),
     (EXPERTS | {"shared_expert_gate": True}, "shared_expert_gate needs shared_expert_dim"),
     (EXPERTS | {"load_balancing_coef": -1.0}, "load_balancing_coef must be finite and >= 0; got -1.0"),

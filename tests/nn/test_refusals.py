@@ -171,7 +171,7 @@ VALUES: dict[str, list[Row]] = {
         (lambda: experts(top_k=0), "top_k must be at least 1; got 0"),
         (lambda: experts(scoring="tanh"), "scoring must be one of softmax, sigmoid; got 'tanh'"),
         (lambda: experts(scale=0.0), "scale must be finite and > 0; got 0.0"),
-        (lambda: experts(activation="gelu"), "activation must be one of swiglu, geglu, .*, reglu; got 'gelu'"),
+        (lambda: experts(activation="tanh"), "activation must be one of swiglu, geglu, .*, relu2; got 'tanh'"),
         (lambda: experts(shared_gate=True), "shared_gate needs shared_width"),
         (lambda: experts(activation="geglu", gate_options={"limit": 7.0}), "gate_options are those of swiglu"),
         (lambda: nn.load_balancing_loss([]), "stats must be those of at least one layer"),

@@ -71,6 +71,7 @@ HYBRIDS: dict[str, ModelConfig] = {
     "nemotron": dataclasses.replace(
         TINY, n_layers=4, layer_types=("linear_attention", "mlp", "full_attention", "linear_attention"),
         one_branch=True, linear_kind="mamba2", activation="relu2", positions="none", residual_scale=0.7,
+        n_experts=3, hidden_dim=6, shared_expert_dim=4, linear_norm_groups=1,
     ),
     "only linear": dataclasses.replace(TINY, layer_types=["linear_attention"] * 2, positions="none"),
     "experts": dataclasses.replace(HYBRID, n_experts=3, hidden_dim=6, dense_layers=(0,), shared_expert_dim=4),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from foundry_kernels.integrations.convert.hf_config_maps import READINGS as LANGUAGE_MODELS
 from foundry_kernels.integrations.convert.hf_encoder_config_maps import ENCODERS
+from foundry_kernels.integrations.convert.hf_mamba_config_maps import MAMBA
 from foundry_kernels.integrations.convert.reading import Asked, Reading, refuse_unread
 from foundry_kernels.models.config import ModelConfig
 
@@ -29,7 +30,7 @@ DELTA_NET = (
 )  # fmt: skip
 
 #: Language models, and encoders, by the names of their classes.
-READINGS = LANGUAGE_MODELS | ENCODERS
+READINGS = LANGUAGE_MODELS | MAMBA | ENCODERS
 
 
 def _by_their_names(ours: Mapping[str, str]) -> dict[str, str]:
@@ -83,17 +84,24 @@ LAYER_MODULES = _by_their_names(
             "mlp.down_proj mlp.c_proj mlp.dense_4h_to_h mlp.fc2 fc2 output.dense feed_forward.down_proj mixer.down_proj"
         ),
         "feed_forward.w3": "mlp.up_proj feed_forward.up_proj",
-        "feed_forward.router": "mlp.gate block_sparse_moe.router block_sparse_moe.router.layer",
-        "feed_forward.router.selection_bias": "mlp.gate.e_score_correction_bias",
+        "feed_forward.router": "mlp.gate mixer.gate block_sparse_moe.router block_sparse_moe.router.layer",
+        "feed_forward.router.selection_bias": "mlp.gate.e_score_correction_bias mixer.gate.e_score_correction_bias",
         "feed_forward.experts.gate_up_proj": (
             "mlp.experts.gate_up_proj block_sparse_moe.experts.gate_up_proj block_sparse_moe.input_linear"
         ),
         "feed_forward.experts.down_proj": (
-            "mlp.experts.down_proj block_sparse_moe.experts.down_proj block_sparse_moe.output_linear"
+            "mlp.experts.down_proj mixer.experts.down_proj block_sparse_moe.experts.down_proj "
+            "block_sparse_moe.output_linear"
         ),
+        "feed_forward.experts.up_proj": "mixer.experts.up_proj",
         "feed_forward.shared.w13": "shared_mlp.input_linear",
-        "feed_forward.shared.w1": "mlp.shared_expert.gate_proj mlp.shared_experts.gate_proj",
-        "feed_forward.shared.w2": "mlp.shared_expert.down_proj mlp.shared_experts.down_proj shared_mlp.output_linear",
+        "feed_forward.shared.w1": (
+            "mlp.shared_expert.gate_proj mlp.shared_experts.gate_proj mixer.shared_experts.up_proj"
+        ),
+        "feed_forward.shared.w2": (
+            "mlp.shared_expert.down_proj mlp.shared_experts.down_proj mixer.shared_experts.down_proj "
+            "shared_mlp.output_linear"
+        ),
         "feed_forward.shared.w3": "mlp.shared_expert.up_proj mlp.shared_experts.up_proj",
         "feed_forward.shared_gate": "mlp.shared_expert_gate",
     }

@@ -18,11 +18,8 @@ from foundry_kernels.integrations.convert.reading import (
     gemma,
     glm4_moe,
     granite,
-    granite_hybrid,
     linear_layers,
-    mamba,
     mixed_layers,
-    nemotron,
     opt,
     rope,
     window,
@@ -39,14 +36,14 @@ _GPT_OPTIONS = {
     "attention_dropout": "attn_pdrop",
 }
 _GPT_NEEDS = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-_OPTIONS = {
+OPTIONS = {
     "n_kv_heads": "num_key_value_heads",
     "max_seq_len": "max_position_embeddings",
     "hidden_dim": "intermediate_size",
     "attention_dropout": "attention_dropout",
 }
-_QWEN_OPTIONS = {**_OPTIONS, "head_dim": "head_dim", "norm_eps": "rms_norm_eps", "mlp_bias": "mlp_bias"}
-_LLAMA_OPTIONS = {**_QWEN_OPTIONS, "attention_bias": "attention_bias"}
+_QWEN_OPTIONS = {**OPTIONS, "head_dim": "head_dim", "norm_eps": "rms_norm_eps", "mlp_bias": "mlp_bias"}
+LLAMA_OPTIONS = {**_QWEN_OPTIONS, "attention_bias": "attention_bias"}
 _LLAMA_PARTS = rope, window, activation("hidden_act", GATES)
 _ROUTED_OPTIONS = {"hidden_dim": "moe_intermediate_size", "router_renormalize": "norm_topk_prob"}
 
@@ -56,7 +53,7 @@ _SUMMARY = frozenset(
 )
 #: The options from which transformers derives `sliding_window` and `layer_types`.
 _WINDOWS = frozenset({"use_sliding_window", "max_window_layers"})
-_ROTATION = frozenset({"rope_parameters"})
+ROTATION = frozenset({"rope_parameters"})
 
 GPT2 = Reading(
     _GPT_OPTIONS,
@@ -76,7 +73,7 @@ OPENAI = Reading(
 )
 GPT_NEOX = Reading(
     {
-        **_OPTIONS,
+        **OPTIONS,
         "norm_eps": "layer_norm_eps",
         "attention_bias": "attention_bias",
         "parallel_residual": "use_parallel_residual",
@@ -112,7 +109,7 @@ FALCON = Reading(
     choices=PRESETS["falcon"],
     qkv="groups",
     # Each only applies to one of the two architectures; dropout of weights only with ALiBi, a rotation only without.
-    silent=frozenset({"multi_query", "num_kv_heads", "num_ln_in_parallel_attn", "attention_dropout"}) | _ROTATION,
+    silent=frozenset({"multi_query", "num_kv_heads", "num_ln_in_parallel_attn", "attention_dropout"}) | ROTATION,
 )
 OPT = Reading(
     {
@@ -132,7 +129,7 @@ OPT = Reading(
 )
 PHI = Reading(
     {
-        **_OPTIONS,
+        **OPTIONS,
         "norm_eps": "layer_norm_eps",
         "embedding_dropout": "embd_pdrop",
         "residual_dropout": "resid_pdrop",
@@ -150,7 +147,7 @@ PHI = Reading(
 )
 STABLELM = Reading(
     {
-        **_OPTIONS,
+        **OPTIONS,
         "norm_eps": "layer_norm_eps",
         "attention_bias": "use_qkv_bias",
         "parallel_residual": "use_parallel_residual",
@@ -162,7 +159,7 @@ STABLELM = Reading(
 )
 STARCODER2 = Reading(
     {
-        **_OPTIONS,
+        **OPTIONS,
         "norm_eps": "norm_epsilon",
         "attention_bias": "use_bias",
         "mlp_bias": "use_bias",
@@ -172,17 +169,17 @@ STARCODER2 = Reading(
     (rope, window, activation("hidden_act", PLAIN)),
     choices={"norm": "layer_norm"},
 )
-LLAMA = Reading(_LLAMA_OPTIONS, _LLAMA_PARTS)
-MIXTRAL = Reading(_LLAMA_OPTIONS, (*_LLAMA_PARTS, experts("num_local_experts")), needs={"router_jitter_noise": 0.0})
+LLAMA = Reading(LLAMA_OPTIONS, _LLAMA_PARTS)
+MIXTRAL = Reading(LLAMA_OPTIONS, (*_LLAMA_PARTS, experts("num_local_experts")), needs={"router_jitter_noise": 0.0})
 QWEN2 = Reading(
     _QWEN_OPTIONS,
     _LLAMA_PARTS,
     choices={"attention_bias": True, "attention_out_bias": False},
     silent=_WINDOWS,
 )
-QWEN3 = Reading(_LLAMA_OPTIONS, _LLAMA_PARTS, silent=_WINDOWS)
+QWEN3 = Reading(LLAMA_OPTIONS, _LLAMA_PARTS, silent=_WINDOWS)
 QWEN3_MOE = Reading(
-    {**_LLAMA_OPTIONS, **_ROUTED_OPTIONS},
+    {**LLAMA_OPTIONS, **_ROUTED_OPTIONS},
     (*_LLAMA_PARTS, experts("num_experts"), mixed_layers),
     silent=_WINDOWS | {"intermediate_size"},  # the width of layers without experts
 )
@@ -197,25 +194,25 @@ QWEN2_MOE = dataclasses.replace(
     choices={"attention_out_bias": False, "shared_expert_gate": True},
 )
 OLMOE = Reading(
-    {**_LLAMA_OPTIONS, "router_renormalize": "norm_topk_prob"},
+    {**LLAMA_OPTIONS, "router_renormalize": "norm_topk_prob"},
     (*_LLAMA_PARTS, experts("num_experts")),
     choices={"norm_round_before_weight": True, "qk_norm": True, "qk_norm_over": "projection"},
     needs={"clip_qkv": None},
 )
 GEMMA = Reading(
-    _LLAMA_OPTIONS,
+    LLAMA_OPTIONS,
     (*_LLAMA_PARTS, gemma),
     choices={"norm_weight_offset": 1.0},
     needs={"use_bidirectional_attention": None},
 )
 DOTS1 = Reading(
-    {**_LLAMA_OPTIONS, "hidden_dim": "moe_intermediate_size"},
+    {**LLAMA_OPTIONS, "hidden_dim": "moe_intermediate_size"},
     (*_LLAMA_PARTS, deepseek_experts),
     choices={"norm_round_before_weight": True, "qk_norm": True},
     silent=_WINDOWS | {"intermediate_size"},
 )
 GLM4_MOE = Reading(
-    {**_LLAMA_OPTIONS, "hidden_dim": "moe_intermediate_size"},
+    {**LLAMA_OPTIONS, "hidden_dim": "moe_intermediate_size"},
     (*_LLAMA_PARTS, deepseek_experts, glm4_moe),
     choices={"norm_round_before_weight": True, "attention_out_bias": False},
     # Another model predicts several tokens.
@@ -230,97 +227,21 @@ _DELTA_OPTIONS = {
     "linear_conv_size": "linear_conv_kernel_dim",
 }
 _GATED_ATTENTION = {"norm_weight_offset": 1.0, "qk_norm_weight_offset": 1.0, "attention_gate": True}
-_SILU = activation("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
-QWEN3_5 = Reading({**_LLAMA_OPTIONS, **_DELTA_OPTIONS}, (rope, linear_layers, _SILU), choices=_GATED_ATTENTION)
+SILU = activation("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
+QWEN3_5 = Reading({**LLAMA_OPTIONS, **_DELTA_OPTIONS}, (rope, linear_layers, SILU), choices=_GATED_ATTENTION)
 QWEN3_NEXT = Reading(
     {
-        **_LLAMA_OPTIONS,
+        **LLAMA_OPTIONS,
         **_DELTA_OPTIONS,
         **_ROUTED_OPTIONS,
         "shared_expert_dim": "shared_expert_intermediate_size",
     },
-    (rope, linear_layers, _SILU, experts("num_experts"), mixed_layers),
+    (rope, linear_layers, SILU, experts("num_experts"), mixed_layers),
     choices={**_GATED_ATTENTION, "shared_expert_gate": True},
     silent=frozenset({"intermediate_size"}),  # the width of layers without experts
 )
 
-GRANITE = Reading(_LLAMA_OPTIONS, (*_LLAMA_PARTS, granite))
-
-_MAMBA_OPTIONS = {
-    "linear_v_heads": "mamba_n_heads",
-    "linear_k_heads": "mamba_n_groups",
-    "linear_k_dim": "mamba_d_state",
-    "linear_v_dim": "mamba_d_head",
-    "linear_conv_size": "mamba_d_conv",
-    "linear_bias": "mamba_proj_bias",
-    "linear_conv_bias": "mamba_conv_bias",
-}
-_MAMBA = Reading(
-    {**_LLAMA_OPTIONS, **_MAMBA_OPTIONS},
-    (rope, linear_layers, _SILU),
-    choices={"linear_kind": "mamba2", "norm_round_before_weight": True},
-    of_model=mamba,
-    # The product of other sizes, what only affects rounding, and what `mamba` reads.
-    silent=frozenset({"mamba_expand", "mamba_chunk_size", "num_logits_to_keep", "time_step_limit"}),
-)
-#: Options of experts, in models that may have none.
-_OF_EXPERTS = frozenset({"num_experts_per_tok", "router_aux_loss_coef"})
-BAMBA = dataclasses.replace(_MAMBA, needs={"z_loss_coefficient": 0.0}, silent=_MAMBA.silent | {"attn_layer_indices"})
-GRANITE_HYBRID = dataclasses.replace(
-    _MAMBA, parts=(linear_layers, _SILU, granite, granite_hybrid), silent=_MAMBA.silent | _ROTATION | _OF_EXPERTS
-)
-#: Of layers with one branch, and options of their initialisation.
-_MIXER_OPTIONS = {
-    "linear_k_heads": "n_groups",
-    "linear_conv_size": "conv_kernel",
-    "linear_bias": "use_bias",
-    "linear_conv_bias": "use_conv_bias",
-    "norm_eps": "layer_norm_epsilon",
-}
-_ONE_BRANCH = {"linear_kind": "mamba2", "positions": "none", "one_branch": True}
-_STEPS = frozenset({"expand", "chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_limit"})
-_STEPS |= {f"time_step_{name}" for name in ("rank", "min", "max", "floor")}
-MAMBA2 = Reading(
-    {
-        **_MIXER_OPTIONS,
-        "n_heads": "num_heads",
-        "head_dim": "head_dim",
-        "linear_v_heads": "num_heads",
-        "linear_v_dim": "head_dim",
-        "linear_k_dim": "state_size",
-    },
-    (linear_layers, _SILU),
-    choices={**_ONE_BRANCH, "norm_round_before_weight": True},
-    of_model=mamba,
-    silent=_STEPS,
-)
-NEMOTRON_H = Reading(
-    {
-        **_OPTIONS,
-        **_MIXER_OPTIONS,
-        "head_dim": "head_dim",
-        "mlp_bias": "mlp_bias",
-        "linear_v_heads": "mamba_num_heads",
-        "linear_v_dim": "mamba_head_dim",
-        "linear_k_dim": "ssm_state_size",
-    },
-    (linear_layers, nemotron, activation("mlp_hidden_act", PLAIN)),
-    choices=_ONE_BRANCH,
-    needs={"mamba_hidden_act": "silu", "sliding_window": None, "num_nextn_predict_layers": 0},
-    of_model=mamba,
-    silent=_STEPS
-    | {"num_logits_to_keep", "hidden_dropout", "attention_bias", "mamba_proj_bias", "use_mamba_kernels"}
-    | {
-        "mamba_ssm_cache_dtype",
-        "mtp_layers_block_type",
-        "norm_topk_prob",
-        "num_experts_per_tok",
-        "routed_scaling_factor",
-    }
-    | {"n_group", "topk_group", "n_routed_experts", "n_shared_experts"}
-    | {f"moe_{name}" for name in ("intermediate_size", "latent_size")}
-    | {f"moe_shared_expert_{name}" for name in ("intermediate_size", "overlap")},
-)
+GRANITE = Reading(LLAMA_OPTIONS, (*_LLAMA_PARTS, granite))
 
 _BY_FAMILY = {
     "gpt2": GPT2,
@@ -361,9 +282,4 @@ def _with_norms(family: Family, reading: Reading) -> Reading:
 READINGS = {
     FAMILIES[name].name + FAMILIES[name].head: _with_norms(FAMILIES[name], reading)
     for name, reading in _BY_FAMILY.items()
-} | {
-    "BambaForCausalLM": BAMBA,
-    "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
-    "Mamba2ForCausalLM": MAMBA2,
-    "NemotronHForCausalLM": NEMOTRON_H,
 }

@@ -199,17 +199,6 @@ def linear_layers(config: Any) -> dict[str, Any]:
     return {**unused, "layer_types": kinds}
 
 
-def mamba(model: nn.Module) -> dict[str, Any]:
-    """What a layer of Mamba-2 has that depends on the release."""
-    for module in model.modules():
-        if hasattr(module, "time_step_limit"):
-            layer: Any = module
-            values = layer.num_heads * layer.head_dim
-            groups = values // getattr(layer.norm, "group_size", values)
-            return {"linear_dt_limit": layer.time_step_limit, "linear_norm_groups": groups}
-    return {}
-
-
 def granite(config: Any) -> dict[str, Any]:
     """The factors of Granite."""
     return {
@@ -218,20 +207,6 @@ def granite(config: Any) -> dict[str, Any]:
         "residual_scale": config.residual_multiplier,
         "attention_scale": config.attention_multiplier,
     }
-
-
-def granite_hybrid(config: Any) -> dict[str, Any]:
-    """Granite 4: experts beside a shared one, or this one alone."""
-    fields = {"positions": "none"} if config.position_embedding_type != "rope" else rope(config)
-    if config.num_local_experts:
-        return fields | experts("num_local_experts")(config) | {"shared_expert_dim": config.shared_intermediate_size}
-    return fields | {"hidden_dim": config.shared_intermediate_size}
-
-
-def nemotron(config: Any) -> dict[str, Any]:
-    if "moe" in config.layers_block_type:
-        raise ValueError('layers_block_type must not hold "moe": Transformer has no experts without a gate')
-    return {}
 
 
 def experts(count: str) -> Callable[[Any], dict[str, Any]]:
@@ -273,6 +248,16 @@ def deepseek_experts(config: Any) -> dict[str, Any]:
     """The mixture of DeepSeek-V3: sigmoids with a bias for the choice, groups of experts, and first layers without
     experts."""
     dense = tuple(range(min(config.first_k_dense_replace, config.num_hidden_layers)))
+    return {
+        **routed_by_sigmoids(config),
+        "shared_expert_dim": (config.n_shared_experts or 0) * config.moe_intermediate_size or None,
+        "dense_layers": dense,
+        "dense_hidden_dim": config.intermediate_size if dense else None,
+    }
+
+
+def routed_by_sigmoids(config: Any) -> dict[str, Any]:
+    """Sigmoids with a bias for the choice, and groups of experts."""
     groups, best = config.n_group, config.topk_group
     grouped = groups is not None and groups > 1  # one group means no groups
     return {
@@ -285,9 +270,6 @@ def deepseek_experts(config: Any) -> dict[str, Any]:
         "router_groups": groups if grouped else None,
         "router_top_groups": best if grouped else None,
         "selection_bias": True,
-        "shared_expert_dim": (config.n_shared_experts or 0) * config.moe_intermediate_size or None,
-        "dense_layers": dense,
-        "dense_hidden_dim": config.intermediate_size if dense else None,
     }
 
 
