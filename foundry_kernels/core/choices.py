@@ -10,6 +10,17 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
 SCORINGS = ("softmax", "sigmoid")
 #: Initializations of projections; see `models.init`.
 INITS = ("normal", "xavier", "depth_scaled")
+#: The layers of linear attention (`models.mixers` has the class of each), and their options by the fields of a
+#: configuration that only they have.
+MIXERS: dict[str, dict[str, str]] = {
+    "gated_delta_net": {},
+    "mamba2": {
+        "linear_bias": "bias",
+        "linear_conv_bias": "conv_bias",
+        "linear_dt_limit": "dt_limit",
+        "linear_norm_groups": "norm_groups",
+    },
+}
 
 
 def why_no_buckets(buckets: int, max_distance: int, causal: bool) -> str | None:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundry_kernels.core.checks import check_int, check_not_negative, check_number, check_positive
-from foundry_kernels.core.choices import ACTIVATIONS, GATES, INITS, SCORINGS
+from foundry_kernels.core.choices import ACTIVATIONS, GATES, INITS, MIXERS, SCORINGS
 from foundry_kernels.models import count, presets
 from foundry_kernels.models.fields import ModelFields
-from foundry_kernels.models.mixers import MIXERS
 from foundry_kernels.models.validate import contradictions, layer_kinds
 from foundry_kernels.ops.ssd.checks import check_limits
 

@@ -11,7 +11,6 @@ from foundry_kernels.core.checks import check_int
 from foundry_kernels.core.late import module_above
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.models.fields import ModelFields
-from foundry_kernels.models.mixers import MIXERS, make_mixer
 from foundry_kernels.models.validate import check_cache
 
 #: Numbers that an optimizer stores for each parameter, in the parameter's dtype, as in torch.
@@ -104,7 +103,7 @@ def _linear_attention(config: ModelFields) -> tuple[int, int, float]:
     operations of its projections for a token."""
     if not config.linear_layers:
         return 0, 0, 0.0
-    mixer = make_mixer(config, device="meta")
+    mixer = module_above("mixers").make_mixer(config, device="meta")
     norm = sum(p.numel() for p in mixer.norm.parameters())
     matrices = sum(layer.weight.numel() for layer in mixer.modules() if isinstance(layer, torch.nn.Linear))
     return sum(p.numel() for p in mixer.parameters()) - norm, norm, 2.0 * matrices
@@ -209,7 +208,7 @@ def flops_by_part(config: ModelFields, length: int, context_length: int | None =
     feed_forward = (len(config.mlp_layers) - dense) * experts
     feed_forward += dense * 2.0 * _matrices(config, config.dense_hidden_dim or config.ffn_width)
     linear, heads = len(config.linear_layers), config.linear_heads
-    full, per_state = len(config.full_layers), 2.0 * MIXERS[config.linear_kind].PRODUCTS
+    full, per_state = len(config.full_layers), 2.0 * module_above("mixers").MIXERS[config.linear_kind].PRODUCTS
     return {
         "attention": full * projections + linear * _linear_attention(config)[2],
         "attention_scores": full * scores + linear * per_state * heads.values * heads.k_dim,

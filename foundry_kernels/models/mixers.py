@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from foundry_kernels.core.choices import MIXERS as OPTIONS
 from foundry_kernels.models.fields import ModelFields
 from foundry_kernels.nn.gated_delta_net import GatedDeltaNet
 from foundry_kernels.nn.linear_attention import LinearMixer
@@ -11,20 +12,11 @@ from foundry_kernels.nn.mamba2 import Mamba2
 
 #: By `ModelConfig.linear_kind`.
 MIXERS: dict[str, type[LinearMixer]] = {"gated_delta_net": GatedDeltaNet, "mamba2": Mamba2}
-#: The options of a kind, by the fields that only it has.
-OPTIONS: dict[str, dict[str, str]] = {
-    "mamba2": {
-        "linear_bias": "bias",
-        "linear_conv_bias": "conv_bias",
-        "linear_dt_limit": "dt_limit",
-        "linear_norm_groups": "norm_groups",
-    }
-}
 
 
 def make_mixer(config: ModelFields, **factory: Any) -> Any:
     """Returns a layer of linear attention (a :class:`LinearMixer`)."""
-    options = {name: getattr(config, field) for field, name in OPTIONS.get(config.linear_kind, {}).items()}
+    options = {name: getattr(config, field) for field, name in OPTIONS[config.linear_kind].items()}
     mixer: Any = MIXERS[config.linear_kind]
     return mixer(
         config.dim,

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from foundry_kernels.core.checks import check_int
-from foundry_kernels.core.choices import why_no_buckets, why_no_groups
+from foundry_kernels.core.choices import MIXERS, why_no_buckets, why_no_groups
 from foundry_kernels.models.fields import FULL, LINEAR, MLP, ModelFields
-from foundry_kernels.models.mixers import OPTIONS
 from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM, MAX_VALUE_DIM
 from foundry_kernels.ops.short_conv1d import MAX_TAPS
 
@@ -108,7 +107,7 @@ def _contradictions_of_linear_attention(config: ModelFields) -> Iterator[str]:
         for name, value in given.items():
             yield f"{name} needs a layer of linear attention in layer_types; got {value}"
         return
-    for kind, options in OPTIONS.items():
+    for kind, options in MIXERS.items():
         for name in () if kind == config.linear_kind else options.keys() & given.keys():
             yield f"{name} needs linear_kind={kind!r}; got {given[name]} with linear_kind={config.linear_kind!r}"
     yield from _needs_plain_blocks("layer_types with linear attention", config, causal=True)

@@ -175,12 +175,14 @@ def test_every_value_of_every_choice_is_in_a_model():
     }
 
 
-def test_the_names_of_activations_are_those_that_modules_have():
+def test_the_names_of_choices_are_those_that_modules_have():
     from foundry_kernels.core import choices
+    from foundry_kernels.models import mixers
     from foundry_kernels.nn import mlp
 
     assert (*mlp.GATES,) == choices.GATES
     assert (*mlp.ACTIVATIONS,) == choices.ACTIVATIONS
+    assert mixers.MIXERS.keys() == choices.MIXERS.keys()
 
 
 @pytest.mark.parametrize("name", EVERY)
