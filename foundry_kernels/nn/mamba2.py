@@ -18,6 +18,7 @@ from foundry_kernels.nn.norm import RMSNorm
 from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.ssd import ssd, ssd_step
 from foundry_kernels.ops.ssd.checks import check_limits
+from foundry_kernels.ops.swiglu import swiglu
 
 #: Of the first step sizes, as of mamba_ssm: the least and the largest, and the floor below which none is drawn.
 _FIRST_STEPS = 1e-3, 1e-1, 1e-4
@@ -47,6 +48,8 @@ class Mamba2(LinearMixer):
         bias: biases of `in_proj` and `out_proj`.
         conv_bias: a bias of the convolution.
         dt_limit: the least and the largest step size.
+        rmsnorm: whether there is a norm.
+        norm_before_gate: the gate ``silu(z)`` multiplies the norm's result, not its input.
         norm_groups: groups of heads that are normalized separately, a divisor of `n_heads`; None is `n_groups`.
         norm_eps: epsilon of the norm.
         norm_round_before_weight: round ``y / rms`` before the weight multiplies, as transformers does; see
@@ -57,7 +60,7 @@ class Mamba2(LinearMixer):
         in_proj, out_proj: the projections.
         conv1d: holds the filters ``[H P + 2 n_groups N, 1, W]``.
         A_log, D, dt_bias: ``[H]``.
-        norm: holds the norm's weight ``[H P]``.
+        norm: holds the norm's weight ``[H P]``; None without a norm.
 
     Raises:
         TypeError: an argument has another type.
@@ -68,7 +71,7 @@ class Mamba2(LinearMixer):
     Duality", 2024, arXiv:2405.21060.
     """
 
-    OPS = ("short_conv1d", "ssd", "ssd_step", "rms_norm")
+    OPS = ("short_conv1d", "ssd", "ssd_step", "rms_norm", "swiglu")
     PRODUCTS = 2
 
     def __init__(
@@ -83,6 +86,8 @@ class Mamba2(LinearMixer):
         bias: bool = False,
         conv_bias: bool = True,
         dt_limit: tuple[float, float] = (0.0, math.inf),
+        rmsnorm: bool = True,
+        norm_before_gate: bool = False,
         norm_groups: int | None = None,
         norm_eps: float | None = 1e-5,
         norm_round_before_weight: bool = False,
@@ -94,6 +99,10 @@ class Mamba2(LinearMixer):
         super().__init__(dim, conv_size, backend, **sizes)
         check_bool("bias", bias)
         check_bool("conv_bias", conv_bias)
+        check_bool("rmsnorm", rmsnorm)
+        check_bool("norm_before_gate", norm_before_gate)
+        if norm_before_gate and not rmsnorm:
+            raise ValueError("norm_before_gate needs rmsnorm=True: there is no norm; got True")
         if norm_eps is not None:
             check_not_negative("norm_eps", norm_eps)
         self.n_heads, self.n_groups, self.state_dim, self.head_dim = self.sizes
@@ -101,6 +110,7 @@ class Mamba2(LinearMixer):
         check_int("norm_groups", self.norm_groups, 1)
         if n_heads % self.norm_groups:
             raise ValueError(f"norm_groups must be a divisor of n_heads={n_heads}; got {self.norm_groups}")
+        self.norm_before_gate = norm_before_gate
         self.dt_limit = check_limits("dt_limit", dt_limit)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         values, channels = n_heads * head_dim, self.channels
@@ -114,7 +124,7 @@ class Mamba2(LinearMixer):
             channels, channels, conv_size, padding=conv_size - 1, groups=channels, bias=conv_bias, **factory
         )
         norm: dict[str, Any] = {"round_before_weight": norm_round_before_weight, "backend": self.backends}
-        self.norm = RMSNorm(values, norm_eps, **factory, **norm)
+        self.norm = RMSNorm(values, norm_eps, **factory, **norm) if rmsnorm else None
         self.out_proj = torch.nn.Linear(values, dim, bias=bias, **factory)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -145,7 +155,7 @@ class Mamba2(LinearMixer):
             B.unflatten(-1, groups),
             C.unflatten(-1, groups),
             allowed(self.D, mixed),
-            z.unflatten(-1, heads),
+            None if self.norm_before_gate else z.unflatten(-1, heads),
             allowed(self.dt_bias, mixed),
         )
         options: dict[str, Any] = {"dt_softplus": True, "dt_limit": self.dt_limit}
@@ -160,15 +170,20 @@ class Mamba2(LinearMixer):
             y, final = ssd(*given, **options, backend=self.backends["ssd"])
             state.conv.copy_(conv)  # type: ignore[arg-type]  # which there is without a step
             state.recurrent.copy_(final.mT)
-        return layers.linear(self._normed(y.flatten(2)), self.out_proj)
+        y = y.flatten(2)
+        if self.norm is not None:
+            y = self._normed(y, self.norm)
+        if self.norm_before_gate:
+            y = swiglu(z.reshape(y.shape), y.to(z.dtype), backend=self.backends["swiglu"])
+        return layers.linear(y, self.out_proj)
 
-    def _normed(self, y: Tensor) -> Tensor:
+    def _normed(self, y: Tensor, norm: RMSNorm) -> Tensor:
         if self.norm_groups == 1:
-            found: Tensor = self.norm(y)
+            found: Tensor = norm(y)
             return found
         rows = y.unflatten(-1, (self.norm_groups, -1))
-        normed = rms_norm(rows, None, self.norm.eps, backend=self.backends["rms_norm"]).flatten(-2)
-        return normed * self.norm.weight
+        normed = rms_norm(rows, None, norm.eps, backend=self.backends["rms_norm"]).flatten(-2)
+        return normed * norm.weight
 
     def extra_repr(self) -> str:
         return (

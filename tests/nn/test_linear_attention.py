@@ -18,6 +18,8 @@ MAMBA: dict[str, dict[str, Any]] = {
     "mamba": {"n_heads": 6, "n_groups": 2, "state_dim": 4, "head_dim": 7, "conv_size": 3, "dt_limit": (0.2, 3.0)},
     "mamba, one norm": {"n_heads": 6, "n_groups": 3, "state_dim": 5, "head_dim": 4, "norm_groups": 1, "bias": True},
     "mamba, no bias": {"n_heads": 2, "state_dim": 8, "head_dim": 8, "conv_size": 1, "conv_bias": False},
+    "mamba, norm first": {"n_heads": 6, "n_groups": 2, "state_dim": 4, "head_dim": 7, "norm_before_gate": True},
+    "mamba, no norm": {"n_heads": 2, "state_dim": 8, "head_dim": 8, "rmsnorm": False},
 }
 SHAPES: dict[str, dict[str, Any]] = MAMBA | {
     "equal heads": {"n_v_heads": 2, "head_k_dim": 8},
@@ -57,9 +59,11 @@ def mamba_formula(layer: nn.Mamba2, x: Tensor) -> Tensor:
     b, c = (t.unflatten(-1, (groups, n)) for t in (b, c))
     dt = F.softplus(dt + layer.dt_bias).clamp(*layer.dt_limit)
     y = ssd(values.unflatten(-1, (heads, p)), dt, -layer.A_log.exp(), b, c, layer.D, backend="reference")
-    y = (y.flatten(2) * F.silu(z)).unflatten(-1, (layer.norm_groups, -1))
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
-    return layer.out_proj(y.flatten(2) * layer.norm.weight)
+    y = y.flatten(2) if layer.norm_before_gate else y.flatten(2) * F.silu(z)
+    if layer.norm is not None:
+        y = y.unflatten(-1, (layer.norm_groups, -1))
+        y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)).flatten(2) * layer.norm.weight
+    return layer.out_proj(y * F.silu(z) if layer.norm_before_gate else y)
 
 
 def formula(layer: Any, x: Tensor) -> Tensor:

@@ -161,6 +161,7 @@ VALUES: dict[str, list[Row]] = {
         (lambda: nn.Mamba2(16, 3, 2), "n_heads must be a multiple of n_groups=2; got 3"),
         (lambda: nn.Mamba2(16, 2, state_dim=257), "state_dim must be at most 256; got 257"),
         (lambda: nn.Mamba2(16, 2, head_dim=600), "head_dim must be at most 512; got 600"),
+        (lambda: nn.Mamba2(16, 4, rmsnorm=False, norm_before_gate=True), "norm_before_gate needs rmsnorm=True"),
         (lambda: nn.Mamba2(16, 4, norm_groups=3), "norm_groups must be a divisor of n_heads=4; got 3"),
         (lambda: nn.Mamba2(16, 2, dt_limit=(1.0, 0.5)), r"dt_limit must rise; got \(1.0, 0.5\)"),
         (lambda: nn.Mamba2(16, 2, norm_eps=-1.0), "norm_eps"),
