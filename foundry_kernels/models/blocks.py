@@ -112,6 +112,10 @@ def make_feed_forward(config: ModelConfig, factory: dict[str, Any], layer: int) 
             dropout=config.activation_dropout,
             **factory,
         )
+    if config.gate_alpha != 1.0:
+        bias, dropout = config.mlp_bias, config.activation_dropout
+        alpha = {"alpha": config.gate_alpha}
+        return GatedMLP(config.dim, width, bias=bias, dropout=dropout, gate_options=alpha, **factory)
     if config.activation == "swiglu" and not config.mlp_bias and not config.activation_dropout:
         return SwiGLU(config.dim, width, **factory)
     block = GatedMLP if config.gated else MLP
@@ -159,6 +163,8 @@ class TransformerBlock(nn.Module):
             self.feed_forward = make_feed_forward(config, factory, layer)
         self.routes = feeds and config.n_experts is not None and layer not in config.dense_layers
         self.dropout, self.residual_scale = config.residual_dropout, config.residual_scale
+        self.branch_scales = config.branch_scales
+        self.scaled = config.residual_scale != 1.0 or config.branch_scales != (1.0,) * 3
 
     def _make_attention(
         self, config: ModelConfig, factory: dict[str, Any], rope: RotaryEmbedding | None, alibi: AlibiSlopes | None
@@ -211,13 +217,13 @@ class TransformerBlock(nn.Module):
             found = self.attention(y, cache=cache, attn_mask=attn_mask)
         else:
             found = self.attention(y, cache=cache)
-        return found
+        return _times(found, self.branch_scales[0])
 
     def _feed(self, y: Tensor, return_stats: bool) -> tuple[Tensor, ...]:
         if not (return_stats and self.routes):
-            return (self.feed_forward(y),)
+            return (_times(self.feed_forward(y), self.branch_scales[2]),)
         branch, stats = self.feed_forward(y, return_stats=True)
-        return branch, *stats
+        return _times(branch, self.branch_scales[2]), *stats
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout}" if self.dropout else ""
@@ -239,10 +245,34 @@ class LinearBlock(TransformerBlock):
         attn_mask: Tensor | AttentionMask | None,
         positions: Positions | None,
     ) -> Tensor:
-        if cache is not None:
-            return cache.read(self.attention, y)
-        found: Tensor = self.attention(y, cu_seqlens=None if positions is None else positions.cu_seqlens)
-        return found
+        return _times(_read(self.attention, y, cache, positions), self.branch_scales[1])
+
+
+class HybridBlock(TransformerBlock):
+    """The sum of attention and linear attention, which read the same, in the place of attention (Falcon-H1)."""
+
+    def __init__(self, config: ModelConfig, rope: Any, alibi: Any, factory: dict[str, Any], layer: int) -> None:
+        super().__init__(config, rope, alibi, factory, layer)
+        self.mixer = make_mixer(config, **factory)
+
+    def _attend(
+        self, y: Tensor, cache: Any, attn_mask: Tensor | AttentionMask | None, positions: Positions | None
+    ) -> Tensor:
+        keys, state = (None, None) if cache is None else cache
+        found = super()._attend(y, keys, attn_mask, positions)
+        return found + _times(_read(self.mixer, y, state, positions), self.branch_scales[1])
+
+
+def _read(mixer: Any, y: Tensor, cache: LayerState | PagedState | None, positions: Positions | None) -> Tensor:
+    """Returns linear attention of y, which continues the cache's sequences."""
+    if cache is not None:
+        return cache.read(mixer, y)
+    found: Tensor = mixer(y, cu_seqlens=None if positions is None else positions.cu_seqlens)
+    return found
+
+
+def _times(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale
 
 
 class ParallelBlock(TransformerBlock):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from foundry_kernels.models.blocks import (
+    HybridBlock,
     LinearBlock,
     ParallelBlock,
     Passed,
@@ -85,7 +86,7 @@ class PostNormCrossBlock(CrossBlock):
 def block_class(config: ModelConfig, layer: int = 0) -> type[TransformerBlock]:
     """The class of a layer; all have the same `drops_late`."""
     if layer in config.linear_layers:
-        return LinearBlock
+        return HybridBlock if layer in config.full_layers else LinearBlock
     if config.norm_placement == "post":
         return PostNormBlock if config.context_dim is None else PostNormCrossBlock
     if config.context_dim is not None:

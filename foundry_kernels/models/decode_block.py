@@ -52,7 +52,7 @@ def decode_all(
     - causal self-attention (:class:`Attention`) with a :class:`RotaryEmbedding`, without norms or slopes;
     - a :class:`GatedMLP`;
     - `nn.Linear` without biases, and no dropout in training;
-    - no `residual_scale`, native kernels, and no hooks on any module.
+    - no factors on branches, native kernels, and no hooks on any module.
     """
     found = _all_arguments(blocks, kind, stream, cache)
     if found is None:
@@ -131,7 +131,7 @@ def _arguments(
     rope = inner.get("rope")
     if type(rope) is not RotaryEmbedding or is_observed(rope) or not _attends_plainly(attention):
         return None
-    if block.residual_scale != 1.0:
+    if block.scaled or feed_forward.gate_options:
         return None
     if block.training and (block.dropout or attention.dropout or feed_forward.dropout):
         return None

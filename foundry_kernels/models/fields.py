@@ -10,7 +10,7 @@ from foundry_kernels.core.choices import GATES
 from foundry_kernels.ops.rope import RopeScaling
 
 #: The kinds of layers, by their names in transformers.
-FULL, LINEAR, MLP = "full_attention", "linear_attention", "mlp"
+FULL, LINEAR, MLP, HYBRID = "full_attention", "linear_attention", "mlp", "hybrid"
 
 
 class LinearHeads(NamedTuple):
@@ -118,6 +118,11 @@ class ModelFields:
     linear_conv_bias: bool = True
     linear_dt_limit: tuple[float, float] = (0.0, math.inf)
     linear_norm_groups: int | None = None
+    linear_rmsnorm: bool = True
+    linear_norm_before_gate: bool = False
+    linear_in_scales: tuple[float, ...] = (1.0,) * 5
+    branch_scales: tuple[float, ...] = (1.0,) * 3
+    gate_alpha: float = 1.0
 
     # The properties below are derived and not stored, so that `dataclasses.replace` recomputes them.
 
@@ -144,21 +149,21 @@ class ModelFields:
     @property
     def full_layers(self) -> tuple[int, ...]:
         """The layers with attention that keeps keys and values."""
-        return self._layers(FULL)
+        return self._layers(FULL, HYBRID)
 
     @property
     def linear_layers(self) -> tuple[int, ...]:
         """The layers with linear attention."""
-        return self._layers(LINEAR)
+        return self._layers(LINEAR, HYBRID)
 
     @property
     def mlp_layers(self) -> tuple[int, ...]:
         """The layers with a feed-forward block or experts."""
         return self._layers(MLP) if self.one_branch else tuple(range(self.n_layers))
 
-    def _layers(self, kind: str) -> tuple[int, ...]:
-        kinds = self.layer_types or (FULL,) * self.n_layers
-        return tuple(layer for layer, its in enumerate(kinds) if its == kind)
+    def _layers(self, *kinds: str) -> tuple[int, ...]:
+        every = self.layer_types or (FULL,) * self.n_layers
+        return tuple(layer for layer, kind in enumerate(every) if kind in kinds)
 
     @property
     def linear_heads(self) -> LinearHeads:

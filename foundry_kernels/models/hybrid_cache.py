@@ -68,8 +68,11 @@ class HybridCache(KVCache):
             )
 
     def layer(self, index: int) -> Any:
-        """Returns one layer's part: a :class:`LayerState` for linear attention."""
-        return LayerCache(self, index) if self.states[index] is None else LayerState(self, index)
+        """Returns one layer's part: a :class:`LayerState` for linear attention, or a pair for both."""
+        if self.states[index] is None:
+            return LayerCache(self, index)
+        state = LayerState(self, index)
+        return state if self.k[index].shape[1] == 0 else (LayerCache(self, index), state)
 
     def advance(self, count: int) -> None:
         self._length += count

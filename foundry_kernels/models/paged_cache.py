@@ -264,12 +264,15 @@ class PagedForward:
         self.step, self._cache, self._counts, self._packed = step, cache, counts, packed
         self._slots = slice(0) if cache._states is None else cache._states.arrange(tuple(counts))
 
-    def layer(self, index: int) -> PagedKeyValues | PagedState:
-        """Returns one layer's part, as :class:`foundry_kernels.nn.Attention` takes it, or of linear attention."""
+    def layer(self, index: int) -> PagedKeyValues | PagedState | tuple[PagedKeyValues, PagedState]:
+        """Returns one layer's part, as :class:`foundry_kernels.nn.Attention` takes it, or of linear attention, or a
+        pair for both."""
+        keys = PagedKeyValues(self._cache.k[index], self._cache.v[index], self.step)
         states = self._cache._states
         if states is not None and index in self._cache.linear_layers:
-            return PagedState(states, index, tuple(self._counts), self._slots, self.step, self._packed)
-        return PagedKeyValues(self._cache.k[index], self._cache.v[index], self.step)
+            state = PagedState(states, index, tuple(self._counts), self._slots, self.step, self._packed)
+            return state if keys.k.shape[2] == 0 else (keys, state)
+        return keys
 
     def advance(self, count: int) -> None:
         """Advances each sequence's length by its new positions."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from foundry_kernels.core.checks import check_int
 from foundry_kernels.core.choices import MIXERS, why_no_buckets, why_no_groups
-from foundry_kernels.models.fields import FULL, LINEAR, MLP, ModelFields
+from foundry_kernels.models.fields import FULL, HYBRID, LINEAR, MLP, ModelFields
 from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM, MAX_VALUE_DIM
 from foundry_kernels.ops.short_conv1d import MAX_TAPS
 
@@ -27,8 +27,8 @@ def layer_kinds(kinds: object, n_layers: int) -> tuple[str, ...] | None:
         return None
     if not isinstance(kinds, Sequence) or isinstance(kinds, str) or not all(isinstance(kind, str) for kind in kinds):
         raise TypeError(f"layer_types must be a tuple of strings; got {kinds!r:.60}")
-    if unknown := [kind for kind in kinds if kind not in (FULL, LINEAR, MLP)]:
-        raise ValueError(f"layer_types must be of {FULL!r}, {LINEAR!r} and {MLP!r}; got {unknown[0]!r}")
+    if unknown := [kind for kind in kinds if kind not in (FULL, LINEAR, MLP, HYBRID)]:
+        raise ValueError(f"layer_types must be of {FULL!r}, {LINEAR!r}, {HYBRID!r} and {MLP!r}; got {unknown[0]!r}")
     if len(kinds) != n_layers:
         raise ValueError(f"layer_types must have one for each of n_layers={n_layers}; got {len(kinds)}")
     return None if set(kinds) == {FULL} else tuple(kinds)
@@ -89,6 +89,12 @@ def contradictions(config: ModelFields) -> Iterator[str]:
         yield from _without("head=True", config, "tie_embeddings", "output_bias", "logit_scale")
     if config.qk_norm_weight_offset and not config.qk_norm:
         yield f"qk_norm_weight_offset needs qk_norm=True; got {config.qk_norm_weight_offset}"
+    if config.gate_alpha != 1.0 and (config.activation != "swiglu" or config.n_experts is not None):
+        yield "gate_alpha needs activation='swiglu' and no experts"
+    if config.linear_norm_before_gate and not config.linear_rmsnorm:
+        yield "linear_norm_before_gate needs linear_rmsnorm=True: there is no norm; got True"
+    if config.one_branch and HYBRID in (config.layer_types or ()):
+        yield f"layer_types with {HYBRID!r} needs one_branch=False: the layer has two branches"
     if config.one_branch:
         yield from _needs_plain_blocks("one_branch", config)
     elif MLP in (config.layer_types or ()):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.checks import check_bool, check_int, check_not_negative
+from foundry_kernels.core.choices import check_scales
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.nn._backend import Backend, describe
 from foundry_kernels.nn._delta import allowed, taps_of
@@ -48,6 +49,7 @@ class Mamba2(LinearMixer):
         bias: biases of `in_proj` and `out_proj`.
         conv_bias: a bias of the convolution.
         dt_limit: the least and the largest step size.
+        in_scales: factors on z, x, B, C and dt (Falcon-H1).
         rmsnorm: whether there is a norm.
         norm_before_gate: the gate ``silu(z)`` multiplies the norm's result, not its input.
         norm_groups: groups of heads that are normalized separately, a divisor of `n_heads`; None is `n_groups`.
@@ -86,6 +88,7 @@ class Mamba2(LinearMixer):
         bias: bool = False,
         conv_bias: bool = True,
         dt_limit: tuple[float, float] = (0.0, math.inf),
+        in_scales: tuple[float, ...] = (1.0,) * 5,
         rmsnorm: bool = True,
         norm_before_gate: bool = False,
         norm_groups: int | None = None,
@@ -110,7 +113,7 @@ class Mamba2(LinearMixer):
         check_int("norm_groups", self.norm_groups, 1)
         if n_heads % self.norm_groups:
             raise ValueError(f"norm_groups must be a divisor of n_heads={n_heads}; got {self.norm_groups}")
-        self.norm_before_gate = norm_before_gate
+        self.norm_before_gate, self.in_scales = norm_before_gate, check_scales("in_scales", in_scales, 5)
         self.dt_limit = check_limits("dt_limit", dt_limit)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         values, channels = n_heads * head_dim, self.channels
@@ -141,11 +144,15 @@ class Mamba2(LinearMixer):
     def _forward(self, x: Tensor, cu_seqlens: Tensor | None, state: GatedDeltaState | None) -> Tensor:
         layers = layers_for(x, self.backends["ssd"])
         values = self.n_heads * self.head_dim
-        z, mixed, dt = layers.linear(x, self.in_proj).split((values, self.channels, self.n_heads), -1)
+        shared = self.n_groups * self.state_dim
+        projected = layers.linear(x, self.in_proj)
+        if self.in_scales != (1.0,) * 5:
+            parts = projected.split((values, values, shared, shared, self.n_heads), -1)
+            projected = torch.cat([part * scale for part, scale in zip(parts, self.in_scales, strict=True)], -1)
+        z, mixed, dt = projected.split((values, self.channels, self.n_heads), -1)
         mixed, conv, steps = self._convolved(mixed, taps_of(self.conv1d.weight), self.conv1d.bias, cu_seqlens, state)
         if steps:
             z, dt = z.squeeze(1), dt.squeeze(1)
-        shared = self.n_groups * self.state_dim
         head, B, C = mixed.split((values, shared, shared), -1)
         heads, groups = (self.n_heads, self.head_dim), (self.n_groups, self.state_dim)
         given: tuple[Any, ...] = (

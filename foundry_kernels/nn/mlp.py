@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -63,6 +63,7 @@ class GatedMLP(torch.nn.Module):
             biases are called as they are, and save what they need.
         dropout: dropout of the gated product in training, fused into its kernel. No mask is saved: it is a function of
             a seed, which each call draws from the default generator of x's device.
+        gate_options: `alpha`, `limit`, `up_offset` and `interleaved` of :func:`foundry_kernels.swiglu`.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:
@@ -82,12 +83,14 @@ class GatedMLP(torch.nn.Module):
         bias: bool = False,
         recompute: str = "product",
         dropout: float = 0.0,
+        gate_options: Mapping[str, Any] | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
         _check(dim, hidden_dim, activation, GATES, recompute, RECOMPUTE)
+        self.gate_options = check_gate_options(gate_options, activation)
         self.dropout = check_dropout(dropout)
         self.activation, self.recompute = activation, recompute
         self.op, self._gate = GATES[activation]
@@ -121,10 +124,12 @@ class GatedMLP(torch.nn.Module):
         return linear(self._product(gate, up, seed), w2)
 
     def _product(self, gate: Tensor, up: Tensor | None, seed: Tensor | None) -> Tensor:
-        return self._gate(gate, up, backend=self.backends[self.op], **_dropped(self.dropout, seed))
+        options = self.gate_options | _dropped(self.dropout, seed)
+        return self._gate(gate, up, backend=self.backends[self.op], **options)
 
     def extra_repr(self) -> str:
         dropout = f", dropout={self.dropout}" if self.dropout else ""
+        dropout += f", gate_options={self.gate_options}" if self.gate_options else ""
         options = f"activation={self.activation!r}, recompute={self.recompute!r}{dropout}"
         return f"{options}, backend={describe(self.backends)}"
 
@@ -209,6 +214,12 @@ def _check(
     for name, choice, known in (("activation", activation, activations), ("recompute", recompute, recomputes)):
         if choice not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}; got {choice!r}")
+
+
+def check_gate_options(options: Mapping[str, Any] | None, activation: str) -> dict[str, Any]:
+    if options and activation != "swiglu":
+        raise ValueError(f"gate_options are those of swiglu; got {dict(options)} with activation={activation!r}")
+    return dict(options or {})
 
 
 def check_dropout(dropout: float) -> float:

@@ -12,7 +12,7 @@ from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.registry import _transformed
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._scripting import refuse_scripting
-from foundry_kernels.nn.mlp import ACTIVATIONS, GATES, MLP, GatedMLP, check_dropout
+from foundry_kernels.nn.mlp import ACTIVATIONS, GATES, MLP, GatedMLP, check_dropout, check_gate_options
 from foundry_kernels.nn.router import Router, RouterStats, Routing
 from foundry_kernels.ops.combine_experts import combine_experts
 from foundry_kernels.ops.grouped_mm import grouped_mm
@@ -188,13 +188,9 @@ class Experts(nn.Module):
         activations = GATES | ACTIVATIONS
         if activation not in activations:
             raise ValueError(f"activation must be one of {', '.join(activations)}; got {activation!r}")
-        if gate_options and activation != "swiglu":
-            raise ValueError(
-                f"gate_options are those of swiglu; got {dict(gate_options)} with activation={activation!r}"
-            )
         self.dim, self.width, self.n_experts = dim, width, n_experts
         self.activation, self.weight_inputs = activation, weight_inputs
-        self.gate_options, self.dropout = dict(gate_options or {}), check_dropout(dropout)
+        self.gate_options, self.dropout = check_gate_options(gate_options, activation), check_dropout(dropout)
         self.op, self._gate = activations[activation]
         self.backends = plan(backend, (self.op, "grouped_mm", "combine_experts"))
         self.exchange: ExpertExchange | None = None

@@ -31,6 +31,10 @@ DELTA |= {"head_dim": 16, "linear_conv_kernel_dim": 3, "layer_types": ["linear_a
 MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3}
 GRANITE = {"embedding_multiplier": 1.7, "logits_scaling": 1.3, "residual_multiplier": 0.4, "attention_multiplier": 0.6}
 GRANITE_4 = {**GROUPED, **MAMBA, **GRANITE, "shared_intermediate_size": 24}
+FALCON_H1 = {**GROUPED, **MAMBA, "mamba_d_ssm": 48, "mlp_multipliers": [0.7, 1.4], "key_multiplier": 0.6}
+FALCON_H1 |= {"attention_out_multiplier": 1.2, "attention_in_multiplier": 1.3, "ssm_in_multiplier": 0.8}
+FALCON_H1 |= {"ssm_multipliers": [0.9, 1.1, 1.2, 0.7, 1.3], "ssm_out_multiplier": 0.6, "embedding_multiplier": 1.7}
+FALCON_H1 |= {"lm_head_multiplier": 0.4}
 MIXERS = {"n_groups": 2, "conv_kernel": 3, "use_bias": True}
 NEMOTRON = {**GROUPED, **MIXERS, "mamba_num_heads": 8, "mamba_head_dim": 6, "ssm_state_size": 7, "head_dim": 6}
 
@@ -61,6 +65,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("qwen3_5_text", {**GROUPED, **DELTA, "num_hidden_layers": 4, "layer_types": None}),
     "qwen3.5 full": ("qwen3_5_text", {**GROUPED, **DELTA, "layer_types": ["full_attention"] * 2}),
     "bamba": ("bamba", {**GROUPED, **MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True}),
+    "falcon-h1": ("falcon_h1", {**FALCON_H1, "num_hidden_layers": 2}),
+    "falcon-h1 norm": (
+        "falcon_h1",
+        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": True, "num_hidden_layers": 2},
+    ),
     "mamba2": ("mamba2", {**SIZES, **MIXERS, "num_heads": 8, "head_dim": 8, "state_size": 6}),
     "granite": ("granite", {**GROUPED, **GRANITE}),
     "granite 4": (

@@ -126,9 +126,18 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     (EXPERTS | {"router_scoring": "max"}, "router_scoring must be one of 'softmax', 'sigmoid'; got 'max'"),
     # linear attention
     ({"layer_types": ("linear_attention",)}, "layer_types must have one for each of n_layers=2; got 1"),
-    ({"layer_types": ("mamba",) * 2}, "layer_types must be of 'full_attention', 'linear_attention' and 'mlp'; got"),
+    (
+        {"layer_types": ("mamba",) * 2},
+        "layer_types must be of 'full_attention', 'linear_attention', 'hybrid' and 'mlp'",
+    ),
     ({"layer_types": ("mlp",) * 2}, "layer_types with 'mlp' needs one_branch=True"),
     ({"one_branch": True, "norm_placement": "post"}, "one_branch needs norm_placement='pre'; got 'post'"),
+    ({"one_branch": True, "layer_types": ("hybrid",) * 2}, "layer_types with 'hybrid' needs one_branch=False"),
+    ({"gate_alpha": 2.0, "activation": "geglu"}, "gate_alpha needs activation='swiglu' and no experts"),
+    (
+        LINEAR | {"linear_kind": "mamba2", "linear_rmsnorm": False, "linear_norm_before_gate": True},
+        "linear_norm_before_gate needs linear_rmsnorm=True",
+    ),
     ({"residual_scale": 0.0}, "residual_scale must be finite and > 0; got 0"),
     (LINEAR | {"linear_bias": True}, "linear_bias needs linear_kind='mamba2'; got True"),
     (LINEAR | {"linear_kind": "mamba2", "linear_norm_groups": 3}, "linear_norm_groups must be a divisor of 4 heads"),
@@ -157,6 +166,7 @@ def test_contradictions_are_refused(changes, message):
         ({"n_heads": 4.0}, "n_heads must be an int; got float"),
         ({"qk_norm": 1}, "qk_norm must be a bool; got int"),
         ({"sliding_window": 4.0}, "sliding_window must be an int; got float"),
+        ({"branch_scales": (1.0,)}, "branch_scales must be 3 numbers"),
         ({"layer_types": "linear_attention"}, "layer_types must be a tuple of strings"),
         ({"attention_gate": 1}, "attention_gate must be a bool"),
     ],

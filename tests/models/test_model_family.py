@@ -122,8 +122,11 @@ class Plain:
         dense = f"{name}.router.weight" not in self.state
         if self.config.n_experts and not dense:
             return self.experts(x, name)
-        up, activation = self.linear(x, f"{name}.w1"), self.config.activation
-        up = GATES[activation](up) * self.linear(x, f"{name}.w3") if activation in GATES else PLAIN[activation](up)
+        c, up, activation = self.config, self.linear(x, f"{name}.w1"), self.config.activation
+        if activation in GATES:
+            up = GATES[activation](c.gate_alpha * up) / c.gate_alpha * self.linear(x, f"{name}.w3")
+        else:
+            up = PLAIN[activation](up)
         return self.linear(up, f"{name}.w2")
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -139,8 +142,11 @@ class Plain:
             x = self.norm(x, "embedding_norm")
         for n in range(c.n_layers):
             attend, feed = (
-                lambda x, of=of, name=f"layers.{n}.{part}": c.residual_scale * of(x, name)
-                for of, part in ((self.attention, "attention"), (self.feed_forward, "feed_forward"))
+                lambda x, of=of, name=f"layers.{n}.{part}", scale=c.residual_scale * scale: scale * of(x, name)
+                for of, part, scale in (
+                    (self.attention, "attention", c.branch_scales[0]),
+                    (self.feed_forward, "feed_forward", c.branch_scales[2]),
+                )
             )
             norms = f"layers.{n}.attention_norm", f"layers.{n}.ffn_norm"
             if c.norm_placement == "post":

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from foundry_kernels import gated_delta_rule, nn, ssd
 
+SCALES = (0.9, 1.1, 1.2, 0.7, 1.3)
 MAMBA: dict[str, dict[str, Any]] = {
     "mamba": {"n_heads": 6, "n_groups": 2, "state_dim": 4, "head_dim": 7, "conv_size": 3, "dt_limit": (0.2, 3.0)},
     "mamba, one norm": {"n_heads": 6, "n_groups": 3, "state_dim": 5, "head_dim": 4, "norm_groups": 1, "bias": True},
     "mamba, no bias": {"n_heads": 2, "state_dim": 8, "head_dim": 8, "conv_size": 1, "conv_bias": False},
     "mamba, norm first": {"n_heads": 6, "n_groups": 2, "state_dim": 4, "head_dim": 7, "norm_before_gate": True},
-    "mamba, no norm": {"n_heads": 2, "state_dim": 8, "head_dim": 8, "rmsnorm": False},
+    "mamba, no norm": {"n_heads": 2, "state_dim": 8, "head_dim": 8, "rmsnorm": False, "in_scales": SCALES},
 }
 SHAPES: dict[str, dict[str, Any]] = MAMBA | {
     "equal heads": {"n_v_heads": 2, "head_k_dim": 8},
@@ -54,8 +55,9 @@ def convolved(layer: Any, x: Tensor) -> Tensor:
 
 def mamba_formula(layer: nn.Mamba2, x: Tensor) -> Tensor:
     heads, groups, n, p = layer.n_heads, layer.n_groups, layer.state_dim, layer.head_dim
-    z, mixed, dt = layer.in_proj(x).split([heads * p, heads * p + 2 * groups * n, heads], -1)
-    values, b, c = convolved(layer, mixed).split([heads * p, groups * n, groups * n], -1)
+    parts = layer.in_proj(x).split([heads * p, heads * p, groups * n, groups * n, heads], -1)
+    z, *mixed, dt = (part * scale for part, scale in zip(parts, layer.in_scales, strict=True))
+    values, b, c = convolved(layer, torch.cat(mixed, -1)).split([heads * p, groups * n, groups * n], -1)
     b, c = (t.unflatten(-1, (groups, n)) for t in (b, c))
     dt = F.softplus(dt + layer.dt_bias).clamp(*layer.dt_limit)
     y = ssd(values.unflatten(-1, (heads, p)), dt, -layer.A_log.exp(), b, c, layer.D, backend="reference")

@@ -72,6 +72,7 @@ VALUES: dict[str, list[Row]] = {
     "MLP": [
         (lambda: nn.SwiGLU(6, 0), "hidden_dim must be at least 1"),
         (lambda: nn.SwiGLU(6, 8, recompute="all"), "recompute must be one of none, product, projections; got 'all'"),
+        (lambda: nn.GatedMLP(8, 16, activation="glu", gate_options={"limit": 7.0}), "gate_options are those of swiglu"),
         (lambda: nn.MLP(8, 16, activation="swiglu"), "activation must be one of gelu, .*, relu2; got 'swiglu'"),
         (lambda: nn.MLP(8, 16, recompute="projections"), "recompute must be one of none, product; got 'projections'"),
     ],
@@ -207,6 +208,7 @@ TYPES: list[Row] = [
     (lambda: multihead(attn_mask=zeros(T, T).double()), "attn_mask may be float64 only"),
     (lambda: nn.GatedDeltaNet(16, 2.0), "n_v_heads must be an int"),
     (lambda: nn.GatedDeltaNet(16, 2, negative_eigenvalues=1), "negative_eigenvalues must be a bool"),
+    (lambda: nn.Mamba2(16, 2, in_scales=(1.0, 2.0)), "in_scales must be 5 numbers"),
     (lambda: nn.Mamba2(16, 2, conv_bias=1), "conv_bias must be a bool"),
     (lambda: nn.Mamba2(16, 2, dt_limit=1.0), "dt_limit must be two numbers; got 1.0"),
     (lambda: delta(zeros(1, 3, 20), cu_seqlens=zeros(2)), "cu_seqlens"),

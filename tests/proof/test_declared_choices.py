@@ -106,6 +106,11 @@ OTHER: dict[str, dict[str, Any]] = {
     "linear_conv_bias": {**MAMBA, "linear_conv_bias": False},
     "linear_dt_limit": {**MAMBA, "linear_dt_limit": (0.5, 0.6)},
     "linear_norm_groups": {**MAMBA, "linear_norm_groups": 2},
+    "linear_rmsnorm": {**MAMBA, "linear_rmsnorm": False},
+    "linear_norm_before_gate": {**MAMBA, "linear_norm_before_gate": True},
+    "linear_in_scales": {**MAMBA, "linear_in_scales": (2.0, 1.0, 1.0, 1.0, 0.5)},
+    "branch_scales": {"branch_scales": (0.5, 1.0, 2.0)},
+    "gate_alpha": {"gate_alpha": 2.0},
 }
 FIELDS = [field.name for field in dataclasses.fields(ModelConfig)]
 #: Fields that matter in training alone, or whose effect float32 does not show.
@@ -132,7 +137,15 @@ NOT_SHARDED |= {"n_experts", *EXPERT_FIELDS}
 ENCODERS = {"context_dim", "head", "relative_buckets", "relative_max_distance", "token_types"}
 NOT_SHARDED |= {*ENCODERS, "activation_dropout", "output_dropout", "causal", "logit_scale", "attention_scale"}
 NOT_SHARDED |= {"alibi_scaled", "norm_weight_offset", "final_norm", "embedding_scale", "qk_norm_over"}
-NOT_SHARDED |= {*LINEAR_FIELDS, "one_branch", "residual_scale", "qk_norm_weight_offset", "attention_gate"}
+NOT_SHARDED |= {
+    *LINEAR_FIELDS,
+    "one_branch",
+    "residual_scale",
+    "branch_scales",
+    "gate_alpha",
+    "qk_norm_weight_offset",
+    "attention_gate",
+}
 NOT_CLIPPED = {
     *LINEAR_FIELDS,
     "one_branch",

@@ -31,7 +31,8 @@ MODELS: dict[str, dict[str, Any]] = {
     }
     | {"mlp_bias": True},
     "post-rms": {"positions": "none", "norm_placement": "post", "activation": "geglu", "mlp_bias": True},
-    "qk-norm": {"qk_norm": True, "sliding_window": 3, "head_dim": 6},
+    "qk-norm": {"qk_norm": True, "sliding_window": 3, "head_dim": 6}
+    | {"gate_alpha": 1.7, "branch_scales": (0.7, 1.0, 1.3)},
     "qk-norm-alibi": {"qk_norm": True, "positions": "alibi", "sliding_window": 4, "activation": "geglu_tanh"},
     "no-bias": {
         "norm": "layer_norm",
@@ -72,6 +73,10 @@ HYBRIDS: dict[str, ModelConfig] = {
         TINY, n_layers=4, layer_types=("linear_attention", "mlp", "full_attention", "linear_attention"),
         one_branch=True, linear_kind="mamba2", activation="relu2", positions="none", residual_scale=0.7,
         n_experts=3, hidden_dim=6, shared_expert_dim=4, linear_norm_groups=1,
+    ),
+    "falcon-h1": dataclasses.replace(
+        TINY, layer_types=("hybrid", "full_attention"), linear_kind="mamba2", linear_k_heads=2, gate_alpha=0.7,
+        branch_scales=(0.7, 1.3, 0.8), linear_in_scales=(0.9, 1.1, 1.2, 0.7, 1.3), linear_norm_before_gate=True,
     ),
     "only linear": dataclasses.replace(TINY, layer_types=["linear_attention"] * 2, positions="none"),
     "experts": dataclasses.replace(HYBRID, n_experts=3, hidden_dim=6, dense_layers=(0,), shared_expert_dim=4),

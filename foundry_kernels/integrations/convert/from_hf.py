@@ -219,6 +219,8 @@ def _ours(their_name: str, config: ModelConfig) -> tuple[str | None, str]:
     ours = LAYER_MODULES.get(module[layer.end() :])
     if ours is not None and ".experts." in ours:
         kind = ""
+    if ours is not None and ".mamba." in their_name and int(layer[1]) in config.full_layers:
+        ours = ours.replace("attention.", "mixer.")
     if ours == "attention_norm" and config.one_branch and int(layer[1]) in config.mlp_layers:
         ours = "ffn_norm"
     if ours is not None and config.n_experts is None:  # the shared expert is all there is

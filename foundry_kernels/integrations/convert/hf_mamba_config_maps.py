@@ -43,6 +43,14 @@ def of_nemotron(model: nn.Module) -> dict[str, Any]:
     return {**found, "linear_dt_limit": (config.time_step_min, math.inf)} if found else {}
 
 
+def of_falcon_h1(model: nn.Module) -> dict[str, Any]:
+    return {"linear_dt_limit": of_layer(model)["linear_dt_limit"]}
+
+
+def norm_order(config: Any) -> dict[str, Any]:
+    return {} if config.mamba_rms_norm else {"linear_norm_before_gate": False}
+
+
 def granite_hybrid(config: Any) -> dict[str, Any]:
     """Granite 4: experts beside a shared one, or this one alone."""
     fields = {"positions": "none"} if config.position_embedding_type != "rope" else rope(config)
@@ -62,6 +70,28 @@ def nemotron_experts(config: Any) -> dict[str, Any]:
         "shared_expert_dim": config.moe_shared_expert_intermediate_size,
         "dense_layers": dense,
         "dense_hidden_dim": config.intermediate_size if dense else None,
+    }
+
+
+def falcon_h1(config: Any) -> dict[str, Any]:
+    """Falcon-H1's factors, some of which become one: that on what attention reads is in its scores and its result, and
+    ``silu(m g)`` is m times ``g * sigmoid(m g)``."""
+    reads, (gate, down) = config.attention_in_multiplier, config.mlp_multipliers
+    without(config, projectors_bias=config.mamba_proj_bias)
+    for factor, bias in (("attention_in_multiplier", "attention_bias"), ("ssm_in_multiplier", "mamba_proj_bias")):
+        if getattr(config, bias):
+            without(config, **{factor: 1.0})
+    if config.mlp_bias:
+        without(config, mlp_multipliers=[1.0, down])
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {
+        "layer_types": ("hybrid",) * config.num_hidden_layers,
+        "embedding_scale": config.embedding_multiplier,
+        "logit_scale": config.lm_head_multiplier,
+        "attention_scale": width**-0.5 * config.key_multiplier * reads**2,
+        "branch_scales": (reads * config.attention_out_multiplier, config.ssm_out_multiplier, gate * down),
+        "gate_alpha": gate,
+        "linear_in_scales": tuple(config.ssm_in_multiplier * factor for factor in config.ssm_multipliers),
     }
 
 
@@ -92,6 +122,18 @@ GRANITE_HYBRID = dataclasses.replace(
     needs={},
     of_model=of_layer,
     silent=BAMBA.silent | ROTATION | {"num_experts_per_tok", "router_aux_loss_coef"},  # in models without experts
+)
+FALCON_H1 = dataclasses.replace(
+    BAMBA,
+    options={
+        **BAMBA.options,
+        "linear_rmsnorm": "mamba_rms_norm",
+        "linear_norm_before_gate": "mamba_norm_before_gate",
+    },
+    parts=(rope, SILU, falcon_h1, norm_order),
+    needs={},
+    of_model=of_falcon_h1,
+    silent=BAMBA.silent | {"mamba_d_ssm"},
 )
 _MIXER = {
     "linear_k_heads": "n_groups",
@@ -140,6 +182,7 @@ NEMOTRON_H = Reading(
 #: By the name of the language model's class.
 MAMBA = {
     "BambaForCausalLM": BAMBA,
+    "FalconH1ForCausalLM": FALCON_H1,
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "Mamba2ForCausalLM": MAMBA2,
     "NemotronHForCausalLM": NEMOTRON_H,
