@@ -60,10 +60,10 @@ def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generat
             module.reset_parameters(up, generator, down_std=down)
         elif isinstance(module, LinearMixer):
             module.reset_parameters(generator)
-        elif isinstance(module, nn.Conv1d):
-            bound = module.kernel_size[0] ** -0.5  # its own method takes no generator
-            for parameter in module.parameters():
-                nn.init.uniform_(parameter, -bound, bound, generator=generator)
+            bound = module.conv_size**-0.5  # as of nn.Conv1d, whose own method takes no generator
+            for conv in (part for part in module.children() if isinstance(part, nn.Conv1d)):
+                for parameter in conv.parameters():
+                    nn.init.uniform_(parameter, -bound, bound, generator=generator)
         elif isinstance(module, RelativeBias):
             module.reset_parameters(std, generator)
         elif isinstance(module, RMSNorm | LayerNorm | FixedTables):
