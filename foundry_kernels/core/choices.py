@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+from foundry_kernels.core.checks import check_number
+
 #: Gated activations; `nn.mlp` has the function of each.
 GATES = ("swiglu", "geglu", "geglu_tanh", "glu", "reglu")
 #: Activations without a gate; `nn.mlp` has the function of each.
-ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
 #: How a router's logits become scores.
 SCORINGS = ("softmax", "sigmoid")
 #: Initializations of projections; see `models.init`.
 INITS = ("normal", "xavier", "depth_scaled")
+#: The layers of linear attention (`models.mixers` has the class of each), and their options by the fields of a
+#: configuration that only they have.
+MIXERS: dict[str, dict[str, str]] = {
+    "gated_delta_net": {},
+    "mamba2": {
+        "linear_bias": "bias",
+        "linear_conv_bias": "conv_bias",
+        "linear_dt_limit": "dt_limit",
+        "linear_norm_groups": "norm_groups",
+        "linear_rmsnorm": "rmsnorm",
+        "linear_norm_before_gate": "norm_before_gate",
+        "linear_in_scales": "in_scales",
+    },
+}
+
+
+def check_scales(name: str, scales: object, count: int) -> tuple[float, ...]:
+    """Returns `count` factors, after their check."""
+    if not isinstance(scales, tuple | list) or len(scales) != count:
+        raise TypeError(f"{name} must be {count} numbers; got {scales!r:.60}")
+    for scale in scales:
+        check_number(name, scale)
+    return tuple(float(scale) for scale in scales)
 
 
 def why_no_buckets(buckets: int, max_distance: int, causal: bool) -> str | None:

@@ -26,7 +26,7 @@ CLIPPED: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("parallel_residual", "shared_attention_norm")),
     **dict.fromkeys(("embedding_dropout", "residual_dropout", "attention_dropout", "activation_dropout")),
     **dict.fromkeys(("output_dropout", "causal", "logit_scale", "attention_scale", "norm_weight_offset")),
-    **dict.fromkeys(("final_norm", "embedding_scale")),
+    **dict.fromkeys(("final_norm", "embedding_scale", "residual_scale", "branch_scales", "gate_alpha")),
     **dict.fromkeys(("n_experts", *EXPERT_FIELDS)),
     "positions": ("rope", "alibi", "learned", "sinusoidal", "none"),
 }

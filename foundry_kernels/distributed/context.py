@@ -1,5 +1,5 @@
 """Context parallelism of a model: every sequence is sharded over processes, attention is `ring_attention`, and linear
-attention runs from the states that `sharded_gated_delta_rule` finds."""
+attention runs from the states that `sharded_gated_delta_rule` or `sharded_ssd` finds."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from foundry_kernels.core.autograd import apply
-from foundry_kernels.distributed.linear_attention import sharded_gated_delta_rule, sharded_short_conv1d
+from foundry_kernels.distributed.linear_attention import sharded_gated_delta_rule, sharded_short_conv1d, sharded_ssd
 from foundry_kernels.distributed.ring import ring_attention
 from foundry_kernels.distributed.zigzag import Place, sequence_positions, shard_sequence
 from foundry_kernels.models import ModelConfig, Transformer
 from foundry_kernels.models.call import Call, Positions
 from foundry_kernels.models.inputs import check_tokens
-from foundry_kernels.nn import Attention, GatedDeltaNet
+from foundry_kernels.nn import Attention
 from foundry_kernels.nn._masks import packed_positions
+from foundry_kernels.nn.linear_attention import LinearMixer
 
 
 def context_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
@@ -63,7 +64,7 @@ def context_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
     for module in model.modules():
         if isinstance(module, Attention):
             module.attend = shard.attend
-        elif isinstance(module, GatedDeltaNet):
+        elif isinstance(module, LinearMixer):
             module.sharded = shard
     model.sequence_shard = shard
     return model
@@ -89,6 +90,7 @@ class _Shard:
         self.attend = torch.compiler.disable(self._attend)
         self.short_conv1d = torch.compiler.disable(self._convolve)
         self.gated_delta_rule = torch.compiler.disable(self._delta_rule)
+        self.ssd = torch.compiler.disable(self._ssd)
 
     def check(self, call: Call, config: ModelConfig, weight: Tensor) -> None:
         for name in ("cache", "attn_mask", "lengths", "last_only"):
@@ -131,6 +133,10 @@ class _Shard:
 
     def _delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Tensor:
         return sharded_gated_delta_rule(q, k, v, g, beta, self.mesh, **options)
+
+    def _ssd(self, *tensors: Any, **options: Any) -> Tensor:
+        x, dt, A, B, C, D, z, dt_bias = tensors
+        return sharded_ssd(x, dt, A, B, C, D, z, dt_bias, self.mesh, **options)
 
 
 class _Mean(torch.autograd.Function):

@@ -114,7 +114,7 @@ SHARDED: dict[str, tuple[Any, ...] | None] = {
     "positions": ("rope", "learned", "none"),
     "norm": ("rms_norm", "layer_norm"),
     "norm_placement": ("pre", "post"),
-    "activation": ("swiglu", "geglu", "geglu_tanh", "glu", "reglu", "gelu", "gelu_tanh", "silu", "relu"),
+    "activation": ("swiglu", "geglu", "geglu_tanh", "glu", "reglu", "gelu", "gelu_tanh", "silu", "relu", "relu2"),
 }
 #: The reasons why other fields are not supported.
 _REASONS = {

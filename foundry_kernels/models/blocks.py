@@ -17,12 +17,12 @@ from foundry_kernels.models.call import Positions
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.decode_block import decode
 from foundry_kernels.models.hybrid_cache import LayerState
+from foundry_kernels.models.mixers import MIXERS, make_mixer
 from foundry_kernels.models.state_slots import PagedState
 from foundry_kernels.nn import (
     MLP,
     AlibiSlopes,
     Attention,
-    GatedDeltaNet,
     GatedMLP,
     KeyValueStore,
     LayerNorm,
@@ -31,7 +31,6 @@ from foundry_kernels.nn import (
     RotaryEmbedding,
     SwiGLU,
 )
-from foundry_kernels.nn._delta import DELTA_OPS
 from foundry_kernels.nn._paged import PagedKeyValues
 from foundry_kernels.nn.mlp import ACTIVATIONS, GATES
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
@@ -50,7 +49,7 @@ def operations(config: ModelConfig) -> tuple[str, ...]:
         ops.append("rope")
     ops.append((GATES if config.gated else ACTIVATIONS)[config.activation][0])
     ops += ["glu"] if config.attention_gate else []
-    ops += [*DELTA_OPS, "rms_norm", "swiglu"] if config.linear_layers else []
+    ops += MIXERS[config.linear_kind].OPS if config.linear_layers else ()
     ops += [] if config.n_experts is None else ["grouped_mm", "combine_experts"]
     return tuple(dict.fromkeys((*ops, "flash_attention", "cross_entropy", "linear_cross_entropy")))
 
@@ -113,6 +112,10 @@ def make_feed_forward(config: ModelConfig, factory: dict[str, Any], layer: int) 
             dropout=config.activation_dropout,
             **factory,
         )
+    if config.gate_alpha != 1.0:
+        bias, dropout = config.mlp_bias, config.activation_dropout
+        alpha = {"alpha": config.gate_alpha}
+        return GatedMLP(config.dim, width, bias=bias, dropout=dropout, gate_options=alpha, **factory)
     if config.activation == "swiglu" and not config.mlp_bias and not config.activation_dropout:
         return SwiGLU(config.dim, width, **factory)
     block = GatedMLP if config.gated else MLP
@@ -124,14 +127,20 @@ def make_feed_forward(config: ModelConfig, factory: dict[str, Any], layer: int) 
     return block(config.dim, width, **options, **factory)
 
 
-def add_branch(norm: Norm, branch: Tensor, stream: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
-    """Returns the norm of stream + dropout(branch), and this sum. Dropout is only applied in training."""
-    branch = branch.to(stream.dtype)
+def add_branch(norm: Norm, branch: Tensor, stream: Tensor, dropout: float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Returns the norm of stream + dropout(scale * branch), and this sum. Dropout is only applied in training."""
+    branch = branch.to(stream.dtype) if scale == 1.0 else (branch * scale).to(stream.dtype)
     return norm(branch, stream, dropout_p=dropout) if dropout and norm.training else norm(branch, stream)
 
 
 class TransformerBlock(nn.Module):
     """Attention and feed-forward, each after a norm that also adds the previous branch to the residual stream."""
+
+    # None in a block without this branch.
+    attention_norm: Any
+    attention: Any
+    ffn_norm: Any
+    feed_forward: Any
 
     drops_late: ClassVar = True  # whether the caller applies dropout to the returned branch
 
@@ -144,12 +153,18 @@ class TransformerBlock(nn.Module):
         layer: int,
     ) -> None:
         super().__init__()
-        self.attention_norm = make_norm(config, factory)
-        self.attention = self._make_attention(config, factory, rope, alibi)
-        self.ffn_norm = None if config.shared_attention_norm else make_norm(config, factory)
-        self.feed_forward = make_feed_forward(config, factory, layer)
-        self.routes = config.n_experts is not None and layer not in config.dense_layers
-        self.dropout = config.residual_dropout
+        self.attention_norm = self.attention = self.ffn_norm = self.feed_forward = None
+        feeds = layer in config.mlp_layers
+        if not (feeds and config.one_branch):
+            self.attention_norm = make_norm(config, factory)
+            self.attention = self._make_attention(config, factory, rope, alibi)
+        if feeds:
+            self.ffn_norm = None if config.shared_attention_norm else make_norm(config, factory)
+            self.feed_forward = make_feed_forward(config, factory, layer)
+        self.routes = feeds and config.n_experts is not None and layer not in config.dense_layers
+        self.dropout, self.residual_scale = config.residual_dropout, config.residual_scale
+        self.branch_scales = config.branch_scales
+        self.scaled = config.residual_scale != 1.0 or config.branch_scales != (1.0,) * 3
 
     def _make_attention(
         self, config: ModelConfig, factory: dict[str, Any], rope: RotaryEmbedding | None, alibi: AlibiSlopes | None
@@ -174,14 +189,20 @@ class TransformerBlock(nn.Module):
             decoded = decode(self, branch, stream, cache)
             if decoded is not None:
                 return decoded
-        if branch is None:
-            y = self.attention_norm(stream)
-        else:
-            y, stream = add_branch(self.attention_norm, branch, stream, self.dropout)
-        branch = self._attend(y, cache, attn_mask, positions)
-        y, stream = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]
+        if self.attention is not None:
+            y, stream = self._add(self.attention_norm, branch, stream)
+            branch = self._attend(y, cache, attn_mask, positions)
+        if self.feed_forward is None:
+            return branch, stream
+        y, stream = self._add(self.ffn_norm, branch, stream)
         branch, *stats = self._feed(y, return_stats)
         return branch, stream, *stats
+
+    def _add(self, norm: Any, branch: Tensor | None, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the norm of the stream with the branch, if there is one, and this stream."""
+        if branch is None:
+            return norm(stream), stream
+        return add_branch(norm, branch, stream, self.dropout if self.drops_late else 0.0, self.residual_scale)
 
     def _attend(
         self,
@@ -196,29 +217,26 @@ class TransformerBlock(nn.Module):
             found = self.attention(y, cache=cache, attn_mask=attn_mask)
         else:
             found = self.attention(y, cache=cache)
-        return found
+        return _times(found, self.branch_scales[0])
 
     def _feed(self, y: Tensor, return_stats: bool) -> tuple[Tensor, ...]:
         if not (return_stats and self.routes):
-            return (self.feed_forward(y),)
+            return (_times(self.feed_forward(y), self.branch_scales[2]),)
         branch, stats = self.feed_forward(y, return_stats=True)
-        return branch, *stats
+        return _times(branch, self.branch_scales[2]), *stats
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout}" if self.dropout else ""
 
 
 class LinearBlock(TransformerBlock):
-    """Linear attention (:class:`foundry_kernels.nn.GatedDeltaNet`) in the place of attention. It takes no mask: only
-    `lengths` reach it, whose padding comes after all tokens that count."""
+    """Linear attention in the place of attention. It takes no mask: only `lengths` reach it, whose padding comes after
+    all tokens that count."""
 
     def _make_attention(
         self, config: ModelConfig, factory: dict[str, Any], rope: RotaryEmbedding | None, alibi: AlibiSlopes | None
     ) -> Any:
-        v_heads, k_heads, k_dim, v_dim = config.linear_heads
-        order = config.norm_round_before_weight
-        options: dict[str, Any] = {"conv_size": config.linear_conv_size, "norm_eps": config.norm_eps, **factory}
-        return GatedDeltaNet(config.dim, v_heads, k_heads, k_dim, v_dim, norm_round_before_weight=order, **options)
+        return make_mixer(config, **factory)
 
     def _attend(  # type: ignore[override]
         self,
@@ -227,10 +245,34 @@ class LinearBlock(TransformerBlock):
         attn_mask: Tensor | AttentionMask | None,
         positions: Positions | None,
     ) -> Tensor:
-        if cache is not None:
-            return cache.read(self.attention, y)
-        found: Tensor = self.attention(y, cu_seqlens=None if positions is None else positions.cu_seqlens)
-        return found
+        return _times(_read(self.attention, y, cache, positions), self.branch_scales[1])
+
+
+class HybridBlock(TransformerBlock):
+    """The sum of attention and linear attention, which read the same, in the place of attention (Falcon-H1)."""
+
+    def __init__(self, config: ModelConfig, rope: Any, alibi: Any, factory: dict[str, Any], layer: int) -> None:
+        super().__init__(config, rope, alibi, factory, layer)
+        self.mixer = make_mixer(config, **factory)
+
+    def _attend(
+        self, y: Tensor, cache: Any, attn_mask: Tensor | AttentionMask | None, positions: Positions | None
+    ) -> Tensor:
+        keys, state = (None, None) if cache is None else cache
+        found = super()._attend(y, keys, attn_mask, positions)
+        return found + _times(_read(self.mixer, y, state, positions), self.branch_scales[1])
+
+
+def _read(mixer: Any, y: Tensor, cache: LayerState | PagedState | None, positions: Positions | None) -> Tensor:
+    """Returns linear attention of y, which continues the cache's sequences."""
+    if cache is not None:
+        return cache.read(mixer, y)
+    found: Tensor = mixer(y, cu_seqlens=None if positions is None else positions.cu_seqlens)
+    return found
+
+
+def _times(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale
 
 
 class ParallelBlock(TransformerBlock):
@@ -251,10 +293,7 @@ class ParallelBlock(TransformerBlock):
         attn_mask: Tensor | AttentionMask | None = None,
         positions: Positions | None = None,
     ) -> Passed:
-        if branch is None:
-            y = self.attention_norm(stream)
-        else:
-            y, stream = self.attention_norm(branch.to(stream.dtype), stream)
+        y, stream = self._add(self.attention_norm, branch, stream)
         attended = self._attend(y, cache, attn_mask, positions)
         fed, *stats = self._feed(y if self.ffn_norm is None else self.ffn_norm(stream), return_stats)
         if self.dropout:
@@ -275,7 +314,7 @@ class PostNormBlock(TransformerBlock):
         positions: Positions | None = None,
     ) -> Passed:
         branch = self._attend(stream, cache, attn_mask, positions)
-        stream, _ = add_branch(self.attention_norm, branch, stream, self.dropout)
+        stream, _ = self._add(self.attention_norm, branch, stream)
         branch, *stats = self._feed(stream, return_stats)
-        stream, _ = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]
+        stream, _ = self._add(self.ffn_norm, branch, stream)
         return None, stream, *stats

@@ -77,7 +77,7 @@ class KVCache:
         if type(self) is KVCache:
             refuse_linear(config, "KVCache (HybridCache does, which Transformer.make_cache returns)")
         self.linear_layers = config.linear_layers
-        heads = [0 if layer in config.linear_layers else config.kv_heads for layer in range(config.n_layers)]
+        heads = [config.kv_heads * (layer in config.full_layers) for layer in range(config.n_layers)]
         shapes = [(batch_size, n, max_len, config.head_width) for n in heads]
         self.batch_size, self.max_len, self.length = batch_size, max_len, 0
         self.k = [torch.empty(shape, device=device, dtype=dtype) for shape in shapes]

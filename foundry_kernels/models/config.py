@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundry_kernels.core.checks import check_int, check_not_negative, check_number, check_positive
-from foundry_kernels.core.choices import ACTIVATIONS, GATES, INITS, SCORINGS
+from foundry_kernels.core.choices import ACTIVATIONS, GATES, INITS, MIXERS, SCORINGS, check_scales
 from foundry_kernels.models import count, presets
 from foundry_kernels.models.fields import ModelFields
 from foundry_kernels.models.validate import contradictions, layer_kinds
+from foundry_kernels.ops.ssd.checks import check_limits
 
 #: Valid choices, by the name of the field.
 CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -24,6 +25,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "router_scoring": SCORINGS,
     "qk_norm_over": ("head", "projection"),
     "init": INITS,
+    "linear_kind": tuple(MIXERS),
 }
 
 
@@ -75,7 +77,7 @@ class ModelConfig(ModelFields):
         embedding_scale: factor on the embeddings, rounded to their dtype, before positions are added.
         token_types: size of the table of token type embeddings (BERT's segments); 0 means no such table.
         activation: gated "swiglu", "geglu", "geglu_tanh", "glu" (the logistic function) or "reglu", or "gelu",
-            "gelu_tanh" (GPT-2), "silu" or "relu" without a gate.
+            "gelu_tanh" (GPT-2), "silu", "relu" or "relu2" (its square) without a gate.
         ffn_rule: the feed-forward width: "4d", or "two_thirds_of_4d" rounded up to `multiple_of`, which gives a gated
             block the same number of parameters. None is two thirds with a gate, else 4d.
         attention_bias: biases of the projections to queries, keys and values.
@@ -95,11 +97,25 @@ class ModelConfig(ModelFields):
         qk_norm_over: "head" for each head separately, or "projection" for all heads together (OLMoE).
         qk_norm_weight_offset: added to the weights of these norms, as `norm_weight_offset`.
         attention_gate: multiply the heads' results by ``sigmoid(wg x)`` (Qwen3-Next).
-        layer_types: for each layer "full_attention" or "linear_attention"; None is full attention in all. Linear
-            attention is a :class:`foundry_kernels.nn.GatedDeltaNet`, which has no positions and no dropout.
+        layer_types: for each layer "full_attention", "linear_attention", "hybrid" (the sum of both), or with
+            `one_branch` also "mlp"; None is full attention in all. Linear attention has no positions and no dropout.
+        one_branch: a layer has one branch after one norm: attention, linear attention, or in an "mlp" layer the
+            feed-forward block (Mamba-2, Nemotron-H).
+        residual_scale: factor on each branch before it is added to the residual stream (Granite).
+        linear_kind: "gated_delta_net" (:class:`foundry_kernels.nn.GatedDeltaNet`) or "mamba2"
+            (:class:`foundry_kernels.nn.Mamba2`).
         linear_v_heads, linear_k_heads, linear_k_dim, linear_v_dim, linear_conv_size: its heads of values and of keys,
             their widths, and the taps of its convolution. None is `n_heads`, the heads of values, ``dim // n_heads`` or
-            `head_dim`, and the width of keys.
+            `head_dim`, and the width of keys. For "mamba2" they are the heads, the groups, the width of the state, the
+            width of a head and the taps.
+        linear_bias, linear_conv_bias, linear_dt_limit, linear_norm_groups: for "mamba2", the biases of the projections,
+            a bias of the convolution, the least and the largest step size, and the groups of heads that are normalized
+            separately (None is the groups of heads).
+        linear_rmsnorm, linear_norm_before_gate, linear_in_scales: the options `rmsnorm`, `norm_before_gate` and
+            `in_scales` of "mamba2".
+        branch_scales: factors on the results of attention, of linear attention, and of the feed-forward block or
+            experts (Falcon-H1).
+        gate_alpha: "swiglu" multiplies with ``g * sigmoid(gate_alpha * g)``.
         embedding_dropout, residual_dropout: dropout of the embeddings, and of each branch before it is added (fused
             with the norm that adds it).
         attention_dropout: dropout of attention weights, inside the kernels.
@@ -157,6 +173,8 @@ class ModelConfig(ModelFields):
             ("init_std", 0.0),
             ("router_scale", 0.0),
             ("logit_scale", 0.0),
+            ("residual_scale", 0.0),
+            ("gate_alpha", 0.0),
             ("attention_scale", 0.0),
             ("embedding_scale", 0.0),
         ):
@@ -172,6 +190,9 @@ class ModelConfig(ModelFields):
             value = getattr(self, field.name)
             if str(field.type).startswith("bool") and not isinstance(value, bool) and value is not field.default:
                 raise TypeError(f"{field.name} must be a bool; got {type(value).__name__}")
+        for name, length in (("linear_in_scales", 5), ("branch_scales", 3)):
+            object.__setattr__(self, name, check_scales(name, getattr(self, name), length))
+        object.__setattr__(self, "linear_dt_limit", check_limits("linear_dt_limit", self.linear_dt_limit))
         check_number("norm_weight_offset", self.norm_weight_offset)
         check_number("qk_norm_weight_offset", self.qk_norm_weight_offset)
         for name in (

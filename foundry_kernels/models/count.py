@@ -69,27 +69,23 @@ def parameters_by_part(config: ModelFields, active: bool = False) -> Parts:
         output projection; 0 if it is tied, because its matrix is the embedding's.
     """
     dim, norm, n_layers = config.dim, config.dim * (2 if config.norms_have_bias else 1), config.n_layers
-    blocks = n_layers * (1 if config.shared_attention_norm else 2)
+    blocks = n_layers * (1 if config.shared_attention_norm or config.one_branch else 2)
     attention, norms = _attention(config, dim), _qk_norms(config)
     if config.context_dim is not None:
         attention, norms = attention + _attention(config, config.context_dim), 2 * norms
         blocks += n_layers
-    linear = len(config.linear_layers)
-    full = n_layers - linear
+    full, linear = len(config.full_layers), len(config.linear_layers)
+    of_linear, its_norm, _ = _linear_attention(config)
     learned = config.max_seq_len if config.positions == "learned" else 0
     dense = len(config.dense_layers)
-    feed_forward = (n_layers - dense) * _feed_forward(config, active)
+    feed_forward = (len(config.mlp_layers) - dense) * _feed_forward(config, active)
     feed_forward += dense * _block(config, config.dense_hidden_dim or config.ffn_width)
     own_head = config.head and not config.tie_embeddings
     return Parts(
         embedding=dim * (config.vocab_size + config.token_types + learned),
-        attention=full * attention
-        + linear * _linear_attention(config)
-        + config.relative_buckets * config.n_heads * config.relative,
+        attention=full * attention + linear * of_linear + config.relative_buckets * config.n_heads * config.relative,
         feed_forward=feed_forward,
-        norms=full * norms
-        + linear * config.linear_heads.v_dim
-        + norm * (blocks + config.embedding_norm + config.ends_with_norm),
+        norms=full * norms + linear * its_norm + norm * (blocks + config.embedding_norm + config.ends_with_norm),
         head=config.vocab_size * (dim * own_head + config.output_bias),
     )
 
@@ -102,15 +98,15 @@ def _attention(config: ModelFields, source: int) -> int:
     return config.dim * (2 * q + gate) + 2 * source * kv + biases
 
 
-def _linear_matrices(config: ModelFields) -> int:
-    """The projections of a layer with linear attention."""
-    heads = config.linear_heads
-    return config.dim * (heads.channels + 2 * heads.values + 2 * heads.v_heads)
-
-
-def _linear_attention(config: ModelFields) -> int:
-    heads = config.linear_heads
-    return _linear_matrices(config) + heads.channels * config.linear_conv_size + 2 * heads.v_heads
+def _linear_attention(config: ModelFields) -> tuple[int, int, float]:
+    """The parameters of a layer with linear attention besides its norm, those of its norm, and the floating-point
+    operations of its projections for a token."""
+    if not config.linear_layers:
+        return 0, 0, 0.0
+    mixer = module_above("mixers").make_mixer(config, device="meta")
+    norm = 0 if mixer.norm is None else sum(p.numel() for p in mixer.norm.parameters())
+    matrices = sum(layer.weight.numel() for layer in mixer.modules() if isinstance(layer, torch.nn.Linear))
+    return sum(p.numel() for p in mixer.parameters()) - norm, norm, 2.0 * matrices
 
 
 def _qk_norms(config: ModelFields) -> int:
@@ -160,7 +156,7 @@ def cache_bytes(config: ModelFields, batch: int, length: int, dtype: torch.dtype
     linear, heads = len(config.linear_layers), config.linear_heads
     states = linear * batch * heads.channels * (config.linear_conv_size - 1) * itemsize
     states += linear * batch * heads.values * heads.k_dim * wide_dtype(dtype).itemsize
-    return 2 * (config.n_layers - linear) * batch * config.kv_heads * length * config.head_width * itemsize + states
+    return 2 * len(config.full_layers) * batch * config.kv_heads * length * config.head_width * itemsize + states
 
 
 def _itemsize(name: str, dtype: object) -> int:
@@ -178,8 +174,8 @@ def flops_by_part(config: ModelFields, length: int, context_length: int | None =
     counted. A training step counts as 3 forward passes, because the backward pass has two matmuls for each one;
     recomputation is not counted.
 
-    Linear attention counts its projections in "attention" and, in "attention_scores", the three matmuls of a token with
-    the state of a head (its chunks take more).
+    Linear attention counts its projections in "attention" and, in "attention_scores", the matmuls of a token with the
+    state of a head: three, and two for Mamba-2 (its chunks take more).
 
     Scores are counted for the keys that a query sees, averaged over the positions: ``(length + 1) / 2`` keys in a
     causal model, fewer with a window, all in an encoder. A backend that also computes masked scores, such as the
@@ -209,13 +205,13 @@ def flops_by_part(config: ModelFields, length: int, context_length: int | None =
     if config.n_experts is not None:
         experts = config.top_k * experts + 2.0 * config.dim * (config.n_experts + config.shared_expert_gate)
         experts += 2.0 * _matrices(config, config.shared_expert_dim or 0)
-    feed_forward = (config.n_layers - dense) * experts
+    feed_forward = (len(config.mlp_layers) - dense) * experts
     feed_forward += dense * 2.0 * _matrices(config, config.dense_hidden_dim or config.ffn_width)
     linear, heads = len(config.linear_layers), config.linear_heads
-    full = config.n_layers - linear
+    full, per_state = len(config.full_layers), 2.0 * module_above("mixers").MIXERS[config.linear_kind].PRODUCTS
     return {
-        "attention": full * projections + linear * 2.0 * _linear_matrices(config),
-        "attention_scores": full * scores + linear * 6.0 * heads.values * heads.k_dim,
+        "attention": full * projections + linear * _linear_attention(config)[2],
+        "attention_scores": full * scores + linear * per_state * heads.values * heads.k_dim,
         "feed_forward": feed_forward,
         "head": 2.0 * config.dim * config.vocab_size * config.head,
     }

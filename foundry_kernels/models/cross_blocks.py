@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from foundry_kernels.models.blocks import (
+    HybridBlock,
     LinearBlock,
     ParallelBlock,
     Passed,
     PostNormBlock,
     TransformerBlock,
-    add_branch,
     make_attention,
     make_norm,
 )
@@ -51,14 +51,11 @@ class CrossBlock(TransformerBlock):
         context_mask: AttentionMask | None,
     ) -> Passed:
         """Computes :class:`TransformerBlock`'s block with a context and its mask."""
-        if branch is None:
-            y = self.attention_norm(stream)
-        else:
-            y, stream = add_branch(self.attention_norm, branch, stream, self.dropout)
+        y, stream = self._add(self.attention_norm, branch, stream)
         branch = self._attend(y, cache, attn_mask, positions)
-        y, stream = add_branch(self.cross_norm, branch, stream, self.dropout)
+        y, stream = self._add(self.cross_norm, branch, stream)
         branch = self.cross_attention(y, context=context, attn_mask=context_mask)
-        y, stream = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]
+        y, stream = self._add(self.ffn_norm, branch, stream)
         branch, *stats = self._feed(y, return_stats)
         return branch, stream, *stats
 
@@ -78,18 +75,18 @@ class PostNormCrossBlock(CrossBlock):
         context_mask: AttentionMask | None,
     ) -> Passed:
         branch = self._attend(stream, cache, attn_mask, positions)
-        stream, _ = add_branch(self.attention_norm, branch, stream, self.dropout)
+        stream, _ = self._add(self.attention_norm, branch, stream)
         branch = self.cross_attention(stream, context=context, attn_mask=context_mask)
-        stream, _ = add_branch(self.cross_norm, branch, stream, self.dropout)
+        stream, _ = self._add(self.cross_norm, branch, stream)
         branch, *stats = self._feed(stream, return_stats)
-        stream, _ = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]
+        stream, _ = self._add(self.ffn_norm, branch, stream)
         return None, stream, *stats
 
 
 def block_class(config: ModelConfig, layer: int = 0) -> type[TransformerBlock]:
     """The class of a layer; all have the same `drops_late`."""
     if layer in config.linear_layers:
-        return LinearBlock
+        return HybridBlock if layer in config.full_layers else LinearBlock
     if config.norm_placement == "post":
         return PostNormBlock if config.context_dim is None else PostNormCrossBlock
     if config.context_dim is not None:

@@ -52,7 +52,7 @@ def decode_all(
     - causal self-attention (:class:`Attention`) with a :class:`RotaryEmbedding`, without norms or slopes;
     - a :class:`GatedMLP`;
     - `nn.Linear` without biases, and no dropout in training;
-    - native kernels, and no hooks on any module.
+    - no factors on branches, native kernels, and no hooks on any module.
     """
     found = _all_arguments(blocks, kind, stream, cache)
     if found is None:
@@ -130,6 +130,8 @@ def _arguments(
     inner, outer = attention._modules, feed_forward._modules
     rope = inner.get("rope")
     if type(rope) is not RotaryEmbedding or is_observed(rope) or not _attends_plainly(attention):
+        return None
+    if block.scaled or feed_forward.gate_options:
         return None
     if block.training and (block.dropout or attention.dropout or feed_forward.dropout):
         return None

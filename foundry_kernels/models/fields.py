@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from foundry_kernels.core.choices import GATES
 from foundry_kernels.ops.rope import RopeScaling
 
 #: The kinds of layers, by their names in transformers.
-FULL, LINEAR = "full_attention", "linear_attention"
+FULL, LINEAR, MLP, HYBRID = "full_attention", "linear_attention", "mlp", "hybrid"
 
 
 class LinearHeads(NamedTuple):
@@ -105,11 +106,23 @@ class ModelFields:
     qk_norm_weight_offset: float = 0.0
     attention_gate: bool = False
     layer_types: tuple[str, ...] | None = None
+    one_branch: bool = False
+    residual_scale: float = 1.0
     linear_v_heads: int | None = None
     linear_k_heads: int | None = None
     linear_k_dim: int | None = None
     linear_v_dim: int | None = None
     linear_conv_size: int = 4
+    linear_kind: str = "gated_delta_net"
+    linear_bias: bool = False
+    linear_conv_bias: bool = True
+    linear_dt_limit: tuple[float, float] = (0.0, math.inf)
+    linear_norm_groups: int | None = None
+    linear_rmsnorm: bool = True
+    linear_norm_before_gate: bool = False
+    linear_in_scales: tuple[float, ...] = (1.0,) * 5
+    branch_scales: tuple[float, ...] = (1.0,) * 3
+    gate_alpha: float = 1.0
 
     # The properties below are derived and not stored, so that `dataclasses.replace` recomputes them.
 
@@ -134,9 +147,23 @@ class ModelFields:
         return self.activation in GATES
 
     @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers with attention that keeps keys and values."""
+        return self._layers(FULL, HYBRID)
+
+    @property
     def linear_layers(self) -> tuple[int, ...]:
         """The layers with linear attention."""
-        return tuple(n for n, kind in enumerate(self.layer_types or ()) if kind == LINEAR)
+        return self._layers(LINEAR, HYBRID)
+
+    @property
+    def mlp_layers(self) -> tuple[int, ...]:
+        """The layers with a feed-forward block or experts."""
+        return self._layers(MLP) if self.one_branch else tuple(range(self.n_layers))
+
+    def _layers(self, *kinds: str) -> tuple[int, ...]:
+        every = self.layer_types or (FULL,) * self.n_layers
+        return tuple(layer for layer, kind in enumerate(every) if kind in kinds)
 
     @property
     def linear_heads(self) -> LinearHeads:

@@ -10,7 +10,8 @@ from torch import Tensor
 from foundry_kernels.models.cache import KVCache, LayerCache
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.state_slots import make_states
-from foundry_kernels.nn import GatedDeltaNet, GatedDeltaState
+from foundry_kernels.nn import GatedDeltaState
+from foundry_kernels.nn.linear_attention import LinearMixer
 
 
 class HybridCache(KVCache):
@@ -67,8 +68,11 @@ class HybridCache(KVCache):
             )
 
     def layer(self, index: int) -> Any:
-        """Returns one layer's part: a :class:`LayerState` for linear attention."""
-        return LayerCache(self, index) if self.states[index] is None else LayerState(self, index)
+        """Returns one layer's part: a :class:`LayerState` for linear attention, or a pair for both."""
+        if self.states[index] is None:
+            return LayerCache(self, index)
+        state = LayerState(self, index)
+        return state if self.k[index].shape[1] == 0 else (LayerCache(self, index), state)
 
     def advance(self, count: int) -> None:
         self._length += count
@@ -102,7 +106,7 @@ class LayerState:
         self._cache._written = True
         return state
 
-    def read(self, attention: GatedDeltaNet, y: Tensor) -> Tensor:
+    def read(self, attention: LinearMixer, y: Tensor) -> Tensor:
         """Returns ``attention(y)``, which continues the sequences and overwrites their states."""
         found: Tensor = attention(y, state=self.state)
         return found

@@ -10,7 +10,6 @@ from foundry_kernels.nn import (
     MLP,
     Attention,
     Experts,
-    GatedDeltaNet,
     GatedMLP,
     LayerNorm,
     RelativeBias,
@@ -18,6 +17,7 @@ from foundry_kernels.nn import (
     Router,
 )
 from foundry_kernels.nn._tables import FixedTables
+from foundry_kernels.nn.linear_attention import LinearMixer
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generat
     - "normal": `init_std`.
     - "xavier": ``sqrt(2 / (fan_in + fan_out))``, for each expert's matrices separately.
     - "depth_scaled": `init_std`, and ``init_std / sqrt(2 n_layers)`` for projections that write to the residual stream:
-      `wo` of attention, `out_proj` of linear attention, `w2` of feed-forward blocks and `down_proj` of experts.
+      `wo` of attention, the last one of linear attention, `w2` of feed-forward blocks and `down_proj` of experts.
 
     Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural networks", AISTATS 2010;
     Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019, section 2.3, with the factor of
@@ -37,7 +37,7 @@ def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generat
     std = config.init_std
     into_stream = std / (2 * config.n_layers) ** 0.5 if config.init == "depth_scaled" else std
     last = {module.wo for module in model.modules() if isinstance(module, Attention)}
-    last |= {module.out_proj for module in model.modules() if isinstance(module, GatedDeltaNet)}
+    last |= {module.output_projection for module in model.modules() if isinstance(module, LinearMixer)}
     last |= {module.w2 for module in model.modules() if isinstance(module, GatedMLP | MLP)}
 
     def deviation(fan_in: int, fan_out: int, writes: bool = False) -> float:
@@ -58,10 +58,12 @@ def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generat
         elif isinstance(module, Experts):
             up, down = (deviation(module.dim, module.width, writes) for writes in (False, True))
             module.reset_parameters(up, generator, down_std=down)
-        elif isinstance(module, GatedDeltaNet):
+        elif isinstance(module, LinearMixer):
             module.reset_parameters(generator)
             bound = module.conv_size**-0.5  # as of nn.Conv1d, whose own method takes no generator
-            nn.init.uniform_(module.conv1d.weight, -bound, bound, generator=generator)
+            for conv in (part for part in module.children() if isinstance(part, nn.Conv1d)):
+                for parameter in conv.parameters():
+                    nn.init.uniform_(parameter, -bound, bound, generator=generator)
         elif isinstance(module, RelativeBias):
             module.reset_parameters(std, generator)
         elif isinstance(module, RMSNorm | LayerNorm | FixedTables):

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.count import Parts
 from foundry_kernels.models.transformer import Transformer
-from foundry_kernels.nn import MLP, Attention, GatedDeltaNet, GatedMLP, LayerNorm, MoE, RMSNorm
+from foundry_kernels.nn import MLP, Attention, GatedMLP, LayerNorm, MoE, RMSNorm
 from foundry_kernels.nn._backend import Backend
+from foundry_kernels.nn.linear_attention import LinearMixer
 
 _PARTS: dict[str, Any] = {
-    "attention": (Attention, GatedDeltaNet),
+    "attention": (Attention, LinearMixer),
     "feed_forward": (GatedMLP, MLP, MoE),
     "norms": (RMSNorm, LayerNorm),
 }

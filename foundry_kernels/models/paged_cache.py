@@ -68,7 +68,7 @@ class PagedKVCache:
         if n_sequences is not None:
             check_int("n_sequences", n_sequences, minimum=1)
             self._states = StateSlots(config, n_sequences, device, dtype)
-        heads = [0 if layer in config.linear_layers else config.kv_heads for layer in range(config.n_layers)]
+        heads = [config.kv_heads * (layer in config.full_layers) for layer in range(config.n_layers)]
         shapes = [(n_pages, page_size, n, config.head_width) for n in heads]
         self._max_len = config.max_seq_len if config.positions == "learned" else math.inf
         self.k = [torch.empty(shape, device=device, dtype=dtype) for shape in shapes]
@@ -264,12 +264,15 @@ class PagedForward:
         self.step, self._cache, self._counts, self._packed = step, cache, counts, packed
         self._slots = slice(0) if cache._states is None else cache._states.arrange(tuple(counts))
 
-    def layer(self, index: int) -> PagedKeyValues | PagedState:
-        """Returns one layer's part, as :class:`foundry_kernels.nn.Attention` takes it, or of linear attention."""
+    def layer(self, index: int) -> PagedKeyValues | PagedState | tuple[PagedKeyValues, PagedState]:
+        """Returns one layer's part, as :class:`foundry_kernels.nn.Attention` takes it, or of linear attention, or a
+        pair for both."""
+        keys = PagedKeyValues(self._cache.k[index], self._cache.v[index], self.step)
         states = self._cache._states
         if states is not None and index in self._cache.linear_layers:
-            return PagedState(states, index, tuple(self._counts), self._slots, self.step, self._packed)
-        return PagedKeyValues(self._cache.k[index], self._cache.v[index], self.step)
+            state = PagedState(states, index, tuple(self._counts), self._slots, self.step, self._packed)
+            return state if keys.k.shape[2] == 0 else (keys, state)
+        return keys
 
     def advance(self, count: int) -> None:
         """Advances each sequence's length by its new positions."""

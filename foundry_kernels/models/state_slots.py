@@ -11,8 +11,9 @@ from torch import Tensor
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.pages import OutOfPages
-from foundry_kernels.nn import GatedDeltaNet, GatedDeltaState
+from foundry_kernels.nn import GatedDeltaState
 from foundry_kernels.nn._paged import PagedStep
+from foundry_kernels.nn.linear_attention import LinearMixer
 
 
 def make_states(
@@ -126,7 +127,7 @@ class PagedState:
         self._states, self._layer, self._sequences, self._slots = states, layer, sequences, slots
         self._step, self._packed = step, packed
 
-    def read(self, attention: GatedDeltaNet, y: Tensor) -> Tensor:
+    def read(self, attention: LinearMixer, y: Tensor) -> Tensor:
         """Returns ``attention(y)``, which continues the sequences and overwrites their states."""
         step, state = self._step, self._states.begin(self._layer, self._sequences, self._slots)
         if not self._packed:

@@ -47,7 +47,7 @@ class Transformer(Model):
     choices add `pos_embeddings`, `type_embeddings`, `embedding_norm`, `relative_bias`, `layers.N.attention.{q_norm,
     k_norm, wg}` and `layers.N.{cross_norm, cross_attention}`; without a gate there is no `w3`, with a shared norm no
     `ffn_norm`, with "post" norms no `norm`; with experts `feed_forward` is a :class:`foundry_kernels.nn.MoE`, and with
-    linear attention `attention` a :class:`foundry_kernels.nn.GatedDeltaNet`.
+    linear attention `attention` is the layer of `linear_kind`. A block with one branch only has this one's.
     :meth:`from_hf` takes the models of transformers.
 
     Under autocast the residual stream keeps the dtype of the embedding; only the branches are in low precision.
@@ -141,9 +141,10 @@ class Transformer(Model):
         """Converts a model of transformers. The result has copies of its weights, with their dtype and device.
 
         Supported are the causal language models of GPT-2, LLaMA, BLOOM and Falcon, and of Mistral, Qwen2, Qwen3,
-        GPT-NeoX, OPT, Phi, StarCoder2, StableLM, Gemma and the first GPT; with experts Mixtral, Qwen2-MoE, Qwen3-MoE,
-        OLMoE, GLM-4-MoE and dots.llm1; with linear attention Qwen3-Next and Qwen3.5; and the encoders of BERT, RoBERTa
-        and XLM-RoBERTa without a head (a pooler is left out). Logits, or the last hidden states, are equal up to
+        GPT-NeoX, OPT, Phi, StarCoder2, StableLM, Gemma, Granite and the first GPT; with experts Mixtral, Qwen2-MoE,
+        Qwen3-MoE, OLMoE, GLM-4-MoE and dots.llm1; with linear attention Qwen3-Next, Qwen3.5, Mamba 2, Bamba, Granite 4,
+        Nemotron-H and Falcon-H1; and the encoders of BERT, RoBERTa and XLM-RoBERTa without a head (a pooler is
+        left out). Logits, or the last hidden states, are equal up to
         rounding. The mode and the checkpoint's dropout probabilities are preserved.
 
         Args:
@@ -309,7 +310,11 @@ class Transformer(Model):
         """The input of the head."""
         config, norm = self.config, self.norm
         if branch is not None:  # None for blocks with "post" norms
-            y = stream + branch if norm is None else add_branch(norm, branch, stream, self._late_dropout)[0]
+            scale = config.residual_scale
+            if norm is None:
+                y = torch.add(stream, branch, alpha=scale)
+            else:
+                y, _ = add_branch(norm, branch, stream, self._late_dropout, scale)
         else:
             y = stream if norm is None else norm(stream)
         if config.output_dropout:

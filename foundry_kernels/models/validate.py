@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from foundry_kernels.core.checks import check_int
-from foundry_kernels.core.choices import GATES, why_no_buckets, why_no_groups
-from foundry_kernels.models.fields import FULL, LINEAR, ModelFields
+from foundry_kernels.core.choices import MIXERS, why_no_buckets, why_no_groups
+from foundry_kernels.models.fields import FULL, HYBRID, LINEAR, MLP, ModelFields
 from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM, MAX_VALUE_DIM
 from foundry_kernels.ops.short_conv1d import MAX_TAPS
 
@@ -27,11 +27,11 @@ def layer_kinds(kinds: object, n_layers: int) -> tuple[str, ...] | None:
         return None
     if not isinstance(kinds, Sequence) or isinstance(kinds, str) or not all(isinstance(kind, str) for kind in kinds):
         raise TypeError(f"layer_types must be a tuple of strings; got {kinds!r:.60}")
-    if unknown := [kind for kind in kinds if kind not in (FULL, LINEAR)]:
-        raise ValueError(f"layer_types must be of {FULL!r} and {LINEAR!r}; got {unknown[0]!r}")
+    if unknown := [kind for kind in kinds if kind not in (FULL, LINEAR, MLP, HYBRID)]:
+        raise ValueError(f"layer_types must be of {FULL!r}, {LINEAR!r}, {HYBRID!r} and {MLP!r}; got {unknown[0]!r}")
     if len(kinds) != n_layers:
         raise ValueError(f"layer_types must have one for each of n_layers={n_layers}; got {len(kinds)}")
-    return tuple(kinds) if LINEAR in kinds else None
+    return None if set(kinds) == {FULL} else tuple(kinds)
 
 
 def refuse_choices(
@@ -89,24 +89,39 @@ def contradictions(config: ModelFields) -> Iterator[str]:
         yield from _without("head=True", config, "tie_embeddings", "output_bias", "logit_scale")
     if config.qk_norm_weight_offset and not config.qk_norm:
         yield f"qk_norm_weight_offset needs qk_norm=True; got {config.qk_norm_weight_offset}"
+    if config.gate_alpha != 1.0 and (config.activation != "swiglu" or config.n_experts is not None):
+        yield "gate_alpha needs activation='swiglu' and no experts"
+    if config.linear_norm_before_gate and not config.linear_rmsnorm:
+        yield "linear_norm_before_gate needs linear_rmsnorm=True: there is no norm; got True"
+    if config.one_branch and HYBRID in (config.layer_types or ()):
+        yield f"layer_types with {HYBRID!r} needs one_branch=False: the layer has two branches"
+    if config.one_branch:
+        yield from _needs_plain_blocks("one_branch", config)
+    elif MLP in (config.layer_types or ()):
+        yield f"layer_types with {MLP!r} needs one_branch=True: other layers have a feed-forward block anyway"
     yield from _contradictions_of_linear_attention(config)
     yield from _contradictions_of_experts(config)
 
 
 def _contradictions_of_linear_attention(config: ModelFields) -> Iterator[str]:
+    given = {
+        field.name: value
+        for field in dataclasses.fields(config)
+        if field.name.startswith("linear_") and (value := getattr(config, field.name)) != field.default
+    }
     if not config.linear_layers:
-        for name in ("linear_v_heads", "linear_k_heads", "linear_k_dim", "linear_v_dim", "linear_conv_size"):
-            value = getattr(config, name)
-            if value != config.__dataclass_fields__[name].default:
-                yield f"{name} needs a layer of linear attention in layer_types; got {value}"
+        for name, value in given.items():
+            yield f"{name} needs a layer of linear attention in layer_types; got {value}"
         return
-    needs = {"causal": True, "norm_placement": "pre", "parallel_residual": False, "context_dim": None}
-    for name, value in needs.items():
-        if getattr(config, name) != value:
-            yield f"layer_types with linear attention needs {name}={value!r}; got {getattr(config, name)!r}"
+    for kind, options in MIXERS.items():
+        for name in () if kind == config.linear_kind else options.keys() & given.keys():
+            yield f"{name} needs linear_kind={kind!r}; got {given[name]} with linear_kind={config.linear_kind!r}"
+    yield from _needs_plain_blocks("layer_types with linear attention", config, causal=True)
     heads = config.linear_heads
     if heads.v_heads % heads.k_heads:
         yield f"linear_v_heads must be a multiple of linear_k_heads={heads.k_heads}; got {heads.v_heads}"
+    if heads.v_heads % (config.linear_norm_groups or 1):
+        yield f"linear_norm_groups must be a divisor of {heads.v_heads} heads; got {config.linear_norm_groups}"
     for name, width, most in (
         ("linear_k_dim", heads.k_dim, MAX_HEAD_DIM),
         ("linear_v_dim", heads.v_dim, MAX_VALUE_DIM),
@@ -114,6 +129,13 @@ def _contradictions_of_linear_attention(config: ModelFields) -> Iterator[str]:
     ):
         if width > most:
             yield f"{name} must be at most {most}; got {width}"
+
+
+def _needs_plain_blocks(what: str, config: ModelFields, **others: Any) -> Iterator[str]:
+    needs = {**others, "norm_placement": "pre", "parallel_residual": False, "context_dim": None}
+    for name, value in needs.items():
+        if getattr(config, name) != value:
+            yield f"{what} needs {name}={value!r}; got {getattr(config, name)!r}"
 
 
 def _contradictions_of_experts(config: ModelFields) -> Iterator[str]:
@@ -125,8 +147,6 @@ def _contradictions_of_experts(config: ModelFields) -> Iterator[str]:
         return
     if config.top_k > config.n_experts:
         yield f"top_k must be at most n_experts={config.n_experts}; got {config.top_k}"
-    if not config.gated:
-        yield f"n_experts needs a gated activation, one of {', '.join(GATES)}; got activation={config.activation!r}"
     if config.top_k == 1 and config.n_experts > 1 and config.router_renormalize:
         yield (
             "router_renormalize must be False with top_k=1: a weight divided by itself is 1, and the router "
@@ -136,8 +156,10 @@ def _contradictions_of_experts(config: ModelFields) -> Iterator[str]:
         yield "shared_expert_gate needs shared_expert_dim: there is no shared expert; got True"
     if config.dense_hidden_dim is not None and not config.dense_layers:
         yield f"dense_hidden_dim needs dense_layers: every layer has experts; got {config.dense_hidden_dim}"
-    if len(config.dense_layers) == config.n_layers:
-        yield f"dense_layers must leave a layer for the experts; got all {config.n_layers}"
+    if apart := sorted(set(config.dense_layers) - set(config.mlp_layers)):
+        yield f"dense_layers must be layers with a feed-forward block; got {apart[0]}"
+    if not set(config.mlp_layers) - set(config.dense_layers):
+        yield f"dense_layers must leave a layer for the experts; got all {len(config.dense_layers)}"
     if reason := why_no_groups(config.n_experts, config.top_k, config.router_groups, config.router_top_groups):
         yield reason.replace("n_groups", "router_groups").replace("top_groups", "router_top_groups")
 

@@ -4,8 +4,10 @@ Every module takes `backend`: the name of a backend, or a mapping from operation
 """
 
 from foundry_kernels.nn.attention import Attention, ContextKeyValues, KeyValueStore
-from foundry_kernels.nn.gated_delta_net import GatedDeltaNet, GatedDeltaState
+from foundry_kernels.nn.gated_delta_net import GatedDeltaNet
+from foundry_kernels.nn.linear_attention import GatedDeltaState
 from foundry_kernels.nn.loss import LinearCrossEntropy
+from foundry_kernels.nn.mamba2 import Mamba2
 from foundry_kernels.nn.mlp import MLP, GatedMLP
 from foundry_kernels.nn.moe import Experts, MoE
 from foundry_kernels.nn.multihead import MultiheadAttention
@@ -28,6 +30,7 @@ __all__ = [
     "KeyValueStore",
     "LayerNorm",
     "LinearCrossEntropy",
+    "Mamba2",
     "MoE",
     "MultiheadAttention",
     "RMSNorm",

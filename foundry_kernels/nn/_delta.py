@@ -48,6 +48,23 @@ class ShardedDelta(Protocol):
         backend: str,
     ) -> Tensor: ...
 
+    def ssd(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        z: Tensor | None,
+        dt_bias: Tensor | None,
+        *,
+        dt_softplus: bool,
+        dt_limit: tuple[float, float],
+        cu_seqlens: Tensor | None,
+        backend: str,
+    ) -> Tensor: ...
+
 
 class Gates(NamedTuple):
     """The gates of the decay and of the step size. Their inputs a, ``[B, H, T]`` or ``[B, H, T, D_k]``, and b, ``[B, H,
@@ -61,15 +78,15 @@ class Gates(NamedTuple):
     def options(self, a: Tensor, b: Tensor, v: Tensor) -> dict[str, Any]:
         """What the rule takes for values v."""
         return {
-            "g": _allowed(a, v),
-            "beta": _allowed(b, v),
-            "A_log": None if self.A_log is None else _allowed(self.A_log, v),
-            "dt_bias": None if self.dt_bias is None else _allowed(self.dt_bias, v),
+            "g": allowed(a, v),
+            "beta": allowed(b, v),
+            "A_log": None if self.A_log is None else allowed(self.A_log, v),
+            "dt_bias": None if self.dt_bias is None else allowed(self.dt_bias, v),
             "beta_limit": self.limit,
         }
 
 
-def _allowed(x: Tensor, v: Tensor) -> Tensor:
+def allowed(x: Tensor, v: Tensor) -> Tensor:
     """x in v's dtype or in that of the arithmetic: a layer may hold others."""
     low = autocast_dtype(v)
     return x if x.dtype in (wide := wide_dtype(v.dtype), v.dtype if low is None else low) else x.to(wide)

@@ -2,60 +2,21 @@ r"""Linear attention by the gated delta rule as a module: the layer of Qwen3-Nex
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.checks import (
-    check_bool,
-    check_dtype,
-    check_int,
-    check_integer,
-    check_not_negative,
-    check_rank,
-    check_shape,
-    check_tensor,
-)
-from foundry_kernels.core.inference import recorded, without_backward
-from foundry_kernels.core.registry import wide_dtype
-from foundry_kernels.nn._backend import Backend, describe, plan
-from foundry_kernels.nn._delta import (
-    DELTA_OPS,
-    Gates,
-    ShardedDelta,
-    delta_rule_of,
-    delta_rule_step_of,
-    taps_of,
-)
+from foundry_kernels.core.checks import check_bool, check_not_negative
+from foundry_kernels.nn._backend import Backend, describe
+from foundry_kernels.nn._delta import DELTA_OPS, Gates, delta_rule_of, delta_rule_step_of, taps_of
 from foundry_kernels.nn._linear_layers import layers_for
-from foundry_kernels.nn._paged import NO_GRADIENT
-from foundry_kernels.nn._scripting import refuse_scripting
+from foundry_kernels.nn.linear_attention import GatedDeltaState, LinearMixer
 from foundry_kernels.nn.norm import RMSNorm
-from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM, MAX_VALUE_DIM
 from foundry_kernels.ops.gated_rms_norm import gated_rms_norm
-from foundry_kernels.ops.short_conv1d import MAX_TAPS, short_conv1d, short_conv1d_step
 
 
-class GatedDeltaState(NamedTuple):
-    """What a :class:`GatedDeltaNet` keeps of N sequences so far. Calls overwrite both tensors.
-
-    conv: ``[N, C, conv_size - 1]``, the last inputs of the convolution, the newest last, in their dtype. recurrent:
-    ``[N, n_v_heads, head_k_dim, head_v_dim]`` float32 (float64), the states of the gated delta rule. Zeros are the
-    state before the first token.
-    """
-
-    conv: Tensor
-    recurrent: Tensor
-
-    def reset(self) -> None:
-        """Makes it the state before the first token again."""
-        self.conv.zero_()
-        self.recurrent.zero_()
-
-
-class GatedDeltaNet(torch.nn.Module):
+class GatedDeltaNet(LinearMixer):
     r"""Linear attention with the gated delta rule; its parameters have the names and shapes of Qwen3.5's.
 
     For an input x ``[B, T, dim]``, with the heads of keys repeated for the heads of values,
@@ -97,7 +58,8 @@ class GatedDeltaNet(torch.nn.Module):
     Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024, arXiv:2412.06464.
     """
 
-    __prepare_scriptable__ = refuse_scripting
+    OPS = (*DELTA_OPS, "rms_norm", "gated_rms_norm")
+    PRODUCTS = 3
 
     def __init__(
         self,
@@ -115,21 +77,17 @@ class GatedDeltaNet(torch.nn.Module):
         dtype: torch.dtype | None = None,
         backend: Backend = "auto",
     ) -> None:
-        super().__init__()
         n_k_heads = n_v_heads if n_k_heads is None else n_k_heads
         head_v_dim = head_k_dim if head_v_dim is None else head_v_dim
-        _check_sizes(dim, n_v_heads, n_k_heads, head_k_dim, head_v_dim, conv_size)
+        sizes = {"n_v_heads": n_v_heads, "n_k_heads": n_k_heads, "head_k_dim": head_k_dim, "head_v_dim": head_v_dim}
+        super().__init__(dim, conv_size, backend, **sizes)
         check_bool("negative_eigenvalues", negative_eigenvalues)
         if norm_eps is not None:
             check_not_negative("norm_eps", norm_eps)
-        self.backends = plan(backend, (*DELTA_OPS, "rms_norm", "gated_rms_norm"))
-        self.dim, self.n_v_heads, self.n_k_heads = dim, n_v_heads, n_k_heads
-        self.head_k_dim, self.head_v_dim, self.conv_size = head_k_dim, head_v_dim, conv_size
+        self.n_v_heads, self.n_k_heads, self.head_k_dim, self.head_v_dim = self.sizes
         self.negative_eigenvalues = negative_eigenvalues
-        self.sharded: ShardedDelta | None = None
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        keys, values = n_k_heads * head_k_dim, n_v_heads * head_v_dim
-        channels = 2 * keys + values
+        values, channels = n_v_heads * head_v_dim, self.channels
         self.A_log = torch.nn.Parameter(torch.empty(n_v_heads, **factory))
         self.dt_bias = torch.nn.Parameter(torch.empty(n_v_heads, **factory))
         if not self.A_log.is_meta:
@@ -153,66 +111,6 @@ class GatedDeltaNet(torch.nn.Module):
             self.A_log.copy_(drawn.log_())
             self.dt_bias.fill_(1.0)
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, state: GatedDeltaState | None = None) -> Tensor:
-        """x ``[B, T, dim]`` to ``[B, T, dim]``.
-
-        Args:
-            cu_seqlens: ``[N + 1]`` int32 or int64 of a packed batch: x is ``[1, total, dim]`` and holds N sequences one
-                after the other, sequence n at the tokens ``cu_seqlens[n] .. cu_seqlens[n + 1] - 1``. Nothing passes
-                from one to another.
-            state: of B sequences (with `cu_seqlens` of N), from :meth:`make_state` or an earlier call: x continues
-                them, and the state is overwritten by the one after x. Such a call has no gradient.
-
-        Raises:
-            TypeError: x is not a tensor, or cu_seqlens is not an integer tensor.
-            ValueError: x or the state has another shape or dtype, or an error of the operations.
-            RuntimeError: a backward pass reaches the result of a call with a state.
-        """
-        check_tensor("x", x)
-        check_rank("x", x, 3, f"[B, T, {self.dim}]")
-        if x.shape[-1] != self.dim:
-            raise ValueError(f"x must have dim={self.dim} as its last dimension; got shape {tuple(x.shape)}")
-        sequences = x.shape[0]
-        if cu_seqlens is not None:
-            check_integer("cu_seqlens", cu_seqlens, 1, "[N + 1]")
-            if x.shape[0] != 1:
-                raise ValueError(f"x must be [1, total, {self.dim}] with cu_seqlens; got shape {tuple(x.shape)}")
-            sequences = cu_seqlens.shape[0] - 1
-        if state is None:
-            return self._forward(x, cu_seqlens, None)
-        if self.sharded is not None:
-            raise ValueError("state must be None if a sequence is sharded over processes; got one")
-        self._check_state(state, sequences)
-        wanted = recorded(x, *self.parameters())
-        with torch.no_grad():
-            y = self._forward(x, cu_seqlens, state)
-        return without_backward((y,), wanted, NO_GRADIENT)[0]
-
-    def make_state(self, batch: int, *, device: Any = None, dtype: torch.dtype | None = None) -> GatedDeltaState:
-        """Returns the state of `batch` sequences before their first token.
-
-        Args:
-            device: None for the parameters' device.
-            dtype: that of the convolution's inputs: the parameters' (None), or autocast's under autocast.
-        """
-        check_int("batch", batch, 0)
-        weight = self.in_proj_qkv.weight
-        device, dtype = device or weight.device, dtype or weight.dtype
-        channels = 2 * self.n_k_heads * self.head_k_dim + self.n_v_heads * self.head_v_dim
-        shape = batch, self.n_v_heads, self.head_k_dim, self.head_v_dim
-        return GatedDeltaState(
-            torch.zeros(batch, channels, self.conv_size - 1, device=device, dtype=dtype),
-            torch.zeros(shape, device=device, dtype=wide_dtype(dtype)),
-        )
-
-    def _check_state(self, state: GatedDeltaState, sequences: int) -> None:
-        if not isinstance(state, GatedDeltaState):
-            raise TypeError(f"state must be a GatedDeltaState; got {type(state).__name__}")
-        channels = 2 * self.n_k_heads * self.head_k_dim + self.n_v_heads * self.head_v_dim
-        check_shape("state.conv", state.conv, (sequences, channels, self.conv_size - 1), "sequences, C, W - 1")
-        shape = sequences, self.n_v_heads, self.head_k_dim, self.head_v_dim
-        check_shape("state.recurrent", state.recurrent, shape, "sequences, H_v, D_k, D_v")
-
     def _forward(self, x: Tensor, cu_seqlens: Tensor | None, state: GatedDeltaState | None) -> Tensor:
         layers = layers_for(x, self.backends["gated_delta_rule"])
         projections = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
@@ -220,26 +118,7 @@ class GatedDeltaNet(torch.nn.Module):
             qkv, z, b, a = layers.each(x, *projections)
         else:
             qkv, z, b, a = together.split([layer.out_features for layer in projections], -1)
-        filters, backend = taps_of(self.conv1d.weight), self.backends["short_conv1d"]
-        # One token of each sequence.
-        steps = state is not None and cu_seqlens is None and x.shape[1] == 1
-        if state is None:
-            convolve = short_conv1d if self.sharded is None else self.sharded.short_conv1d
-            mixed = convolve(qkv, filters, None, "silu", cu_seqlens=cu_seqlens, backend=backend)
-        elif steps:
-            check_dtype("state.conv", state.conv, "the projection", qkv)
-            mixed = short_conv1d_step(qkv.squeeze(1), state.conv, filters, None, "silu", backend=backend)
-        else:
-            mixed, conv = short_conv1d(
-                qkv,
-                filters,
-                None,
-                "silu",
-                cu_seqlens=cu_seqlens,
-                initial_state=state.conv,
-                return_final_state=True,
-                backend=backend,
-            )
+        mixed, conv, steps = self._convolved(qkv, taps_of(self.conv1d.weight), None, cu_seqlens, state)
         a, b = a.transpose(1, 2), b.transpose(1, 2)
         gates = Gates(self.A_log, self.dt_bias, 2.0 if self.negative_eigenvalues else 1.0)
         heads, dims = (self.n_k_heads, self.n_v_heads), (self.head_k_dim, self.head_v_dim)
@@ -260,7 +139,7 @@ class GatedDeltaNet(torch.nn.Module):
                 return_final_state=state is not None,
                 sharded=self.sharded,
             )
-            if state is not None and final is not None:
+            if state is not None and conv is not None and final is not None:
                 state.conv.copy_(conv)
                 state.recurrent.copy_(final)
         y = gated_rms_norm(
@@ -279,15 +158,3 @@ class GatedDeltaNet(torch.nn.Module):
             f"{self.dim}, n_v_heads={self.n_v_heads}, n_k_heads={self.n_k_heads}, head_k_dim={self.head_k_dim}, "
             f"head_v_dim={self.head_v_dim}, conv_size={self.conv_size}{extra}, backend={describe(self.backends)}"
         )
-
-
-def _check_sizes(dim: int, n_v_heads: int, n_k_heads: int, head_k_dim: int, head_v_dim: int, conv_size: int) -> None:
-    sizes = {"dim": math.inf, "n_v_heads": math.inf, "n_k_heads": math.inf, "head_k_dim": MAX_HEAD_DIM}
-    limits = {**sizes, "head_v_dim": MAX_VALUE_DIM, "conv_size": MAX_TAPS}
-    given = (dim, n_v_heads, n_k_heads, head_k_dim, head_v_dim, conv_size)
-    for (name, most), value in zip(limits.items(), given, strict=True):
-        check_int(name, value, 1)
-        if value > most:
-            raise ValueError(f"{name} must be at most {most}; got {value}")
-    if n_v_heads % n_k_heads:
-        raise ValueError(f"n_v_heads must be a multiple of n_k_heads={n_k_heads}; got {n_v_heads}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,12 +31,19 @@ GATES: dict[str, tuple[str, Callable[..., Tensor]]] = {
 }
 
 
+def _relu2(x: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    """The square of ReLU, which is ``reglu(x, x)``."""
+    x = x if bias is None else x + bias
+    return reglu(x, x, **options)
+
+
 #: Operation and function of each activation without a gate.
 ACTIVATIONS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "gelu": ("bias_gelu", bias_gelu),
     "gelu_tanh": ("bias_gelu", partial(bias_gelu, approximate="tanh")),
     "silu": ("bias_silu", bias_silu),
     "relu": ("bias_relu", bias_relu),
+    "relu2": ("reglu", _relu2),
 }
 
 
@@ -56,6 +63,7 @@ class GatedMLP(torch.nn.Module):
             biases are called as they are, and save what they need.
         dropout: dropout of the gated product in training, fused into its kernel. No mask is saved: it is a function of
             a seed, which each call draws from the default generator of x's device.
+        gate_options: `alpha`, `limit`, `up_offset` and `interleaved` of :func:`foundry_kernels.swiglu`.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:
@@ -75,12 +83,14 @@ class GatedMLP(torch.nn.Module):
         bias: bool = False,
         recompute: str = "product",
         dropout: float = 0.0,
+        gate_options: Mapping[str, Any] | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
         _check(dim, hidden_dim, activation, GATES, recompute, RECOMPUTE)
+        self.gate_options = check_gate_options(gate_options, activation)
         self.dropout = check_dropout(dropout)
         self.activation, self.recompute = activation, recompute
         self.op, self._gate = GATES[activation]
@@ -114,10 +124,12 @@ class GatedMLP(torch.nn.Module):
         return linear(self._product(gate, up, seed), w2)
 
     def _product(self, gate: Tensor, up: Tensor | None, seed: Tensor | None) -> Tensor:
-        return self._gate(gate, up, backend=self.backends[self.op], **_dropped(self.dropout, seed))
+        options = self.gate_options | _dropped(self.dropout, seed)
+        return self._gate(gate, up, backend=self.backends[self.op], **options)
 
     def extra_repr(self) -> str:
         dropout = f", dropout={self.dropout}" if self.dropout else ""
+        dropout += f", gate_options={self.gate_options}" if self.gate_options else ""
         options = f"activation={self.activation!r}, recompute={self.recompute!r}{dropout}"
         return f"{options}, backend={describe(self.backends)}"
 
@@ -130,7 +142,7 @@ class MLP(torch.nn.Module):
     Args:
         dim: width D of the input and the output.
         hidden_dim: width N between.
-        activation: "gelu", "gelu_tanh" (its tanh approximation), "silu" or "relu".
+        activation: "gelu", "gelu_tanh" (its tanh approximation), "silu", "relu" or "relu2" (the square of ReLU).
         bias: whether the two projections have one.
         recompute: what the backward pass recomputes instead of saving it in the forward pass: "none" saves ``D + 2N``
             elements per token, "product" ``D + N``, and recomputes the activation, one pass over memory.
@@ -202,6 +214,12 @@ def _check(
     for name, choice, known in (("activation", activation, activations), ("recompute", recompute, recomputes)):
         if choice not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}; got {choice!r}")
+
+
+def check_gate_options(options: Mapping[str, Any] | None, activation: str) -> dict[str, Any]:
+    if options and activation != "swiglu":
+        raise ValueError(f"gate_options are those of swiglu; got {dict(options)} with activation={activation!r}")
+    return dict(options or {})
 
 
 def check_dropout(dropout: float) -> float:

@@ -12,7 +12,7 @@ from foundry_kernels.core.autograd import apply
 from foundry_kernels.core.registry import _transformed
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._scripting import refuse_scripting
-from foundry_kernels.nn.mlp import GATES, GatedMLP, check_dropout
+from foundry_kernels.nn.mlp import ACTIVATIONS, GATES, MLP, GatedMLP, check_dropout, check_gate_options
 from foundry_kernels.nn.router import Router, RouterStats, Routing
 from foundry_kernels.ops.combine_experts import combine_experts
 from foundry_kernels.ops.grouped_mm import grouped_mm
@@ -159,9 +159,10 @@ def _biased(y: Tensor, of_expert: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 class Experts(nn.Module):
-    """E gated feed-forward blocks, ``down_e (activation(gate_e x) * up_e x)``; parameters are called and laid out as in
-    transformers: `gate_up_proj` ``[E, 2N, D]``, the gate first, `down_proj` ``[E, D, N]``, and with `bias`
-    `gate_up_proj_bias` and `down_proj_bias`. The arguments are those of :class:`MoE`."""
+    """E feed-forward blocks, ``down_e (activation(gate_e x) * up_e x)``, or without a gate ``down_e activation(up_e
+    x)``; parameters are called and laid out as in transformers: `gate_up_proj` ``[E, 2N, D]``, the gate first, or
+    `up_proj` ``[E, N, D]``; `down_proj` ``[E, D, N]``; and with `bias` `gate_up_proj_bias` or `up_proj_bias`, and
+    `down_proj_bias`. The arguments are those of :class:`MoE`."""
 
     __prepare_scriptable__ = refuse_scripting
 
@@ -184,24 +185,24 @@ class Experts(nn.Module):
         for name, value in (("dim", dim), ("width", width), ("n_experts", n_experts)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1; got {value}")
-        if activation not in GATES:
-            raise ValueError(f"activation must be one of {', '.join(GATES)}; got {activation!r}")
-        if gate_options and activation != "swiglu":
-            raise ValueError(
-                f"gate_options are those of swiglu; got {dict(gate_options)} with activation={activation!r}"
-            )
+        activations = GATES | ACTIVATIONS
+        if activation not in activations:
+            raise ValueError(f"activation must be one of {', '.join(activations)}; got {activation!r}")
         self.dim, self.width, self.n_experts = dim, width, n_experts
         self.activation, self.weight_inputs = activation, weight_inputs
-        self.gate_options, self.dropout = dict(gate_options or {}), check_dropout(dropout)
-        self.op, self._gate = GATES[activation]
+        self.gate_options, self.dropout = check_gate_options(gate_options, activation), check_dropout(dropout)
+        self.op, self._gate = activations[activation]
         self.backends = plan(backend, (self.op, "grouped_mm", "combine_experts"))
         self.exchange: ExpertExchange | None = None
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(n_experts, *shape, device=device, dtype=dtype))
 
-        self.gate_up_proj, self.down_proj = parameter(2 * width, dim), parameter(dim, width)
-        self.gate_up_proj_bias = parameter(2 * width) if bias else None
+        first, rows = ("gate_up_proj", 2 * width) if activation in GATES else ("up_proj", width)
+        self._first = first, f"{first}_bias"
+        self.register_parameter(first, parameter(rows, dim))
+        self.down_proj = parameter(dim, width)
+        self.register_parameter(f"{first}_bias", parameter(rows) if bias else None)
         self.down_proj_bias = parameter(dim) if bias else None
         self.reset_parameters()
 
@@ -215,19 +216,21 @@ class Experts(nn.Module):
     ) -> None:
         """Weights from N(0, std), `down_proj` from N(0, down_std) where it is given, or as `nn.Linear` has them; biases
         0."""
-        for weight, deviation in ((self.gate_up_proj, std), (self.down_proj, std if down_std is None else down_std)):
+        first, first_bias = (getattr(self, name) for name in self._first)
+        for weight, deviation in ((first, std), (self.down_proj, std if down_std is None else down_std)):
             bound = weight.shape[-1] ** -0.5
             if deviation is None:
                 nn.init.uniform_(weight, -bound, bound, generator=generator)
             else:
                 nn.init.normal_(weight, 0.0, deviation, generator=generator)
-        for bias in (self.gate_up_proj_bias, self.down_proj_bias):
+        for bias in (first_bias, self.down_proj_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, weights: Tensor, where: Dispatch) -> Tensor:
         """x ``[T, D]``, weights ``[T, k]`` to ``[T, D]``."""
         exchange = self.exchange
+        first, first_bias = (getattr(self, name) for name in self._first)
 
         def own(parameter: Tensor | None) -> Any:
             return parameter if parameter is None or exchange is None else exchange.own(parameter)
@@ -236,11 +239,11 @@ class Experts(nn.Module):
             x,
             weights,
             where,
-            own(self.gate_up_proj).mT,
+            own(first).mT,
             own(self.down_proj).mT,
             self._activate,
             self.backends,
-            gate_up_bias=own(self.gate_up_proj_bias),
+            gate_up_bias=own(first_bias),
             down_bias=own(self.down_proj_bias),
             weight_inputs=self.weight_inputs,
             exchange=exchange,
@@ -262,21 +265,22 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    r"""A mixture of experts: each token goes through `top_k` of `n_experts` gated feed-forward blocks.
+    r"""A mixture of experts: each token goes through `top_k` of `n_experts` feed-forward blocks.
 
     .. math:: y = \sum_{e \in C(x)} w_e(x) \, D_e \bigl(a(G_e x) \odot U_e x\bigr) + \mathrm{shared}(x)
 
-    with the choice C and weights w of :class:`Router`. No expert has a capacity, so no token is dropped. The choices
-    are sorted by expert (a stable sort), go through :func:`foundry_kernels.grouped_mm`, the gated activation and
-    `grouped_mm` again, and :func:`foundry_kernels.combine_experts` weighs and adds them in one pass. Gradients are
-    exact: of x, of every expert (zeros for one that got no token), and of the router through the weights. Nothing waits
-    for a GPU except the reference of `grouped_mm`.
+    or :math:`D_e a(U_e x)` without a gate, with the choice C and weights w of :class:`Router`. No expert has a
+    capacity, so no token is dropped. The choices are sorted by expert (a stable sort), go through
+    :func:`foundry_kernels.grouped_mm`, the activation and `grouped_mm` again, and
+    :func:`foundry_kernels.combine_experts` weighs and adds them in one pass. Gradients are exact: of x, of every expert
+    (zeros for one that got no token), and of the router through the weights. Nothing waits for a GPU except the
+    reference of `grouped_mm`.
 
     Args:
         dim: width D of the input and the output.
         width: width N of an expert.
         n_experts, top_k: E, and the experts of a token.
-        activation: "swiglu", "geglu", "geglu_tanh", "glu" or "reglu".
+        activation: as of :class:`GatedMLP`, or without a gate as of :class:`MLP`.
         gate_options: of the experts' :func:`foundry_kernels.swiglu`: `alpha`, `limit`, `up_offset`, `interleaved`
             (GPT-OSS has 1.702, 7.0, 1.0 and True).
         scoring, renormalize, scale, selection_bias, n_groups, top_groups: of the :class:`Router`.
@@ -351,7 +355,8 @@ class MoE(nn.Module):
         }
         own: dict[str, Any] = {"gate_options": gate_options, "weight_inputs": weight_inputs}
         self.experts = Experts(dim, width, n_experts, **own, **block)
-        self.shared = None if shared_width is None else GatedMLP(dim, shared_width, **block)
+        shared = GatedMLP if activation in GATES else MLP
+        self.shared = None if shared_width is None else shared(dim, shared_width, **block)
         self.shared_gate = nn.Linear(dim, 1, bias=False, **factory) if shared_gate else None
 
     @overload

@@ -26,7 +26,7 @@ FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in fol
 MODELS = (
     ("fields", "validate", "presets", "count", "config"),
     (
-        "pages", "state_slots", "cache", "hybrid_cache", "paged_cache", "context", "call", "decode_block",
+        "mixers", "pages", "state_slots", "cache", "hybrid_cache", "paged_cache", "context", "call", "decode_block",
         "blocks", "cross_blocks", "init", "model", "inputs", "embeddings", "losses", "log_probs", "extend",
     ),
     ("sampling", "requests", "speculative", "generate", "generator"),

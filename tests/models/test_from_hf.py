@@ -28,6 +28,16 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_pos
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
 DELTA |= {"head_dim": 16, "linear_conv_kernel_dim": 3, "layer_types": ["linear_attention", "full_attention"]}
 
+MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3}
+GRANITE = {"embedding_multiplier": 1.7, "logits_scaling": 1.3, "residual_multiplier": 0.4, "attention_multiplier": 0.6}
+GRANITE_4 = {**GROUPED, **MAMBA, **GRANITE, "shared_intermediate_size": 24}
+FALCON_H1 = {**GROUPED, **MAMBA, "mamba_d_ssm": 48, "mlp_multipliers": [0.7, 1.4], "key_multiplier": 0.6}
+FALCON_H1 |= {"attention_out_multiplier": 1.2, "attention_in_multiplier": 1.3, "ssm_in_multiplier": 0.8}
+FALCON_H1 |= {"ssm_multipliers": [0.9, 1.1, 1.2, 0.7, 1.3], "ssm_out_multiplier": 0.6, "embedding_multiplier": 1.7}
+FALCON_H1 |= {"lm_head_multiplier": 0.4}
+MIXERS = {"n_groups": 2, "conv_kernel": 3, "use_bias": True}
+NEMOTRON = {**GROUPED, **MIXERS, "mamba_num_heads": 8, "mamba_head_dim": 6, "ssm_state_size": 7, "head_dim": 6}
+
 #: Model type and options of its configuration.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", SIZES),
@@ -54,6 +64,37 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3.5": ("qwen3_5_text", {**GROUPED, **DELTA, "num_hidden_layers": 4, "layer_types": None}),
     "qwen3.5 full": ("qwen3_5_text", {**GROUPED, **DELTA, "layer_types": ["full_attention"] * 2}),
+    "bamba": ("bamba", {**GROUPED, **MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True}),
+    "falcon-h1": ("falcon_h1", {**FALCON_H1, "num_hidden_layers": 2}),
+    "falcon-h1 norm": (
+        "falcon_h1",
+        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": True, "num_hidden_layers": 2},
+    ),
+    "mamba2": ("mamba2", {**SIZES, **MIXERS, "num_heads": 8, "head_dim": 8, "state_size": 6}),
+    "granite": ("granite", {**GROUPED, **GRANITE}),
+    "granite 4": (
+        "granitemoehybrid",
+        {**GRANITE_4, "num_local_experts": 4, "layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
+    ),
+    "granite 4 dense": (
+        "granitemoehybrid",
+        {**GRANITE_4, "num_local_experts": 0, "layer_types": ["attention", "mamba"]},
+    ),
+    "nemotron 3": (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            **DEEPSEEK,
+            "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+            "moe_shared_expert_intermediate_size": 12,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+    "nemotron-h": (
+        "nemotron_h",
+        {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp"], "time_step_min": 0.3},
+    ),
     "olmoe": ("olmoe", {**GROUPED, "num_experts": 5, "num_experts_per_tok": 3}),
     "gemma": ("gemma", {**GROUPED, "head_dim": 6}),
     "dots1": (
@@ -99,6 +140,21 @@ FIELDS = {
     "qwen3-next": {"linear_layers": (0,), "attention_gate": True, "rope_dim": 4, "dense_layers": (1,)},
     "qwen3.5": {"linear_layers": (0, 1, 2), "linear_heads": (4, 2, 8, 6), "linear_conv_size": 3},
     "qwen3.5 full": {"layer_types": None, "qk_norm_weight_offset": 1.0, "attention_gate": True},
+    "bamba": {"linear_layers": (0,), "linear_heads": (8, 2, 6, 8), "linear_conv_size": 3, "rope_dim": 4},
+    "mamba2": {"linear_layers": (0, 1), "mlp_layers": (), "linear_bias": True, "linear_conv_bias": True},
+    "granite": {"embedding_scale": 1.7, "residual_scale": 0.4, "attention_scale": 0.6, "logit_scale": 1 / 1.3},
+    "granite 4": {"positions": "rope", "n_experts": 4, "shared_expert_dim": 24, "ffn_width": 48},
+    "granite 4 dense": {"positions": "none", "linear_layers": (1,), "ffn_width": 24, "n_experts": None},
+    "nemotron-h": {"linear_layers": (0, 2), "full_layers": (3,), "mlp_layers": (1, 4), "activation": "relu2"},
+    "nemotron 3": {
+        "n_experts": 8,
+        "dense_layers": (3,),
+        "dense_hidden_dim": 48,
+        "shared_expert_dim": 12,
+        "router_groups": 4,
+        "top_k": 3,
+        "ffn_width": 20,
+    },
     "olmoe": {"qk_norm_over": "projection", "router_renormalize": False},
     "gemma": {"norm_weight_offset": 1.0, "embedding_scale": 32**0.5, "activation": "geglu_tanh"},
     "dots1": {"router_groups": 4, "router_top_groups": 2, "dense_layers": (0,), "shared_expert_dim": 40},
@@ -208,6 +264,8 @@ def test_learned_positions_may_be_fewer_and_dropouts_others():
         ),
         ("phi", {"qk_layernorm": True}, "qk_layernorm must be False"),
         ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim must be 32: .* got 16"),
+        ("bamba", {"z_loss_coefficient": 0.1}, "z_loss_coefficient must be 0.0: .* got 0.1"),
+        ("nemotron 3", {"moe_latent_size": 8}, "moe_latent_size must be None: .* got 8"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise must be 0.0: .* got 0.1"),
         ("qwen3-moe", {"mlp_only_layers": [0, 1]}, "dense_layers must leave a layer for the experts; got all 2"),
     ],

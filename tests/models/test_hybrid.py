@@ -12,7 +12,8 @@ from tiny_model import HYBRID, HYBRIDS, TINY, draw, make
 
 from foundry_kernels.models import Generator, KVCache, PagedKVCache, Transformer
 from foundry_kernels.models.count import flops_by_part
-from foundry_kernels.nn import Attention, GatedDeltaNet
+from foundry_kernels.models.mixers import MIXERS
+from foundry_kernels.nn import Attention
 
 every = pytest.mark.parametrize("name", HYBRIDS)
 
@@ -22,15 +23,24 @@ def test_layers_and_costs(name: str) -> None:
     of = HYBRIDS[name]
     model = make(of)
     kinds = of.layer_types or ("full_attention",) * of.n_layers
-    classes = {"linear_attention": GatedDeltaNet, "full_attention": Attention}
+    classes = {
+        "linear_attention": MIXERS[of.linear_kind],
+        "full_attention": Attention,
+        "mlp": type(None),
+        "hybrid": Attention,
+    }
     assert [type(block.attention) for block in model.layers] == [classes[kind] for kind in kinds]
     parts = of.parameters_by_part()
     norms = sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
-    attention = sum(p.numel() for n, p in model.named_parameters() if ".attention." in n and "norm" not in n)
+    attention = sum(
+        p.numel() for n, p in model.named_parameters() if (".attention." in n or ".mixer." in n) and "norm" not in n
+    )
     assert (parts["attention"], parts["norms"]) == (attention, norms)
     assert of.n_parameters == sum(p.numel() for p in model.parameters())
     matrices = [
-        m.weight.numel() for block in model.layers for m in block.attention.modules() if isinstance(m, torch.nn.Linear)
+        m.weight.numel()
+        for n, m in model.named_modules()
+        if (".attention." in n or ".mixer." in n) and isinstance(m, torch.nn.Linear)
     ]
     assert flops_by_part(of, 24)["attention"] == 2.0 * sum(matrices)
     cache = model.make_cache(3, 17)

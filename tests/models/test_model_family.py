@@ -30,6 +30,7 @@ PLAIN = {
     "gelu_tanh": GATES["geglu_tanh"],
     "silu": F.silu,
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x) ** 2,
 }
 
 
@@ -121,8 +122,11 @@ class Plain:
         dense = f"{name}.router.weight" not in self.state
         if self.config.n_experts and not dense:
             return self.experts(x, name)
-        up, activation = self.linear(x, f"{name}.w1"), self.config.activation
-        up = GATES[activation](up) * self.linear(x, f"{name}.w3") if activation in GATES else PLAIN[activation](up)
+        c, up, activation = self.config, self.linear(x, f"{name}.w1"), self.config.activation
+        if activation in GATES:
+            up = GATES[activation](c.gate_alpha * up) / c.gate_alpha * self.linear(x, f"{name}.w3")
+        else:
+            up = PLAIN[activation](up)
         return self.linear(up, f"{name}.w2")
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -137,17 +141,23 @@ class Plain:
         if c.embedding_norm:
             x = self.norm(x, "embedding_norm")
         for n in range(c.n_layers):
-            attend, feed = f"layers.{n}.attention", f"layers.{n}.feed_forward"
+            attend, feed = (
+                lambda x, of=of, name=f"layers.{n}.{part}", scale=c.residual_scale * scale: scale * of(x, name)
+                for of, part, scale in (
+                    (self.attention, "attention", c.branch_scales[0]),
+                    (self.feed_forward, "feed_forward", c.branch_scales[2]),
+                )
+            )
             norms = f"layers.{n}.attention_norm", f"layers.{n}.ffn_norm"
             if c.norm_placement == "post":
-                x = self.norm(x + self.attention(x, attend), norms[0])
-                x = self.norm(x + self.feed_forward(x, feed), norms[1])
+                x = self.norm(x + attend(x), norms[0])
+                x = self.norm(x + feed(x), norms[1])
             elif c.parallel_residual:
                 second = norms[0 if c.shared_attention_norm else 1]
-                x = x + self.attention(self.norm(x, norms[0]), attend) + self.feed_forward(self.norm(x, second), feed)
+                x = x + attend(self.norm(x, norms[0])) + feed(self.norm(x, second))
             else:
-                x = x + self.attention(self.norm(x, norms[0]), attend)
-                x = x + self.feed_forward(self.norm(x, norms[1]), feed)
+                x = x + attend(self.norm(x, norms[0]))
+                x = x + feed(self.norm(x, norms[1]))
         if c.ends_with_norm:
             x = self.norm(x, "norm")
         return c.logit_scale * self.linear(x, "tok_embeddings" if c.tie_embeddings else "output")
@@ -165,18 +175,20 @@ def test_a_choice_is_its_formula(name):
 def test_every_value_of_every_choice_is_in_a_model():
     from foundry_kernels.models.config import CHOICES
 
-    seen = {field: {getattr(TINY, field)} | {getattr(config(name), field) for name in MODELS} for field in CHOICES}
+    seen = {field: {getattr(TINY, field)} | {getattr(of, field) for of in EVERY.values()} for field in CHOICES}
     assert {field: set(values) for field, values in CHOICES.items()} == seen | {
         "ffn_rule": seen["ffn_rule"] | {"two_thirds_of_4d"}
     }
 
 
-def test_the_names_of_activations_are_those_that_modules_have():
+def test_the_names_of_choices_are_those_that_modules_have():
     from foundry_kernels.core import choices
+    from foundry_kernels.models import mixers
     from foundry_kernels.nn import mlp
 
     assert (*mlp.GATES,) == choices.GATES
     assert (*mlp.ACTIVATIONS,) == choices.ACTIVATIONS
+    assert mixers.MIXERS.keys() == choices.MIXERS.keys()
 
 
 @pytest.mark.parametrize("name", EVERY)

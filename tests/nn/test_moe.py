@@ -29,6 +29,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "llama4": {"scoring": "sigmoid", "renormalize": False, "top_k": 1, "weight_inputs": True, "shared_width": 4},
     "biased": {"bias": True, "router_bias": True, "activation": "geglu", "shared_width": 3},
     "gpt-oss": {"bias": True, "router_bias": True, "gate_options": CLAMPED},
+    "nemotron": {"bias": True, "activation": "relu2", "shared_width": 3},
     "all": {"top_k": EXPERTS},
     "one": {"top_k": 1, "renormalize": False},
 }
@@ -64,16 +65,20 @@ def by_loop(mixture: MoE, x: Tensor) -> Tensor:
         weights = weights / weights.sum(-1, keepdim=True)
     weights = router.scale * weights
     total = torch.zeros_like(tokens, dtype=wide)
+    plain = experts.activation == "relu2"
+    first = "up_proj" if plain else "gate_up_proj"
     for e in range(EXPERTS):
         weight = weights[:, e : e + 1]
         given = (tokens * weight).to(x.dtype) if experts.weight_inputs else tokens
         bias = (
             (None, None)
             if experts.down_proj_bias is None
-            else (experts.gate_up_proj_bias[e], experts.down_proj_bias[e])
+            else (getattr(experts, f"{first}_bias")[e], experts.down_proj_bias[e])
         )
-        packed = F.linear(given, experts.gate_up_proj[e], bias[0])
-        if experts.gate_options:
+        packed = F.linear(given, getattr(experts, first)[e], bias[0])
+        if plain:
+            product = F.relu(packed) ** 2
+        elif experts.gate_options:
             gate, up = packed[:, ::2].clamp(max=1.5), packed[:, 1::2].clamp(-1.5, 1.5) + 1.0
             product = gate * torch.sigmoid(1.702 * gate) * up
         else:
@@ -84,8 +89,11 @@ def by_loop(mixture: MoE, x: Tensor) -> Tensor:
         total = total + y * (chosen[:, e : e + 1] if experts.weight_inputs else weight)
     total = total.to(x.dtype)
     if (shared := mixture.shared) is not None:
-        activated = F.silu(shared.w1(tokens)) if experts.activation == "swiglu" else F.gelu(shared.w1(tokens))
-        y = shared.w2(activated * shared.w3(tokens))
+        up = shared.w1(tokens)
+        if plain:
+            y = shared.w2(F.relu(up) ** 2)
+        else:
+            y = shared.w2((F.silu(up) if experts.activation == "swiglu" else F.gelu(up)) * shared.w3(tokens))
         total = total + (y if mixture.shared_gate is None else torch.sigmoid(mixture.shared_gate(tokens)) * y)
     return total.view(x.shape)
 

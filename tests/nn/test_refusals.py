@@ -72,7 +72,8 @@ VALUES: dict[str, list[Row]] = {
     "MLP": [
         (lambda: nn.SwiGLU(6, 0), "hidden_dim must be at least 1"),
         (lambda: nn.SwiGLU(6, 8, recompute="all"), "recompute must be one of none, product, projections; got 'all'"),
-        (lambda: nn.MLP(8, 16, activation="swiglu"), "activation must be one of gelu, .*, relu; got 'swiglu'"),
+        (lambda: nn.GatedMLP(8, 16, activation="glu", gate_options={"limit": 7.0}), "gate_options are those of swiglu"),
+        (lambda: nn.MLP(8, 16, activation="swiglu"), "activation must be one of gelu, .*, relu2; got 'swiglu'"),
         (lambda: nn.MLP(8, 16, recompute="projections"), "recompute must be one of none, product; got 'projections'"),
     ],
     "Attention": [
@@ -157,12 +158,22 @@ VALUES: dict[str, list[Row]] = {
             r"state\.conv must have the projection's dtype torch\.float32; got torch\.bfloat16",
         ),
     ],
+    "Mamba2": [
+        (lambda: nn.Mamba2(16, 3, 2), "n_heads must be a multiple of n_groups=2; got 3"),
+        (lambda: nn.Mamba2(16, 2, state_dim=257), "state_dim must be at most 256; got 257"),
+        (lambda: nn.Mamba2(16, 2, head_dim=600), "head_dim must be at most 512; got 600"),
+        (lambda: nn.Mamba2(16, 4, rmsnorm=False, norm_before_gate=True), "norm_before_gate needs rmsnorm=True"),
+        (lambda: nn.Mamba2(16, 4, norm_groups=3), "norm_groups must be a divisor of n_heads=4; got 3"),
+        (lambda: nn.Mamba2(16, 2, dt_limit=(1.0, 0.5)), r"dt_limit must rise; got \(1.0, 0.5\)"),
+        (lambda: nn.Mamba2(16, 2, norm_eps=-1.0), "norm_eps"),
+        (lambda: nn.Mamba2(16, 2)(zeros(2, 3, 19)), "x must have dim=16"),
+    ],
     "MoE": [
         (lambda: experts(top_k=5), "top_k must be at most n_experts=4; got 5"),
         (lambda: experts(top_k=0), "top_k must be at least 1; got 0"),
         (lambda: experts(scoring="tanh"), "scoring must be one of softmax, sigmoid; got 'tanh'"),
         (lambda: experts(scale=0.0), "scale must be finite and > 0; got 0.0"),
-        (lambda: experts(activation="gelu"), "activation must be one of swiglu, geglu, .*, reglu; got 'gelu'"),
+        (lambda: experts(activation="tanh"), "activation must be one of swiglu, geglu, .*, relu2; got 'tanh'"),
         (lambda: experts(shared_gate=True), "shared_gate needs shared_width"),
         (lambda: experts(activation="geglu", gate_options={"limit": 7.0}), "gate_options are those of swiglu"),
         (lambda: nn.load_balancing_loss([]), "stats must be those of at least one layer"),
@@ -174,7 +185,7 @@ VALUES: dict[str, list[Row]] = {
             lambda b: nn.SwiGLU(8, 16, backend=b), lambda b: nn.RotaryEmbedding(8, backend=b),
             lambda b: nn.Attention(8, 2, backend=b), lambda b: nn.MultiheadAttention(16, 4, backend=b),
             lambda b: nn.LinearCrossEntropy(8, 21, backend=b), lambda b: nn.GatedDeltaNet(16, 2, backend=b),
-            lambda b: experts(backend=b),
+            lambda b: nn.Mamba2(16, 2, backend=b), lambda b: experts(backend=b),
         )
     ],
 }  # fmt: skip
@@ -197,6 +208,9 @@ TYPES: list[Row] = [
     (lambda: multihead(attn_mask=zeros(T, T).double()), "attn_mask may be float64 only"),
     (lambda: nn.GatedDeltaNet(16, 2.0), "n_v_heads must be an int"),
     (lambda: nn.GatedDeltaNet(16, 2, negative_eigenvalues=1), "negative_eigenvalues must be a bool"),
+    (lambda: nn.Mamba2(16, 2, in_scales=(1.0, 2.0)), "in_scales must be 5 numbers"),
+    (lambda: nn.Mamba2(16, 2, conv_bias=1), "conv_bias must be a bool"),
+    (lambda: nn.Mamba2(16, 2, dt_limit=1.0), "dt_limit must be two numbers; got 1.0"),
     (lambda: delta(zeros(1, 3, 20), cu_seqlens=zeros(2)), "cu_seqlens"),
     (lambda: delta(zeros(2, 3, 20), state=(1, 2)), "state must be a GatedDeltaState; got tuple"),
 ]

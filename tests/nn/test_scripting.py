@@ -51,6 +51,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], Callable[[
     "GatedDeltaNet": (lambda: fk.nn.GatedDeltaNet(16, 4, 2, 8), (X,), None),
     "GatedMLP": (lambda: fk.nn.GatedMLP(16, 24), (X,), None),
     "LayerNorm": (lambda: fk.nn.LayerNorm(16), (X,), None),
+    "Mamba2": (lambda: fk.nn.Mamba2(16, 4, 2, 8, 6), (X,), None),
     "LinearCrossEntropy": (lambda: fk.nn.LinearCrossEntropy(16, 9), (ROWS, TARGETS), None),
     "MLP": (lambda: fk.nn.MLP(16, 24), (X,), None),
     "MoE": (lambda: fk.nn.MoE(16, 8, 4, 2), (X,), None),

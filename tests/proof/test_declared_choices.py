@@ -19,6 +19,7 @@ from foundry_kernels.nn._layers import is_plain
 
 EXPERTS: dict[str, Any] = {"n_experts": 4}
 LINEAR: dict[str, Any] = {"layer_types": ("linear_attention", "full_attention")}
+MAMBA = {**LINEAR, "linear_kind": "mamba2"}
 #: For each field of ModelConfig another value than that of `SMALL`, with what it needs.
 SMALL: dict[str, Any] = {"dim": 16, "n_layers": 2, "n_heads": 4, "vocab_size": 16, "max_seq_len": 16}
 OTHER: dict[str, dict[str, Any]] = {
@@ -93,11 +94,23 @@ OTHER: dict[str, dict[str, Any]] = {
     "qk_norm_weight_offset": {"qk_norm": True, "qk_norm_weight_offset": 1.0},
     "attention_gate": {"attention_gate": True},
     "layer_types": LINEAR,
+    "one_branch": {"one_branch": True},
+    "residual_scale": {"residual_scale": 0.5},
     "linear_v_heads": {**LINEAR, "linear_v_heads": 2},
     "linear_k_heads": {**LINEAR, "linear_k_heads": 2},
     "linear_k_dim": {**LINEAR, "linear_k_dim": 8},
     "linear_v_dim": {**LINEAR, "linear_v_dim": 8},
     "linear_conv_size": {**LINEAR, "linear_conv_size": 2},
+    "linear_kind": MAMBA,
+    "linear_bias": {**MAMBA, "linear_bias": True},
+    "linear_conv_bias": {**MAMBA, "linear_conv_bias": False},
+    "linear_dt_limit": {**MAMBA, "linear_dt_limit": (0.5, 0.6)},
+    "linear_norm_groups": {**MAMBA, "linear_norm_groups": 2},
+    "linear_rmsnorm": {**MAMBA, "linear_rmsnorm": False},
+    "linear_norm_before_gate": {**MAMBA, "linear_norm_before_gate": True},
+    "linear_in_scales": {**MAMBA, "linear_in_scales": (2.0, 1.0, 1.0, 1.0, 0.5)},
+    "branch_scales": {"branch_scales": (0.5, 1.0, 2.0)},
+    "gate_alpha": {"gate_alpha": 2.0},
 }
 FIELDS = [field.name for field in dataclasses.fields(ModelConfig)]
 #: Fields that matter in training alone, or whose effect float32 does not show.
@@ -124,9 +137,18 @@ NOT_SHARDED |= {"n_experts", *EXPERT_FIELDS}
 ENCODERS = {"context_dim", "head", "relative_buckets", "relative_max_distance", "token_types"}
 NOT_SHARDED |= {*ENCODERS, "activation_dropout", "output_dropout", "causal", "logit_scale", "attention_scale"}
 NOT_SHARDED |= {"alibi_scaled", "norm_weight_offset", "final_norm", "embedding_scale", "qk_norm_over"}
-NOT_SHARDED |= {*LINEAR_FIELDS, "qk_norm_weight_offset", "attention_gate"}
+NOT_SHARDED |= {
+    *LINEAR_FIELDS,
+    "one_branch",
+    "residual_scale",
+    "branch_scales",
+    "gate_alpha",
+    "qk_norm_weight_offset",
+    "attention_gate",
+}
 NOT_CLIPPED = {
     *LINEAR_FIELDS,
+    "one_branch",
     "qk_norm_weight_offset",
     "attention_gate",
     *ENCODERS,
@@ -212,7 +234,7 @@ def test_a_choice_that_is_not_declared_is_refused(
     """A field's value, each value of a choice, a value and a field that are new."""
     assert {name for name, fields in OTHER.items() if refused(check, model_of(fields))} == unserved
     for field, known in CHOICES.items():
-        if field not in (*EXPERT_FIELDS, "qk_norm_over"):  # which need others
+        if field not in (*EXPERT_FIELDS, *LINEAR_FIELDS, "qk_norm_over"):  # which need others
             found = {value for value in known if refused(check, model_of({field: value}))}
             assert found == (values if field == "positions" else set()), field
     model = model_of({})

@@ -20,12 +20,19 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"attention_bias": True, "mlp_bias": True, "n_heads": 6, "dim": 24, "n_kv_heads": None},
     "falcon": {"norm": "layer_norm", "activation": "gelu", "n_kv_heads": 1}
     | {"parallel_residual": True, "shared_attention_norm": True, "tie_embeddings": True},
-    "neox": {"norm": "layer_norm", "activation": "gelu", "parallel_residual": True}
+    "neox": {"norm": "layer_norm", "activation": "relu2", "parallel_residual": True, "residual_scale": 0.5}
     | {"rope_dim": 2, "attention_bias": True, "mlp_bias": True, "output_bias": True, "init": "xavier"},
-    "vaswani": {"positions": "sinusoidal", "norm": "layer_norm", "norm_placement": "post", "activation": "relu"}
+    "vaswani": {
+        "positions": "sinusoidal",
+        "norm": "layer_norm",
+        "norm_placement": "post",
+        "activation": "relu",
+        "residual_scale": 0.6,
+    }
     | {"mlp_bias": True},
     "post-rms": {"positions": "none", "norm_placement": "post", "activation": "geglu", "mlp_bias": True},
-    "qk-norm": {"qk_norm": True, "sliding_window": 3, "head_dim": 6},
+    "qk-norm": {"qk_norm": True, "sliding_window": 3, "head_dim": 6}
+    | {"gate_alpha": 1.7, "branch_scales": (0.7, 1.0, 1.3)},
     "qk-norm-alibi": {"qk_norm": True, "positions": "alibi", "sliding_window": 4, "activation": "geglu_tanh"},
     "no-bias": {
         "norm": "layer_norm",
@@ -46,7 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "falcon-rw": {"positions": "alibi", "alibi_scaled": True, "norm": "layer_norm", "n_heads": 6, "dim": 24}
     | {"n_kv_heads": None, "activation": "gelu", "norm_placement": "post", "final_norm": True},
     "qkv-bias": {"attention_bias": True, "attention_out_bias": False, "ffn_rule": "4d", "sliding_window": 1}
-    | {"activation": "reglu"},
+    | {"activation": "reglu", "residual_scale": 1.5},
 }
 
 KINDS = ("linear_attention", "full_attention", "linear_attention")
@@ -57,6 +64,19 @@ HYBRIDS: dict[str, ModelConfig] = {
     "qwen": dataclasses.replace(
         HYBRID, attention_gate=True, qk_norm=True, qk_norm_weight_offset=1.0, norm_weight_offset=1.0, rope_dim=2,
         linear_v_heads=6, linear_k_heads=3, linear_k_dim=5, linear_v_dim=7, linear_conv_size=3,
+    ),
+    "mamba2": dataclasses.replace(
+        HYBRID, linear_kind="mamba2", linear_v_heads=6, linear_k_heads=2, linear_k_dim=5, linear_v_dim=7,
+        linear_conv_size=3, linear_bias=True, linear_dt_limit=(0.1, 2.0),
+    ),
+    "nemotron": dataclasses.replace(
+        TINY, n_layers=4, layer_types=("linear_attention", "mlp", "full_attention", "linear_attention"),
+        one_branch=True, linear_kind="mamba2", activation="relu2", positions="none", residual_scale=0.7,
+        n_experts=3, hidden_dim=6, shared_expert_dim=4, linear_norm_groups=1,
+    ),
+    "falcon-h1": dataclasses.replace(
+        TINY, layer_types=("hybrid", "full_attention"), linear_kind="mamba2", linear_k_heads=2, gate_alpha=0.7,
+        branch_scales=(0.7, 1.3, 0.8), linear_in_scales=(0.9, 1.1, 1.2, 0.7, 1.3), linear_norm_before_gate=True,
     ),
     "only linear": dataclasses.replace(TINY, layer_types=["linear_attention"] * 2, positions="none"),
     "experts": dataclasses.replace(HYBRID, n_experts=3, hidden_dim=6, dense_layers=(0,), shared_expert_dim=4),

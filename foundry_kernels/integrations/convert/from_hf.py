@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from foundry_kernels.integrations.convert.hf_config_maps import READINGS as LANGUAGE_MODELS
 from foundry_kernels.integrations.convert.hf_encoder_config_maps import ENCODERS
+from foundry_kernels.integrations.convert.hf_mamba_config_maps import MAMBA
 from foundry_kernels.integrations.convert.reading import Asked, Reading, refuse_unread
 from foundry_kernels.models.config import ModelConfig
 
@@ -25,11 +26,11 @@ T = TypeVar("T")
 #: The modules and parameters of linear attention, which have their names here, or are split.
 DELTA_NET = (
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "conv1d", "A_log", "dt_bias",
-    "norm", "out_proj",
+    "norm", "out_proj", "in_proj", "D",
 )  # fmt: skip
 
 #: Language models, and encoders, by the names of their classes.
-READINGS = LANGUAGE_MODELS | ENCODERS
+READINGS = LANGUAGE_MODELS | MAMBA | ENCODERS
 
 
 def _by_their_names(ours: Mapping[str, str]) -> dict[str, str]:
@@ -41,7 +42,8 @@ MODULES = _by_their_names(
     {
         "tok_embeddings": (
             "model.embed_tokens model.decoder.embed_tokens transformer.wte transformer.tokens_embed "
-            "transformer.word_embeddings gpt_neox.embed_in embeddings.word_embeddings"
+            "transformer.word_embeddings gpt_neox.embed_in embeddings.word_embeddings model.embeddings "
+            "backbone.embeddings"
         ),
         "pos_embeddings": (
             "transformer.wpe transformer.positions_embed model.decoder.embed_positions embeddings.position_embeddings"
@@ -49,37 +51,57 @@ MODULES = _by_their_names(
         "type_embeddings": "embeddings.token_type_embeddings",
         "embedding_norm": "transformer.word_embeddings_layernorm embeddings.LayerNorm",
         "norm": (
-            "model.norm model.final_layernorm model.decoder.final_layer_norm transformer.ln_f gpt_neox.final_layer_norm"
+            "model.norm model.final_layernorm model.decoder.final_layer_norm transformer.ln_f "
+            "gpt_neox.final_layer_norm model.norm_f backbone.norm_f"
         ),
         "output": "lm_head",
     }
 )
-LAYER = re.compile(r"(?:model\.layers|model\.decoder\.layers|transformer\.h|gpt_neox\.layers|encoder\.layer)\.(\d+)\.")
+LAYER = re.compile(
+    r"(?:model\.layers|backbone\.layers|model\.decoder\.layers|transformer\.h|gpt_neox\.layers|encoder\.layer)\.(\d+)\."
+)
 #: The same of the modules in a layer; `attention.wqkv` is split.
 LAYER_MODULES = _by_their_names(
     {
-        "attention_norm": "input_layernorm ln_1 ln_attn self_attn_layer_norm attention.output.LayerNorm",
+        "attention_norm": "norm input_layernorm ln_1 ln_attn self_attn_layer_norm attention.output.LayerNorm",
         "attention.wqkv": "attn.c_attn attention.query_key_value self_attention.query_key_value",
-        "attention.wq": "self_attn.q_proj attention.self.query",
-        "attention.wk": "self_attn.k_proj attention.self.key",
-        "attention.wv": "self_attn.v_proj attention.self.value",
-        **{f"attention.{name}": f"linear_attn.{name}" for name in DELTA_NET},
+        "attention.wq": "self_attn.q_proj attention.self.query mixer.q_proj",
+        "attention.wk": "self_attn.k_proj attention.self.key mixer.k_proj",
+        "attention.wv": "self_attn.v_proj attention.self.value mixer.v_proj",
+        **{f"attention.{name}": f"linear_attn.{name} mamba.{name} mixer.{name}" for name in DELTA_NET},
         "attention.q_norm": "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
         "attention.wo": (
             "self_attn.o_proj self_attn.out_proj self_attn.dense attn.c_proj attention.dense self_attention.dense "
-            "attention.output.dense"
+            "attention.output.dense mixer.o_proj"
         ),
-        "ffn_norm": "post_attention_layernorm ln_2 ln_mlp final_layer_norm output.LayerNorm",
-        "feed_forward.w1": "mlp.gate_proj mlp.c_fc mlp.dense_h_to_4h mlp.fc1 fc1 intermediate.dense",
-        "feed_forward.w2": "mlp.down_proj mlp.c_proj mlp.dense_4h_to_h mlp.fc2 fc2 output.dense",
-        "feed_forward.w3": "mlp.up_proj",
-        "feed_forward.router": "mlp.gate",
-        "feed_forward.router.selection_bias": "mlp.gate.e_score_correction_bias",
-        "feed_forward.experts.gate_up_proj": "mlp.experts.gate_up_proj",
-        "feed_forward.experts.down_proj": "mlp.experts.down_proj",
-        "feed_forward.shared.w1": "mlp.shared_expert.gate_proj mlp.shared_experts.gate_proj",
-        "feed_forward.shared.w2": "mlp.shared_expert.down_proj mlp.shared_experts.down_proj",
+        "ffn_norm": "post_attention_layernorm pre_ff_layernorm ln_2 ln_mlp final_layer_norm output.LayerNorm",
+        "feed_forward.w1": (
+            "mlp.gate_proj mlp.c_fc mlp.dense_h_to_4h mlp.fc1 fc1 intermediate.dense feed_forward.gate_proj "
+            "mixer.up_proj"
+        ),
+        "feed_forward.w2": (
+            "mlp.down_proj mlp.c_proj mlp.dense_4h_to_h mlp.fc2 fc2 output.dense feed_forward.down_proj mixer.down_proj"
+        ),
+        "feed_forward.w3": "mlp.up_proj feed_forward.up_proj",
+        "feed_forward.router": "mlp.gate mixer.gate block_sparse_moe.router block_sparse_moe.router.layer",
+        "feed_forward.router.selection_bias": "mlp.gate.e_score_correction_bias mixer.gate.e_score_correction_bias",
+        "feed_forward.experts.gate_up_proj": (
+            "mlp.experts.gate_up_proj block_sparse_moe.experts.gate_up_proj block_sparse_moe.input_linear"
+        ),
+        "feed_forward.experts.down_proj": (
+            "mlp.experts.down_proj mixer.experts.down_proj block_sparse_moe.experts.down_proj "
+            "block_sparse_moe.output_linear"
+        ),
+        "feed_forward.experts.up_proj": "mixer.experts.up_proj",
+        "feed_forward.shared.w13": "shared_mlp.input_linear",
+        "feed_forward.shared.w1": (
+            "mlp.shared_expert.gate_proj mlp.shared_experts.gate_proj mixer.shared_experts.up_proj"
+        ),
+        "feed_forward.shared.w2": (
+            "mlp.shared_expert.down_proj mlp.shared_experts.down_proj mixer.shared_experts.down_proj "
+            "shared_mlp.output_linear"
+        ),
         "feed_forward.shared.w3": "mlp.shared_expert.up_proj mlp.shared_experts.up_proj",
         "feed_forward.shared_gate": "mlp.shared_expert_gate",
     }
@@ -91,7 +113,7 @@ def read(model: nn.Module, changes: dict[str, Any]) -> tuple[ModelConfig, State]
     `Transformer.from_hf`."""
     reading = known(model, READINGS)
     name, theirs = type(model).__name__, dict(model.named_parameters())
-    (config,) = read_configs(model, (reading,), changes)
+    (config,) = read_configs(model, (reading,), {**reading.of_model(model), **changes})
     one_kind(theirs)
     # The bias of a router's choice is not a parameter, and stays float32.
     theirs |= {key: b for key, b in model.named_buffers() if key.endswith("e_score_correction_bias")}  # type: ignore[misc]
@@ -101,7 +123,7 @@ def read(model: nn.Module, changes: dict[str, Any]) -> tuple[ModelConfig, State]
     for their_name, parameter in theirs.items():
         if their_name.startswith(reading.left_out):
             continue
-        our_name, kind = _ours(their_name)
+        our_name, kind = _ours(their_name, config)
         if our_name is None:
             unknown.append(their_name)
             continue
@@ -122,12 +144,15 @@ def read(model: nn.Module, changes: dict[str, Any]) -> tuple[ModelConfig, State]
 
 
 def split_hybrid(name: str, weight: Tensor, config: ModelConfig) -> State:
-    """Returns the parts of a weight that Qwen3-Next and Qwen3.5 keep together, by their names here; none for others.
+    """Returns the parts of a weight that Qwen3-Next, Qwen3.5 and Granite 4 keep together, by their names here; none for
+    others.
 
     A query and the gate of its head lie together. Qwen3-Next's projections of linear attention have all parts of a head
     of keys together.
     """
     prefix, _, last = name.rpartition(".")
+    if last == "w13":
+        return dict(zip((f"{prefix}.w1", f"{prefix}.w3"), weight.chunk(2), strict=True))
     if last == "wq" and config.attention_gate:
         query, gate = weight.unflatten(0, (config.n_heads, 2, config.head_width)).unbind(1)
         return {f"{prefix}.wq": query.flatten(0, 1), f"{prefix}.wg": gate.flatten(0, 1)}
@@ -183,7 +208,7 @@ def refuse_unknown(unknown: list[str], name: str) -> None:
         raise ValueError(f"model has weights that {name} has no place for here: {_few(sorted(unknown))}")
 
 
-def _ours(their_name: str) -> tuple[str | None, str]:
+def _ours(their_name: str, config: ModelConfig) -> tuple[str | None, str]:
     """Returns this package's name of a parameter's module, or None, and the rest of the parameter's name. The rest is
     empty if the parameter itself has an entry (those of experts)."""
     last = their_name.rpartition(".")[2]
@@ -192,6 +217,14 @@ def _ours(their_name: str) -> tuple[str | None, str]:
     if layer is None:
         return MODULES.get(module), kind
     ours = LAYER_MODULES.get(module[layer.end() :])
+    if ours is not None and ".experts." in ours:
+        kind = ""
+    if ours is not None and ".mamba." in their_name and int(layer[1]) in config.full_layers:
+        ours = ours.replace("attention.", "mixer.")
+    if ours == "attention_norm" and config.one_branch and int(layer[1]) in config.mlp_layers:
+        ours = "ffn_norm"
+    if ours is not None and config.n_experts is None:  # the shared expert is all there is
+        ours = ours.replace("feed_forward.shared.", "feed_forward.")
     return ours and f"layers.{layer[1]}.{ours}", kind
 
 

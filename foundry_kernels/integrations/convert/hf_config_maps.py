@@ -17,6 +17,7 @@ from foundry_kernels.integrations.convert.reading import (
     falcon,
     gemma,
     glm4_moe,
+    granite,
     linear_layers,
     mixed_layers,
     opt,
@@ -35,14 +36,14 @@ _GPT_OPTIONS = {
     "attention_dropout": "attn_pdrop",
 }
 _GPT_NEEDS = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-_OPTIONS = {
+OPTIONS = {
     "n_kv_heads": "num_key_value_heads",
     "max_seq_len": "max_position_embeddings",
     "hidden_dim": "intermediate_size",
     "attention_dropout": "attention_dropout",
 }
-_QWEN_OPTIONS = {**_OPTIONS, "head_dim": "head_dim", "norm_eps": "rms_norm_eps", "mlp_bias": "mlp_bias"}
-_LLAMA_OPTIONS = {**_QWEN_OPTIONS, "attention_bias": "attention_bias"}
+_QWEN_OPTIONS = {**OPTIONS, "head_dim": "head_dim", "norm_eps": "rms_norm_eps", "mlp_bias": "mlp_bias"}
+LLAMA_OPTIONS = {**_QWEN_OPTIONS, "attention_bias": "attention_bias"}
 _LLAMA_PARTS = rope, window, activation("hidden_act", GATES)
 _ROUTED_OPTIONS = {"hidden_dim": "moe_intermediate_size", "router_renormalize": "norm_topk_prob"}
 
@@ -52,7 +53,7 @@ _SUMMARY = frozenset(
 )
 #: The options from which transformers derives `sliding_window` and `layer_types`.
 _WINDOWS = frozenset({"use_sliding_window", "max_window_layers"})
-_ROTATION = frozenset({"rope_parameters"})
+ROTATION = frozenset({"rope_parameters"})
 
 GPT2 = Reading(
     _GPT_OPTIONS,
@@ -72,7 +73,7 @@ OPENAI = Reading(
 )
 GPT_NEOX = Reading(
     {
-        **_OPTIONS,
+        **OPTIONS,
         "norm_eps": "layer_norm_eps",
         "attention_bias": "attention_bias",
         "parallel_residual": "use_parallel_residual",
@@ -108,7 +109,7 @@ FALCON = Reading(
     choices=PRESETS["falcon"],
     qkv="groups",
     # Each only applies to one of the two architectures; dropout of weights only with ALiBi, a rotation only without.
-    silent=frozenset({"multi_query", "num_kv_heads", "num_ln_in_parallel_attn", "attention_dropout"}) | _ROTATION,
+    silent=frozenset({"multi_query", "num_kv_heads", "num_ln_in_parallel_attn", "attention_dropout"}) | ROTATION,
 )
 OPT = Reading(
     {
@@ -128,7 +129,7 @@ OPT = Reading(
 )
 PHI = Reading(
     {
-        **_OPTIONS,
+        **OPTIONS,
         "norm_eps": "layer_norm_eps",
         "embedding_dropout": "embd_pdrop",
         "residual_dropout": "resid_pdrop",
@@ -146,7 +147,7 @@ PHI = Reading(
 )
 STABLELM = Reading(
     {
-        **_OPTIONS,
+        **OPTIONS,
         "norm_eps": "layer_norm_eps",
         "attention_bias": "use_qkv_bias",
         "parallel_residual": "use_parallel_residual",
@@ -158,7 +159,7 @@ STABLELM = Reading(
 )
 STARCODER2 = Reading(
     {
-        **_OPTIONS,
+        **OPTIONS,
         "norm_eps": "norm_epsilon",
         "attention_bias": "use_bias",
         "mlp_bias": "use_bias",
@@ -168,17 +169,17 @@ STARCODER2 = Reading(
     (rope, window, activation("hidden_act", PLAIN)),
     choices={"norm": "layer_norm"},
 )
-LLAMA = Reading(_LLAMA_OPTIONS, _LLAMA_PARTS)
-MIXTRAL = Reading(_LLAMA_OPTIONS, (*_LLAMA_PARTS, experts("num_local_experts")), needs={"router_jitter_noise": 0.0})
+LLAMA = Reading(LLAMA_OPTIONS, _LLAMA_PARTS)
+MIXTRAL = Reading(LLAMA_OPTIONS, (*_LLAMA_PARTS, experts("num_local_experts")), needs={"router_jitter_noise": 0.0})
 QWEN2 = Reading(
     _QWEN_OPTIONS,
     _LLAMA_PARTS,
     choices={"attention_bias": True, "attention_out_bias": False},
     silent=_WINDOWS,
 )
-QWEN3 = Reading(_LLAMA_OPTIONS, _LLAMA_PARTS, silent=_WINDOWS)
+QWEN3 = Reading(LLAMA_OPTIONS, _LLAMA_PARTS, silent=_WINDOWS)
 QWEN3_MOE = Reading(
-    {**_LLAMA_OPTIONS, **_ROUTED_OPTIONS},
+    {**LLAMA_OPTIONS, **_ROUTED_OPTIONS},
     (*_LLAMA_PARTS, experts("num_experts"), mixed_layers),
     silent=_WINDOWS | {"intermediate_size"},  # the width of layers without experts
 )
@@ -193,25 +194,25 @@ QWEN2_MOE = dataclasses.replace(
     choices={"attention_out_bias": False, "shared_expert_gate": True},
 )
 OLMOE = Reading(
-    {**_LLAMA_OPTIONS, "router_renormalize": "norm_topk_prob"},
+    {**LLAMA_OPTIONS, "router_renormalize": "norm_topk_prob"},
     (*_LLAMA_PARTS, experts("num_experts")),
     choices={"norm_round_before_weight": True, "qk_norm": True, "qk_norm_over": "projection"},
     needs={"clip_qkv": None},
 )
 GEMMA = Reading(
-    _LLAMA_OPTIONS,
+    LLAMA_OPTIONS,
     (*_LLAMA_PARTS, gemma),
     choices={"norm_weight_offset": 1.0},
     needs={"use_bidirectional_attention": None},
 )
 DOTS1 = Reading(
-    {**_LLAMA_OPTIONS, "hidden_dim": "moe_intermediate_size"},
+    {**LLAMA_OPTIONS, "hidden_dim": "moe_intermediate_size"},
     (*_LLAMA_PARTS, deepseek_experts),
     choices={"norm_round_before_weight": True, "qk_norm": True},
     silent=_WINDOWS | {"intermediate_size"},
 )
 GLM4_MOE = Reading(
-    {**_LLAMA_OPTIONS, "hidden_dim": "moe_intermediate_size"},
+    {**LLAMA_OPTIONS, "hidden_dim": "moe_intermediate_size"},
     (*_LLAMA_PARTS, deepseek_experts, glm4_moe),
     choices={"norm_round_before_weight": True, "attention_out_bias": False},
     # Another model predicts several tokens.
@@ -226,19 +227,21 @@ _DELTA_OPTIONS = {
     "linear_conv_size": "linear_conv_kernel_dim",
 }
 _GATED_ATTENTION = {"norm_weight_offset": 1.0, "qk_norm_weight_offset": 1.0, "attention_gate": True}
-_SILU = activation("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
-QWEN3_5 = Reading({**_LLAMA_OPTIONS, **_DELTA_OPTIONS}, (rope, linear_layers, _SILU), choices=_GATED_ATTENTION)
+SILU = activation("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
+QWEN3_5 = Reading({**LLAMA_OPTIONS, **_DELTA_OPTIONS}, (rope, linear_layers, SILU), choices=_GATED_ATTENTION)
 QWEN3_NEXT = Reading(
     {
-        **_LLAMA_OPTIONS,
+        **LLAMA_OPTIONS,
         **_DELTA_OPTIONS,
         **_ROUTED_OPTIONS,
         "shared_expert_dim": "shared_expert_intermediate_size",
     },
-    (rope, linear_layers, _SILU, experts("num_experts"), mixed_layers),
+    (rope, linear_layers, SILU, experts("num_experts"), mixed_layers),
     choices={**_GATED_ATTENTION, "shared_expert_gate": True},
     silent=frozenset({"intermediate_size"}),  # the width of layers without experts
 )
+
+GRANITE = Reading(LLAMA_OPTIONS, (*_LLAMA_PARTS, granite))
 
 _BY_FAMILY = {
     "gpt2": GPT2,
@@ -263,6 +266,7 @@ _BY_FAMILY = {
     "gemma": GEMMA,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
+    "granite": GRANITE,
 }
 
 

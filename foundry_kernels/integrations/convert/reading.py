@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
+from foundry_kernels.models.fields import FULL, LINEAR, MLP, ModelFields
 from foundry_kernels.ops.rope import RopeScaling
 
 #: Activations by their names in transformers, for feed-forward blocks without and with a gate.
 PLAIN = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "silu": "silu", "swish": "silu", "relu": "relu",
+    "silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
 GATES = {
     "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_new": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh",
@@ -43,7 +47,8 @@ SIZES = {
 }
 #: Options that some classes lack; the field then has its default.
 OPTIONAL = frozenset((
-    "initializer_range", "n_inner", "seq_length", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias",
+    "initializer_range", "n_inner", "max_position_embeddings", "intermediate_size",
+    "seq_length", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias",
 ))  # fmt: skip
 
 
@@ -62,6 +67,7 @@ class Reading:
         skipped_positions: the number of rows before position 0 in the table of positions, or an option and a number to
             add.
         left_out: prefixes of weights that this package's model does not have, and that change no hidden state.
+        of_model: a function that reads more fields from the model itself, whose code has changed between releases.
         silent: options that do not affect this class's computation, besides `SILENT`.
     """
 
@@ -73,6 +79,7 @@ class Reading:
     transposed: bool = False
     skipped_positions: int | tuple[str, int] = 0
     left_out: tuple[str, ...] = ()
+    of_model: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
     silent: frozenset[str] = frozenset()
 
     def fields(self, config: Any) -> dict[str, Any]:
@@ -183,11 +190,23 @@ def window(config: Any) -> dict[str, Any]:
 
 def linear_layers(config: Any) -> dict[str, Any]:
     """The kinds of layers. Without linear attention no size of it is a field."""
-    kinds = tuple(config.layer_types)
-    if "linear_attention" in kinds:
+    names = {"mamba": LINEAR, "attention": FULL, "moe": MLP}  # of earlier releases, and of what is one kind here
+    given = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    kinds = tuple(names.get(kind, kind) for kind in given or [LINEAR] * config.num_hidden_layers)
+    if LINEAR in kinds:
         return {"layer_types": kinds}
-    sizes = {f"linear_{name}": None for name in ("v_heads", "k_heads", "k_dim", "v_dim")}
-    return {**sizes, "linear_conv_size": 4, "layer_types": kinds}
+    unused = {f.name: f.default for f in dataclasses.fields(ModelFields) if f.name.startswith("linear_")}
+    return {**unused, "layer_types": kinds}
+
+
+def granite(config: Any) -> dict[str, Any]:
+    """The factors of Granite."""
+    return {
+        "embedding_scale": config.embedding_multiplier,
+        "logit_scale": 1.0 / config.logits_scaling,
+        "residual_scale": config.residual_multiplier,
+        "attention_scale": config.attention_multiplier,
+    }
 
 
 def experts(count: str) -> Callable[[Any], dict[str, Any]]:
@@ -229,6 +248,16 @@ def deepseek_experts(config: Any) -> dict[str, Any]:
     """The mixture of DeepSeek-V3: sigmoids with a bias for the choice, groups of experts, and first layers without
     experts."""
     dense = tuple(range(min(config.first_k_dense_replace, config.num_hidden_layers)))
+    return {
+        **routed_by_sigmoids(config),
+        "shared_expert_dim": (config.n_shared_experts or 0) * config.moe_intermediate_size or None,
+        "dense_layers": dense,
+        "dense_hidden_dim": config.intermediate_size if dense else None,
+    }
+
+
+def routed_by_sigmoids(config: Any) -> dict[str, Any]:
+    """Sigmoids with a bias for the choice, and groups of experts."""
     groups, best = config.n_group, config.topk_group
     grouped = groups is not None and groups > 1  # one group means no groups
     return {
@@ -241,9 +270,6 @@ def deepseek_experts(config: Any) -> dict[str, Any]:
         "router_groups": groups if grouped else None,
         "router_top_groups": best if grouped else None,
         "selection_bias": True,
-        "shared_expert_dim": (config.n_shared_experts or 0) * config.moe_intermediate_size or None,
-        "dense_layers": dense,
-        "dense_hidden_dim": config.intermediate_size if dense else None,
     }
 
 

@@ -133,17 +133,18 @@ def _check_token(
     if dt_bias is not None:
         _check_numbers("dt_bias", dt_bias, x, x.shape[-2:-1], "[H]")
     check_bool("dt_softplus", dt_softplus)
-    return x, B, C, z, _limits(dt_limit)
+    return x, B, C, z, check_limits("dt_limit", dt_limit)
 
 
-def _limits(dt_limit: tuple[float, float]) -> tuple[float, float]:
-    if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2:
-        raise TypeError(f"dt_limit must be two numbers; got {dt_limit!r}")
-    least, most = constants(*dt_limit)
+def check_limits(name: str, limits: tuple[float, float]) -> tuple[float, float]:
+    """Returns the least and the largest step size."""
+    if not isinstance(limits, (tuple, list)) or len(limits) != 2:
+        raise TypeError(f"{name} must be two numbers; got {limits!r}")
+    least, most = constants(*limits)
     for value in (least, most):
-        check_number("dt_limit", 0.0 if value in (float("inf"), -float("inf")) else value)
+        check_number(name, 0.0 if value in (float("inf"), -float("inf")) else value)
     if not least <= most:
-        raise ValueError(f"dt_limit must rise; got {tuple(dt_limit)}")
+        raise ValueError(f"{name} must rise; got {tuple(limits)}")
     return float(least), float(most)
 
 

@@ -315,6 +315,8 @@ CHOICES: dict[str, dict[str, Any]] = {
     "hybrid, linear": {"layer_types": ("linear_attention",) * 2, "linear_conv_size": 1, "n_experts": 4},
     "hybrid, gated": HYBRID | {"linear_conv_size": 2, "qk_norm": True, "attention_gate": True, "rope_dim": 2},
     "packed, hybrid": HYBRID | {"linear_v_dim": 6},
+    "hybrid, mamba": HYBRID | {"linear_kind": "mamba2", "linear_bias": True},
+    "packed, hybrid, mamba": HYBRID | {"linear_kind": "mamba2", "linear_dt_limit": (0.01, 2.0)},
 }
 
 

@@ -1,4 +1,4 @@
-"""`GatedDeltaNet`: its formula, Qwen3.5's own layer, packed sequences, states, and what it refuses."""
+"""Layers of linear attention: their formulas, transformers' own layers, packed sequences, and states."""
 
 from __future__ import annotations
 
@@ -12,17 +12,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foundry_kernels import gated_delta_rule, nn
+from foundry_kernels import gated_delta_rule, nn, ssd
 
-SHAPES: dict[str, dict[str, Any]] = {
+SCALES = (0.9, 1.1, 1.2, 0.7, 1.3)
+MAMBA: dict[str, dict[str, Any]] = {
+    "mamba": {"n_heads": 6, "n_groups": 2, "state_dim": 4, "head_dim": 7, "conv_size": 3, "dt_limit": (0.2, 3.0)},
+    "mamba, one norm": {"n_heads": 6, "n_groups": 3, "state_dim": 5, "head_dim": 4, "norm_groups": 1, "bias": True},
+    "mamba, no bias": {"n_heads": 2, "state_dim": 8, "head_dim": 8, "conv_size": 1, "conv_bias": False},
+    "mamba, norm first": {"n_heads": 6, "n_groups": 2, "state_dim": 4, "head_dim": 7, "norm_before_gate": True},
+    "mamba, no norm": {"n_heads": 2, "state_dim": 8, "head_dim": 8, "rmsnorm": False, "in_scales": SCALES},
+}
+SHAPES: dict[str, dict[str, Any]] = MAMBA | {
     "equal heads": {"n_v_heads": 2, "head_k_dim": 8},
     "groups": {"n_v_heads": 6, "n_k_heads": 2, "head_k_dim": 4, "head_v_dim": 7, "conv_size": 3},
     "one tap": {"n_v_heads": 2, "n_k_heads": 1, "head_k_dim": 8, "conv_size": 1, "negative_eigenvalues": True},
 }
 
 
-def make(name: str = "groups", dtype: torch.dtype = torch.float32, **changes: Any) -> nn.GatedDeltaNet:
-    layer = nn.GatedDeltaNet(20, **{**SHAPES[name], **changes}, dtype=dtype)
+every_kind = pytest.mark.parametrize("name", ["groups", "mamba"])
+
+
+def make(name: str = "groups", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    kind: Any = nn.Mamba2 if name in MAMBA else nn.GatedDeltaNet
+    layer = kind(20, **{**SHAPES[name], **changes}, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -35,11 +47,33 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tens
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def formula(layer: nn.GatedDeltaNet, x: Tensor) -> Tensor:
+def convolved(layer: Any, x: Tensor) -> Tensor:
+    taps, filters = layer.conv_size, layer.conv1d
+    x = F.pad(x.transpose(1, 2), (taps - 1, 0))
+    return F.silu(F.conv1d(x, filters.weight, filters.bias, groups=len(filters.weight))).transpose(1, 2)
+
+
+def mamba_formula(layer: nn.Mamba2, x: Tensor) -> Tensor:
+    heads, groups, n, p = layer.n_heads, layer.n_groups, layer.state_dim, layer.head_dim
+    parts = layer.in_proj(x).split([heads * p, heads * p, groups * n, groups * n, heads], -1)
+    z, *mixed, dt = (part * scale for part, scale in zip(parts, layer.in_scales, strict=True))
+    values, b, c = convolved(layer, torch.cat(mixed, -1)).split([heads * p, groups * n, groups * n], -1)
+    b, c = (t.unflatten(-1, (groups, n)) for t in (b, c))
+    dt = F.softplus(dt + layer.dt_bias).clamp(*layer.dt_limit)
+    y = ssd(values.unflatten(-1, (heads, p)), dt, -layer.A_log.exp(), b, c, layer.D, backend="reference")
+    y = y.flatten(2) if layer.norm_before_gate else y.flatten(2) * F.silu(z)
+    if layer.norm is not None:
+        y = y.unflatten(-1, (layer.norm_groups, -1))
+        y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)).flatten(2) * layer.norm.weight
+    return layer.out_proj(y * F.silu(z) if layer.norm_before_gate else y)
+
+
+def formula(layer: Any, x: Tensor) -> Tensor:
     """As the docstring has it, with PyTorch's own functions and the operation's reference."""
-    taps, channels = layer.conv_size, layer.conv1d.weight.shape[0]
-    qkv = F.linear(x, layer.in_proj_qkv.weight).transpose(1, 2)
-    mixed = F.silu(F.conv1d(F.pad(qkv, (taps - 1, 0)), layer.conv1d.weight, groups=channels)).transpose(1, 2)
+    if isinstance(layer, nn.Mamba2):
+        return mamba_formula(layer, x)
+    channels = layer.conv1d.weight.shape[0]
+    mixed = convolved(layer, F.linear(x, layer.in_proj_qkv.weight))
     keys = layer.n_k_heads * layer.head_k_dim
     parts = mixed.split([keys, keys, channels - 2 * keys], -1)
     heads = layer.n_k_heads, layer.n_k_heads, layer.n_v_heads
@@ -99,9 +133,33 @@ def test_qwens_own_layer_and_its_state_dict(dtype: torch.dtype, norm: torch.dtyp
     assert (found - expected).abs().max() <= error * expected.abs().max()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+)
+def test_mambas_own_layer_and_its_state_dict(dtype: torch.dtype, autocast: bool) -> None:
+    pytest.importorskip("transformers.models.mamba2")
+    from transformers.models.mamba2.configuration_mamba2 import Mamba2Config
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+
+    sizes = {"num_heads": 6, "head_dim": 10, "expand": 3, "state_size": 4, "n_groups": 2, "conv_kernel": 3}
+    config = Mamba2Config(hidden_size=20, num_hidden_layers=1, **sizes, time_step_limit=(0.2, 3.0))
+    theirs = Mamba2Mixer(config, 0).to(dtype).eval()
+    groups = None if hasattr(theirs.norm, "group_size") else 1  # one in earlier releases
+    ours = make("mamba", dtype=dtype, norm_round_before_weight=True, head_dim=10, norm_groups=groups)
+    theirs.load_state_dict(ours.state_dict())
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    x = draw(2, 70, 20, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected, found = theirs(x), ours(x)
+    assert found.dtype == expected.dtype
+    error = 2e-5 if found.dtype == torch.float32 else 0.03
+    assert (found - expected).abs().max() <= error * expected.abs().max()
+
+
+@every_kind
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_packed_sequences_are_read_one_by_one(index: torch.dtype) -> None:
-    layer, lengths = make(), (3, 0, 1, 9, 2)
+def test_packed_sequences_are_read_one_by_one(name: str, index: torch.dtype) -> None:
+    layer, lengths = make(name), (3, 0, 1, 9, 2)
     bounds = [0, *itertools.accumulate(lengths)]
     x = draw(1, 15, 20).requires_grad_()
     y = layer(x, cu_seqlens=torch.tensor(bounds, dtype=index))
@@ -127,9 +185,10 @@ def test_a_state_continues(name: str, parts: tuple[int, ...]) -> None:
         torch.testing.assert_close(layer(x[:, :1], state=state), layer(x[:, :1]), rtol=2e-5, atol=2e-5)
 
 
+@every_kind
 @torch.no_grad()
-def test_states_of_packed_sequences() -> None:
-    layer, x = make(), draw(1, 9, 20)
+def test_states_of_packed_sequences(name: str) -> None:
+    layer, x = make(name), draw(1, 9, 20)
     state = layer.make_state(3)
     layer(x, cu_seqlens=torch.tensor([0, 4, 4, 9]), state=state)
     after = layer(draw(3, 1, 20, seed=3), state=state)
@@ -140,8 +199,9 @@ def test_states_of_packed_sequences() -> None:
     torch.testing.assert_close(after, torch.cat(expected), rtol=2e-5, atol=2e-5)
 
 
-def test_a_state_has_no_gradient() -> None:
-    layer, x = make(), draw(2, 3, 20)
+@every_kind
+def test_a_state_has_no_gradient(name: str) -> None:
+    layer, x = make(name), draw(2, 3, 20)
     for tokens in (3, 1):
         y = layer(x[:, :tokens], state=layer.make_state(2))
         assert y.requires_grad
@@ -149,9 +209,10 @@ def test_a_state_has_no_gradient() -> None:
             y.sum().backward()
 
 
+@every_kind
 @torch.no_grad()
-def test_states_under_autocast() -> None:
-    layer, x = make(), draw(2, 9, 20)
+def test_states_under_autocast(name: str) -> None:
+    layer, x = make(name), draw(2, 9, 20)
     state = layer.make_state(2, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         parts = [layer(part, state=state) for part in x.split((5, 1, 3), 1)]
@@ -160,15 +221,20 @@ def test_states_under_autocast() -> None:
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0.05, atol=0.05)
 
 
-def test_copies_pickles_and_text() -> None:
-    layer, x = make(), draw(1, 5, 20)
+@every_kind
+def test_copies_pickles_and_text(name: str) -> None:
+    layer, x = make(name), draw(1, 5, 20)
     expected = layer(x)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other(x), expected)
-    fresh = make("groups")
+    fresh = make(name)
     fresh.load_state_dict(layer.state_dict())
     assert torch.equal(fresh(x), expected)
-    assert "20, n_v_heads=6, n_k_heads=2, head_k_dim=4, head_v_dim=7, conv_size=3, backend='auto'" in repr(layer)
+    text = {
+        "groups": "20, n_v_heads=6, n_k_heads=2, head_k_dim=4, head_v_dim=7, conv_size=3, backend='auto'",
+        "mamba": "20, n_heads=6, n_groups=2, state_dim=4, head_dim=7, conv_size=3, dt_limit=(0.2, 3.0), backend='auto'",
+    }
+    assert text[name] in repr(layer)
     assert "negative_eigenvalues=True" in repr(make("one tap"))
 
 
@@ -178,3 +244,8 @@ def test_initial_gates() -> None:
     assert 0.01 <= layer.A_log.exp().min() < layer.A_log.exp().max() <= 16.0
     assert torch.equal(layer.dt_bias, torch.ones(64))
     assert nn.GatedDeltaNet(16, 2, device="meta").A_log.is_meta
+    mamba = nn.Mamba2(16, 64)
+    assert 1.0 <= mamba.A_log.exp().min() < mamba.A_log.exp().max() <= 16.0 * (1 + 1e-6)
+    steps = F.softplus(mamba.dt_bias)
+    assert 1e-3 * (1 - 1e-4) <= steps.min() < 0.01 < steps.max() <= 0.1 * (1 + 1e-4)
+    assert torch.equal(mamba.D, torch.ones(64))
