@@ -29,7 +29,7 @@ void gated_delta_rule_forward(const DeltaRuleForward& a, const DeltaRuleTask& ta
     c.read(document, first, std::min(a.chunk, document.last - first));
     c.compute_corrections(is_zero ? nullptr : state);
     if (!is_zero) {
-      multiply<float>(c.rows, c.value_vecs, {c.q_start, ldk, 1}, state, ldv, a.key_width, out, ldv, Start::zero);
+      multiply_in_parts(c.rows, c.value_vecs, {c.q_start, ldk, 1}, state, ldv, a.key_width, out, ldv, Start::zero);
       for (int64_t i = 0; i < c.n; ++i) scale_row(out + i * ldv, ldv, c.from_start[i]);
     }
     multiply_lower(c.rows, c.value_vecs, c.weights, c.size.rows, c.corrections, ldv, out, ldv,

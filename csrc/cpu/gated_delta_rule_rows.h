@@ -11,6 +11,17 @@ namespace FK_ISA {
 
 constexpr float kL2NormEps = 1e-6f;
 
+// Terms that a matmul of the gated delta rule sums one after another. It then adds these sums: the rounding errors of
+// one long sum would be larger than those of the recurrence, whose sums PyTorch splits too.
+constexpr int64_t kSumTerms = 32;
+
+inline void multiply_in_parts(int64_t rows, int64_t vecs, Factor<float> a, const float* b, int64_t ldb, int64_t depth,
+                              float* c, int64_t ldc, Start start, const float* factor = nullptr) {
+  for (int64_t k = 0; k == 0 || k < depth; k += kSumTerms)
+    multiply<float>(rows, vecs, {a.data + k * a.step, a.row, a.step}, b + k * ldb, ldb, std::min(kSumTerms, depth - k),
+                    c, ldc, k > 0 ? Start::add : start, factor);
+}
+
 // The sum of the products; both rows have `width` floats.
 inline float dot(const float* a, const float* b, int64_t width) {
   Vec acc[4] = {};
