@@ -283,9 +283,9 @@ struct Backward {
       scale_row(c.q_start + i * ldk, ldk, c.from_start[i]);
       scale_row(c.k_start + i * ldk, ldk, -c.from_start[i] * c.step[i]);
     }
-    c.decay_and_add(dstate, {c.q_start, 1, ldk}, dout, decay);
-    if (a.delta)
-      multiply_in_parts(a.key_width, c.value_vecs, {c.k_start, 1, ldk}, dv, ldv, c.rows, dstate, ldv, Start::add);
+    const int64_t last = c.rows - 1;  // as multiply_backward
+    c.decay_and_add(dstate, {c.q_start + last * ldk, 1, -ldk}, dout + last * ldv, -ldv, decay);
+    if (a.delta) multiply_backward(a.key_width, c.value_vecs, c.k_start, ldk, dv, ldv, c.rows, dstate, ldv, Start::add);
   }
 
   // The gradient of x from that of scale * x, or of its normalised form.

@@ -27,8 +27,7 @@ inline void multiply_lower(int64_t rows, int64_t vecs, const float* a, int64_t l
 inline void multiply_lower_transposed(int64_t rows, int64_t vecs, const float* a, int64_t lda, const float* b,
                                       int64_t ldb, float* c, int64_t ldc, Start start) {
   for (int64_t i = 0; i < rows; i += kDeltaRuleRows)
-    multiply_in_parts(kDeltaRuleRows, vecs, {a + i * lda + i, 1, lda}, b + i * ldb, ldb, rows - i, c + i * ldc, ldc,
-                      start);
+    multiply_backward(kDeltaRuleRows, vecs, a + i * lda + i, lda, b + i * ldb, ldb, rows - i, c + i * ldc, ldc, start);
 }
 
 // The lower triangle of C [rows, rows] = A [rows, depth] B [depth, rows], and what is above it in diagonal blocks.
@@ -48,8 +47,8 @@ inline void solve(int64_t rows, int64_t vecs, const float* n, int64_t ldn, float
     if (step > 0) {
       if constexpr (kTransposed) {
         const int64_t below = at + kSolveRows;
-        multiply_in_parts(kSolveRows, vecs, {n + below * ldn + at, 1, ldn}, x + below * ldx, ldx, step, x + at * ldx,
-                          ldx, Start::add);
+        multiply_backward(kSolveRows, vecs, n + below * ldn + at, ldn, x + below * ldx, ldx, step, x + at * ldx, ldx,
+                          Start::add);
       } else {
         multiply_in_parts(kSolveRows, vecs, {n + at * ldn, ldn, 1}, x, ldx, step, x + at * ldx, ldx, Start::add);
       }
@@ -136,14 +135,14 @@ struct DeltaRuleChunk {
   const float* decays_of_chunk() const { return channels->from_start + (n - 1) * size.keys; }
 
   // Replaces the state, or its gradient, by decay * state + A B, with `factor` as scratch.
-  void decay_and_add(float* state, Factor<float> a, const float* b, float* factor) const {
+  void decay_and_add(float* state, Factor<float> a, const float* b, int64_t ldb, float* factor) const {
     if (channels) {
       for (int64_t d = 0; d < in.key_width; ++d) scale_row(state + d * size.values, size.values, decays_of_chunk()[d]);
-      multiply_in_parts(in.key_width, value_vecs, a, b, size.values, rows, state, size.values, Start::add);
+      multiply_in_parts(in.key_width, value_vecs, a, b, ldb, rows, state, size.values, Start::add);
       return;
     }
     std::fill(factor, factor + size.values, decay());
-    multiply_in_parts(in.key_width, value_vecs, a, b, size.values, rows, state, size.values, Start::scaled, factor);
+    multiply_in_parts(in.key_width, value_vecs, a, b, ldb, rows, state, size.values, Start::scaled, factor);
   }
 
   // Reads tokens [first, first + count).

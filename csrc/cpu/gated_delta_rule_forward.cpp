@@ -38,7 +38,7 @@ void gated_delta_rule_forward(const DeltaRuleForward& a, const DeltaRuleTask& ta
                offset_of(a.out_strides, document.batch, task.head, first) + task.first_column, a.out_strides.token);
     if (first + a.chunk >= document.last && !a.final_state) return;
     for (int64_t i = 0; i < c.n; ++i) scale_row(c.k_end + i * ldk, ldk, c.to_end[i]);
-    c.decay_and_add(state, {c.k_end, 1, ldk}, c.corrections, decay);
+    c.decay_and_add(state, {c.k_end, 1, ldk}, c.corrections, ldv, decay);
     is_zero = false;
   }
   if (a.final_state) write_rows(Dtype::f32, state, ldv, a.key_width, task.n_columns, a.final_state, at, a.value_width);

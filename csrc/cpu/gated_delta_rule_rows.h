@@ -22,6 +22,14 @@ inline void multiply_in_parts(int64_t rows, int64_t vecs, Factor<float> a, const
                     c, ldc, k > 0 ? Start::add : start, factor);
 }
 
+// C [rows, vecs] = A^T B for A [depth, rows], likewise, from the last rows of A and B to the first, where decays make
+// the first ones the largest: what is added last is not rounded with the others.
+inline void multiply_backward(int64_t rows, int64_t vecs, const float* a, int64_t lda, const float* b, int64_t ldb,
+                              int64_t depth, float* c, int64_t ldc, Start start, const float* factor = nullptr) {
+  multiply_in_parts(rows, vecs, {a + (depth - 1) * lda, 1, -lda}, b + (depth - 1) * ldb, -ldb, depth, c, ldc, start,
+                    factor);
+}
+
 // The sum of the products; both rows have `width` floats.
 inline float dot(const float* a, const float* b, int64_t width) {
   Vec acc[4] = {};
