@@ -157,14 +157,15 @@ struct Backward {
   }
 
   void of_corrections() {
-    multiply<float>(c.rows, c.value_vecs, {c.k_end, ldk, 1}, dstate, ldv, a.key_width, dv, ldv, Start::zero);
+    multiply_in_parts(c.rows, c.value_vecs, {c.k_end, ldk, 1}, dstate, ldv, a.key_width, dv, ldv, Start::zero);
     for (int64_t i = 0; i < c.rows; ++i) scale_row(dv + i * ldv, ldv, c.to_end[i]);
     multiply_lower_transposed(c.rows, c.value_vecs, c.weights, ld, dout, ldv, dv, ldv, Start::add);
   }
 
   void of_queries_and_keys() {
     transpose(dstate, ldv, ldk, ldv, transposed, ldk);
-    multiply<float>(c.rows, c.key_vecs, {c.corrections, ldv, 1}, transposed, ldk, a.value_width, dk, ldk, Start::zero);
+    multiply_in_parts(c.rows, c.key_vecs, {c.corrections, ldv, 1}, transposed, ldk, a.value_width, dk, ldk,
+                      Start::zero);
     if (c.channels) {
       multiply_rows(dk, dk, c.channels->to_end, c.rows * ldk);
       multiply_rows(into_rows, dk, c.k, c.rows * ldk);
@@ -176,7 +177,7 @@ struct Backward {
       multiply_lower_transposed(c.rows, c.key_vecs, dweights, ld, c.q, ldk, dk, ldk, Start::add);
     }
     transpose(state, ldv, ldk, ldv, transposed, ldk);
-    multiply<float>(c.rows, c.key_vecs, {dout, ldv, 1}, transposed, ldk, a.value_width, dq, ldk, Start::zero);
+    multiply_in_parts(c.rows, c.key_vecs, {dout, ldv, 1}, transposed, ldk, a.value_width, dq, ldk, Start::zero);
     if (c.channels) {
       multiply_rows(dq, dq, c.channels->from_start, c.rows * ldk);
       return multiply_rows(spanning_rows, dq, c.q, c.rows * ldk);
@@ -191,7 +192,7 @@ struct Backward {
   void of_system() {
     solve<true>(c.rows, c.value_vecs, c.system, ld, dv, ldv);
     multiply_to_lower(c.rows, dv, ldv, a.value_width, v_transposed, ld, dsystem, ld);
-    multiply<float>(c.rows, c.key_vecs, {dv, ldv, 1}, transposed, ldk, a.value_width, of_keys, ldk, Start::zero);
+    multiply_in_parts(c.rows, c.key_vecs, {dv, ldv, 1}, transposed, ldk, a.value_width, of_keys, ldk, Start::zero);
     if (c.channels) multiply_rows(of_keys, of_keys, c.channels->from_start, c.rows * ldk);
     for (int64_t i = 0; i < c.rows; ++i) {
       const int64_t edge = round_up(i + 1, kDeltaRuleRows);
@@ -282,9 +283,9 @@ struct Backward {
       scale_row(c.q_start + i * ldk, ldk, c.from_start[i]);
       scale_row(c.k_start + i * ldk, ldk, -c.from_start[i] * c.step[i]);
     }
-    c.decay_and_add(dstate, {c.q_start, 1, ldk}, dout, decay);
-    if (a.delta)
-      multiply<float>(a.key_width, c.value_vecs, {c.k_start, 1, ldk}, dv, ldv, c.rows, dstate, ldv, Start::add);
+    const int64_t last = c.rows - 1;  // as multiply_backward
+    c.decay_and_add(dstate, {c.q_start + last * ldk, 1, -ldk}, dout + last * ldv, -ldv, decay);
+    if (a.delta) multiply_backward(a.key_width, c.value_vecs, c.k_start, ldk, dv, ldv, c.rows, dstate, ldv, Start::add);
   }
 
   // The gradient of x from that of scale * x, or of its normalised form.

@@ -63,11 +63,11 @@ struct DeltaRulePairGradients {
     const float* by = c.from_block + first * keys;
     for (int64_t j = 0; j < first; j += kDeltaRuleRows) {
       const Start start = j == 0 ? Start::zero : Start::add;
-      multiply<float>(kDeltaRuleRows, vecs, {dweights + first * ld + j, ld, 1}, keys_reached + j * keys, keys,
-                      kDeltaRuleRows, sum_q, keys, start);
+      multiply_in_parts(kDeltaRuleRows, vecs, {dweights + first * ld + j, ld, 1}, keys_reached + j * keys, keys,
+                        kDeltaRuleRows, sum_q, keys, start);
       if (dproducts)
-        multiply<float>(kDeltaRuleRows, vecs, {dproducts + first * ld + j, ld, 1}, keys_reached + j * keys, keys,
-                        kDeltaRuleRows, sum_k, keys, start);
+        multiply_in_parts(kDeltaRuleRows, vecs, {dproducts + first * ld + j, ld, 1}, keys_reached + j * keys, keys,
+                          kDeltaRuleRows, sum_k, keys, start);
       if (j + kDeltaRuleRows == first) break;
       float* spans = across + (j / kDeltaRuleRows + 1) * keys;  // the block after j lies between
       for (int64_t d = 0; d < keys; d += kLanes) {
@@ -91,11 +91,11 @@ struct DeltaRulePairGradients {
       Whole::store(of_rows + first * keys + i, both);
     }
     for (int64_t j = 0; j < first; j += kDeltaRuleRows) {
-      multiply<float>(kDeltaRuleRows, vecs, {dweights + first * ld + j, 1, ld}, q_rows, keys, kDeltaRuleRows, sum_q,
-                      keys, Start::zero);
+      multiply_in_parts(kDeltaRuleRows, vecs, {dweights + first * ld + j, 1, ld}, q_rows, keys, kDeltaRuleRows, sum_q,
+                        keys, Start::zero);
       if (dproducts)
-        multiply<float>(kDeltaRuleRows, vecs, {dproducts + first * ld + j, 1, ld}, k_rows, keys, kDeltaRuleRows, sum_q,
-                        keys, Start::add);
+        multiply_in_parts(kDeltaRuleRows, vecs, {dproducts + first * ld + j, 1, ld}, k_rows, keys, kDeltaRuleRows,
+                          sum_q, keys, Start::add);
       for (int64_t i = 0; i < tile; i += kLanes) {
         const int64_t at = j * keys + i;
         const Vec found = Whole::load(sum_q + i);

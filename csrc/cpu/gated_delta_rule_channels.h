@@ -94,11 +94,11 @@ struct DeltaRuleChannels {
         for (int64_t d = 0; d < width; ++d) scale_row(transposed + d * ld, first - kDeltaRuleRows, passed[d]);
       }
       if (first > 0) {
-        multiply<float>(kDeltaRuleRows, first / kLanes, {q_block + first * keys, keys, 1}, transposed, ld, width,
-                        weights + first * ld, ld, Start::zero);
+        multiply_in_parts(kDeltaRuleRows, first / kLanes, {q_block + first * keys, keys, 1}, transposed, ld, width,
+                          weights + first * ld, ld, Start::zero);
         if (products)
-          multiply<float>(kDeltaRuleRows, first / kLanes, {k_block + first * keys, keys, 1}, transposed, ld, width,
-                          products + first * ld, ld, Start::zero);
+          multiply_in_parts(kDeltaRuleRows, first / kLanes, {k_block + first * keys, keys, 1}, transposed, ld, width,
+                            products + first * ld, ld, Start::zero);
       }
       multiply_block_pairs(first, q, k, ld, weights, products);
     }

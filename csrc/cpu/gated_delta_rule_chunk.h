@@ -20,23 +20,22 @@ constexpr int kSolveRows = 8;
 inline void multiply_lower(int64_t rows, int64_t vecs, const float* a, int64_t lda, const float* b, int64_t ldb,
                            float* c, int64_t ldc, Start start) {
   for (int64_t i = 0; i < rows; i += kDeltaRuleRows)
-    multiply<float>(kDeltaRuleRows, vecs, {a + i * lda, lda, 1}, b, ldb, i + kDeltaRuleRows, c + i * ldc, ldc, start);
+    multiply_in_parts(kDeltaRuleRows, vecs, {a + i * lda, lda, 1}, b, ldb, i + kDeltaRuleRows, c + i * ldc, ldc, start);
 }
 
 // C = A^T B, likewise.
 inline void multiply_lower_transposed(int64_t rows, int64_t vecs, const float* a, int64_t lda, const float* b,
                                       int64_t ldb, float* c, int64_t ldc, Start start) {
   for (int64_t i = 0; i < rows; i += kDeltaRuleRows)
-    multiply<float>(kDeltaRuleRows, vecs, {a + i * lda + i, 1, lda}, b + i * ldb, ldb, rows - i, c + i * ldc, ldc,
-                    start);
+    multiply_backward(kDeltaRuleRows, vecs, a + i * lda + i, lda, b + i * ldb, ldb, rows - i, c + i * ldc, ldc, start);
 }
 
 // The lower triangle of C [rows, rows] = A [rows, depth] B [depth, rows], and what is above it in diagonal blocks.
 inline void multiply_to_lower(int64_t rows, const float* a, int64_t lda, int64_t depth, const float* b, int64_t ldb,
                               float* c, int64_t ldc) {
   for (int64_t i = 0; i < rows; i += kDeltaRuleRows)
-    multiply<float>(kDeltaRuleRows, (i + kDeltaRuleRows) / kLanes, {a + i * lda, lda, 1}, b, ldb, depth, c + i * ldc,
-                    ldc, Start::zero);
+    multiply_in_parts(kDeltaRuleRows, (i + kDeltaRuleRows) / kLanes, {a + i * lda, lda, 1}, b, ldb, depth, c + i * ldc,
+                      ldc, Start::zero);
 }
 
 // Replaces x, right-hand sides [rows, vecs], by the solution of (1 - N) x = rhs, or (1 - N^T) x = rhs, where N is
@@ -48,10 +47,10 @@ inline void solve(int64_t rows, int64_t vecs, const float* n, int64_t ldn, float
     if (step > 0) {
       if constexpr (kTransposed) {
         const int64_t below = at + kSolveRows;
-        multiply<float>(kSolveRows, vecs, {n + below * ldn + at, 1, ldn}, x + below * ldx, ldx, step, x + at * ldx, ldx,
-                        Start::add);
+        multiply_backward(kSolveRows, vecs, n + below * ldn + at, ldn, x + below * ldx, ldx, step, x + at * ldx, ldx,
+                          Start::add);
       } else {
-        multiply<float>(kSolveRows, vecs, {n + at * ldn, ldn, 1}, x, ldx, step, x + at * ldx, ldx, Start::add);
+        multiply_in_parts(kSolveRows, vecs, {n + at * ldn, ldn, 1}, x, ldx, step, x + at * ldx, ldx, Start::add);
       }
     }
     const float* own = n + at * ldn + at;
@@ -136,14 +135,14 @@ struct DeltaRuleChunk {
   const float* decays_of_chunk() const { return channels->from_start + (n - 1) * size.keys; }
 
   // Replaces the state, or its gradient, by decay * state + A B, with `factor` as scratch.
-  void decay_and_add(float* state, Factor<float> a, const float* b, float* factor) const {
+  void decay_and_add(float* state, Factor<float> a, const float* b, int64_t ldb, float* factor) const {
     if (channels) {
       for (int64_t d = 0; d < in.key_width; ++d) scale_row(state + d * size.values, size.values, decays_of_chunk()[d]);
-      multiply<float>(in.key_width, value_vecs, a, b, size.values, rows, state, size.values, Start::add);
+      multiply_in_parts(in.key_width, value_vecs, a, b, ldb, rows, state, size.values, Start::add);
       return;
     }
     std::fill(factor, factor + size.values, decay());
-    multiply<float>(in.key_width, value_vecs, a, b, size.values, rows, state, size.values, Start::scaled, factor);
+    multiply_in_parts(in.key_width, value_vecs, a, b, ldb, rows, state, size.values, Start::scaled, factor);
   }
 
   // Reads tokens [first, first + count).
@@ -189,8 +188,8 @@ struct DeltaRuleChunk {
   // The corrections, from the state before the chunk; null for zeros. Padding stays 0.
   void compute_corrections(const float* state) {
     if (state && in.delta)
-      multiply<float>(rows, value_vecs, {k_start, size.keys, 1}, state, size.values, in.key_width, corrections,
-                      size.values, Start::zero);
+      multiply_in_parts(rows, value_vecs, {k_start, size.keys, 1}, state, size.values, in.key_width, corrections,
+                        size.values, Start::zero);
     for (int64_t i = 0; i < rows; ++i) {
       const float *value = v + i * size.values, by = step[i], decayed = from_start[i];
       float* row = corrections + i * size.values;

@@ -29,7 +29,7 @@ void gated_delta_rule_forward(const DeltaRuleForward& a, const DeltaRuleTask& ta
     c.read(document, first, std::min(a.chunk, document.last - first));
     c.compute_corrections(is_zero ? nullptr : state);
     if (!is_zero) {
-      multiply<float>(c.rows, c.value_vecs, {c.q_start, ldk, 1}, state, ldv, a.key_width, out, ldv, Start::zero);
+      multiply_in_parts(c.rows, c.value_vecs, {c.q_start, ldk, 1}, state, ldv, a.key_width, out, ldv, Start::zero);
       for (int64_t i = 0; i < c.n; ++i) scale_row(out + i * ldv, ldv, c.from_start[i]);
     }
     multiply_lower(c.rows, c.value_vecs, c.weights, c.size.rows, c.corrections, ldv, out, ldv,
@@ -38,7 +38,7 @@ void gated_delta_rule_forward(const DeltaRuleForward& a, const DeltaRuleTask& ta
                offset_of(a.out_strides, document.batch, task.head, first) + task.first_column, a.out_strides.token);
     if (first + a.chunk >= document.last && !a.final_state) return;
     for (int64_t i = 0; i < c.n; ++i) scale_row(c.k_end + i * ldk, ldk, c.to_end[i]);
-    c.decay_and_add(state, {c.k_end, 1, ldk}, c.corrections, decay);
+    c.decay_and_add(state, {c.k_end, 1, ldk}, c.corrections, ldv, decay);
     is_zero = false;
   }
   if (a.final_state) write_rows(Dtype::f32, state, ldv, a.key_width, task.n_columns, a.final_state, at, a.value_width);

@@ -11,6 +11,25 @@ namespace FK_ISA {
 
 constexpr float kL2NormEps = 1e-6f;
 
+// Terms that a matmul of the gated delta rule sums one after another. It then adds these sums: the rounding errors of
+// one long sum would be larger than those of the recurrence, whose sums PyTorch splits too.
+constexpr int64_t kSumTerms = 32;
+
+inline void multiply_in_parts(int64_t rows, int64_t vecs, Factor<float> a, const float* b, int64_t ldb, int64_t depth,
+                              float* c, int64_t ldc, Start start, const float* factor = nullptr) {
+  for (int64_t k = 0; k == 0 || k < depth; k += kSumTerms)
+    multiply<float>(rows, vecs, {a.data + k * a.step, a.row, a.step}, b + k * ldb, ldb, std::min(kSumTerms, depth - k),
+                    c, ldc, k > 0 ? Start::add : start, factor);
+}
+
+// C [rows, vecs] = A^T B for A [depth, rows], likewise, from the last rows of A and B to the first, where decays make
+// the first ones the largest: what is added last is not rounded with the others.
+inline void multiply_backward(int64_t rows, int64_t vecs, const float* a, int64_t lda, const float* b, int64_t ldb,
+                              int64_t depth, float* c, int64_t ldc, Start start, const float* factor = nullptr) {
+  multiply_in_parts(rows, vecs, {a + (depth - 1) * lda, 1, -lda}, b + (depth - 1) * ldb, -ldb, depth, c, ldc, start,
+                    factor);
+}
+
 // The sum of the products; both rows have `width` floats.
 inline float dot(const float* a, const float* b, int64_t width) {
   Vec acc[4] = {};

@@ -3,8 +3,8 @@
 The functions `flash_attn_*`, `apply_rotary_emb*` and those of `bert_padding` have flash-attn 2's signatures, with
 tokens before heads; those of `flash_attn_3` have FlashAttention 3's and those of `fla` flash-linear-attention's;
 `scaled_dot_product_attention`, `varlen_attn`, `flex_attention`, `cross_entropy`, `linear_cross_entropy` and
-`layer_norm` have PyTorch's; `selective_log_softmax` and `entropy_from_logits` have TRL's; `causal_conv1d_*`,
-`mamba_chunk_scan_combined` and `selective_state_update` have those of causal-conv1d and mamba_ssm. `use_sdpa` replaces
+`layer_norm` have PyTorch's; `selective_log_softmax` and `entropy_from_logits` have TRL's; `causal_conv1d_*`, `mamba_*`,
+`selective_state_update`, `rmsnorm_fn` and `RMSNormGated` have those of causal-conv1d and mamba_ssm. `use_sdpa` replaces
 PyTorch's `scaled_dot_product_attention` in the whole process, `use_flex_attention` its `flex_attention`. Functions that
 compute take one more argument, `backend`, and are a thin layer over :func:`foundry_kernels.flash_attention` and similar
 functions. They refuse unsupported arguments, and
@@ -25,6 +25,7 @@ from foundry_kernels.compat.mamba import (
     mamba_chunk_scan_combined,
     selective_state_update,
 )
+from foundry_kernels.compat.mamba_block import RMSNormGated, mamba_split_conv1d_scan_combined, rmsnorm_fn
 from foundry_kernels.compat.norm import layer_norm, rms_norm
 from foundry_kernels.compat.packed import (
     flash_attn_kvpacked_func,
@@ -40,6 +41,7 @@ from foundry_kernels.compat.varlen import varlen_attn
 torch_flash.register()
 
 __all__ = [
+    "RMSNormGated",
     "apply_rotary_emb",
     "apply_rotary_emb_kv_",
     "apply_rotary_emb_qkv_",
@@ -62,7 +64,9 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "mamba_chunk_scan_combined",
+    "mamba_split_conv1d_scan_combined",
     "rms_norm",
+    "rmsnorm_fn",
     "scaled_dot_product_attention",
     "selective_log_softmax",
     "selective_state_update",

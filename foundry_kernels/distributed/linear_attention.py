@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -85,17 +86,14 @@ def sharded_gated_delta_rule(
     options: dict[str, Any] = {"qk_l2norm": qk_l2norm, "chunk_size": chunk_size, "backend": backend, **gates}
     chunks = [_Tokens(*(None if x is None else _half(x, i, 2) for x in (k, v, g, beta))) for i in (0, 1)]  # type: ignore[arg-type]
     maps = [_map(parts, number, chunk, **options) for number, chunk in zip(parts.place.chunks, chunks, strict=True)]
-    gathered = _gather(torch.stack(maps), parts, q, k, v, g, beta)
-    before = _states(parts, gathered, k.shape[-1])
-    found = []
-    for i, (number, chunk) in enumerate(zip(parts.place.chunks, chunks, strict=True)):
-        documents = parts.inside(number, v.device)
-        state = _of_documents(before[number], documents)
-        found.append(
-            gated_delta_rule(_half(q, i, 2), *chunk, scale=scale, initial_state=state, cu_seqlens=documents, **options)
-        )
-    # In the storage order of the parts, in which the heads of a token lie together if they do in v.
-    return _tied(torch.cat([part.transpose(1, 2) for part in found], 1).transpose(1, 2), gathered)
+
+    def run(i: int, state: Tensor | None, documents: Tensor | None) -> Tensor:
+        given: dict[str, Any] = {"initial_state": state, "cu_seqlens": documents, "scale": scale, **options}
+        # In the storage order of the parts, in which the heads of a token lie together if they do in v.
+        return gated_delta_rule(_half(q, i, 2), *chunks[i], **given).transpose(1, 2)
+
+    states = partial(_states, parts, width=k.shape[-1])
+    return _from_states(parts, maps, (q, k, v, g, beta), states, run).transpose(1, 2)
 
 
 def sharded_ssd(
@@ -149,16 +147,14 @@ def sharded_ssd(
             decay = (sizes_.sum(1) * A.to(sizes.dtype)).exp()[..., None, None].expand_as(own[..., :1])
             own = torch.cat([decay, final], -1)
         maps.append(own)
-    gathered = _gather(torch.stack(maps), parts, x, dt, A, B, C, D, z, dt_bias)
-    before = _states(parts, gathered, 1)
-    found = []
-    for i, number in enumerate(parts.place.chunks):
-        documents = parts.inside(number, x.device)
-        given: dict[str, Any] = {"initial_states": _of_documents(before[number], documents), "cu_seqlens": documents}
+
+    def run(i: int, state: Tensor | None, documents: Tensor | None) -> Tensor:
         x_, dt_, B_, C_ = (_half(each, i, 1) for each in (x, dt, B, C))
-        z_ = None if z is None else _half(z, i, 1)
-        found.append(ssd(x_, dt_, A, B_, C_, D, z_, dt_bias, **given, **options))
-    return _tied(torch.cat(found, 1), gathered)
+        given: dict[str, Any] = {"initial_states": state, "cu_seqlens": documents, **options}
+        return ssd(x_, dt_, A, B_, C_, D, None if z is None else _half(z, i, 1), dt_bias, **given)
+
+    inputs = (x, dt, A, B, C, D, z, dt_bias)
+    return _from_states(parts, maps, inputs, partial(_states, parts, width=1), run)
 
 
 def sharded_short_conv1d(
@@ -196,19 +192,35 @@ def sharded_short_conv1d(
     if parts.chunk < past:
         raise ValueError(f"x must have at least W - 1 = {past} tokens in each of its two chunks; got {parts.chunk}")
     halves = [_half(x, i, 1) for i in (0, 1)]
-    ends = _gather(torch.stack([half[:, parts.chunk - past :].transpose(1, 2) for half in halves]), parts, x)
-    found: list[Tensor] = []
-    for number, half in zip(parts.place.chunks, halves, strict=True):
-        documents, state = parts.inside(number, x.device), None
-        if number and (reach := parts.reach(number)):
-            state = ends[number - 1]
-            if reach < past:  # what lies before the document
-                state = torch.cat([torch.zeros_like(state[..., : past - reach]), state[..., past - reach :]], -1)
-            state = _of_documents(state, documents)
-        added = None if residual is None else _half(residual, len(found), 1)
-        options: dict[str, Any] = {"residual": added, "cu_seqlens": documents, "initial_state": state}
-        found.append(short_conv1d(half, weight, bias, activation, **options, backend=backend))
-    return _tied(torch.cat(found, 1), ends)
+    ends = [half[:, parts.chunk - past :].transpose(1, 2) for half in halves]
+
+    def run(i: int, state: Tensor | None, documents: Tensor | None) -> Tensor:
+        added = None if residual is None else _half(residual, i, 1)
+        given: dict[str, Any] = {"residual": added, "cu_seqlens": documents, "initial_state": state, "backend": backend}
+        return short_conv1d(halves[i], weight, bias, activation, **given)
+
+    return _from_states(parts, ends, (x,), partial(_past, parts, past), run)
+
+
+def _from_states(
+    parts: _Parts,
+    own: Sequence[Tensor],
+    inputs: Sequence[Tensor | None],
+    states: Callable[[Tensor], list[Tensor | None]],
+    run: Callable[[int, Tensor | None, Tensor | None], Tensor],
+) -> Tensor:
+    """The results of this process's chunks, one after the other along dimension 1.
+
+    own: of each of its two chunks, what later ones need, a function of `inputs`. states: from that of all chunks, the
+    states before them, None for zeros. run: of chunk i of the two, the state before each of its documents, and their
+    ends, the results.
+    """
+    gathered = _gather(torch.stack(list(own)), parts, *inputs)
+    before, found = states(gathered), []
+    for i, number in enumerate(parts.place.chunks):
+        documents = parts.inside(number, gathered.device)
+        found.append(run(i, _of_documents(before[number], documents), documents))
+    return _tied(torch.cat(found, 1), gathered)
 
 
 class _Tokens(NamedTuple):
@@ -303,6 +315,17 @@ def _map(parts: _Parts, number: int, tokens: _Tokens, **options: Any) -> Tensor:
         for values, state in calls
     ]
     return torch.cat([torch.zeros_like(unit), *found] if begins else found, -1)
+
+
+def _past(parts: _Parts, past: int, ends: Tensor) -> list[Tensor | None]:
+    """The `past` inputs of its document before each chunk, from the ends of all chunks; None for zeros."""
+    found: list[Tensor | None] = [None]
+    for number in range(1, 2 * parts.place.size):
+        state, reach = ends[number - 1], parts.reach(number)
+        if 0 < reach < past:  # what lies before the document
+            state = torch.cat([torch.zeros_like(state[..., : past - reach]), state[..., past - reach :]], -1)
+        found.append(state if reach else None)
+    return found
 
 
 def _states(parts: _Parts, maps: Tensor, width: int) -> list[Tensor | None]:

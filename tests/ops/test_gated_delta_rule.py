@@ -165,3 +165,21 @@ def test_a_step_has_no_gradient() -> None:
     out = fk.gated_delta_rule_step(*rows, args["initial_state"])
     with pytest.raises(RuntimeError, match=r"gated_delta_rule_step has no gradient"):
         out.sum().backward()
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="the extension is not built")
+def test_float32_is_almost_as_exact_as_the_recurrence() -> None:
+    """Without what the rule adds for small errors. Sums of all terms one after another would double these errors."""
+    args = inputs(1, (1, 1), 128, (128, 128), 1)
+    oracle = results({name: x.double() for name, x in args.items()}, backend="reference")
+    errors = []
+    for backend in ("native", "reference"):
+        found = results(args, backend=backend)
+        errors.append(
+            [(x.detach().double() - of.detach()).square().mean().sqrt() for x, of in zip(found, oracle, strict=True)]
+        )
+    ratios = dict(
+        zip(("out", "final state", *NAMES), (float(a / b) for a, b in zip(*errors, strict=True)), strict=True)
+    )
+    limits = {"out": 0.8, "q": 1.2, "k": 1.6, "v": 1.4, "initial_state": 1.2}
+    assert all(ratios[name] < most for name, most in limits.items()), ratios

@@ -23,7 +23,10 @@ BENCH_QUICK = ("cached", "large", "4x4096x8192-W=4-qwen3-next")
 
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
-    return tuple(make_case(b, t, c, name, bias=None) for b, t, c, name in _BENCH_SHAPES[device])
+    """The last one adds its input, as Canon layers do."""
+    shapes = _BENCH_SHAPES[device]
+    added = make_case(*shapes[-1][:3], "residual", bias=None, residual=True, activation=None)
+    return (*(make_case(b, t, c, name, bias=None) for b, t, c, name in shapes), added)
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
@@ -47,20 +50,24 @@ def workspace_bytes(case: Case) -> int:
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
-    """The least that must be read and written. Forward: x and y. Backward: dy, x and dx. The filter is small and left
-    out."""
-    x = args["x"]
+    """The least that must be read and written. Forward: x, the residual and y. Backward: dy, which is the residual's
+    gradient too, x and dx. The filter is small and left out."""
+    x, added = args["x"], args.get("residual") is not None
     assert x is not None
-    return {"forward": 2, "backward": 3, "both": 5}[direction] * x.numel() * x.element_size()
-
-
-def eager(x: Tensor, weight: Tensor, bias: Tensor | None = None, **absent: None) -> Tensor:
-    """Computes it as Hugging Face's transformers do without the causal_conv1d package."""
-    filters = weight.unsqueeze(1)
-    y = torch.nn.functional.conv1d(x.transpose(1, 2), filters, bias, padding=weight.shape[1] - 1, groups=x.shape[2])
-    return torch.nn.functional.silu(y[..., : x.shape[1]]).transpose(1, 2)
+    return {"forward": 2 + added, "backward": 3, "both": 5 + added}[direction] * x.numel() * x.element_size()
 
 
 def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any]]:
     """What else computes this, by name; "eager" is also what torch.compile is given."""
+
+    def eager(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, **absent: None
+    ) -> Tensor:
+        """Computes it as Hugging Face's transformers do without the causal_conv1d package."""
+        filters = weight.unsqueeze(1)
+        y = torch.nn.functional.conv1d(x.transpose(1, 2), filters, bias, padding=weight.shape[1] - 1, groups=x.shape[2])
+        y = y[..., : x.shape[1]].transpose(1, 2)
+        y = y if case.options["activation"] is None else torch.nn.functional.silu(y)
+        return y if residual is None else y + residual
+
     return {"eager": eager}

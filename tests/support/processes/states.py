@@ -36,11 +36,13 @@ def linear_attention(rank: int, folder: Path, ports: list[int]) -> dict[str, Fou
             case = f"{name}, {width} wide{', frozen' * bool(frozen)}"
             torch.manual_seed(0)
             found[case] = _delta_rule(mesh, documents, width, frozen) | _convolution(mesh, documents, frozen)
-        found[f"Mamba-2, {name}"] = _scan(mesh, documents)
+        for frozen in ((), ("x", "B", "dt_bias", "z")):
+            found[f"Mamba-2, {name}{', frozen' * bool(frozen)}"] = _scan(mesh, documents, frozen)
         if name == "packed":
             found["gates and channels"] = _delta_rule(mesh, documents, 12, (), gated=True)
     torch.manual_seed(0)
     found["NaN in one document"] = _delta_rule(mesh, DOCUMENTS["packed"], 12, (), bad=BAD)
+    found["NaN in one document, Mamba-2"] = _scan(mesh, DOCUMENTS["packed"], (), bad=BAD)
     return found
 
 
@@ -72,7 +74,7 @@ def _delta_rule(
     return _compare(mesh, whole, frozen, 2, sharded, lambda **given: fk.gated_delta_rule(**given, **options))
 
 
-def _scan(mesh: Any, documents: tuple[int, ...] | None) -> Found:
+def _scan(mesh: Any, documents: tuple[int, ...] | None, frozen: tuple[str, ...], bad: int | None = None) -> Found:
     import foundry_kernels as fk
     from foundry_kernels.distributed import sharded_ssd
 
@@ -81,13 +83,15 @@ def _scan(mesh: Any, documents: tuple[int, ...] | None) -> Found:
     whole = {name: torch.randn(batch, LENGTH, *shape, dtype=torch.float64) for name, shape in rows.items()}
     whole |= {"A": -torch.rand(4, dtype=torch.float64), "D": torch.randn(4, dtype=torch.float64)}
     whole["dt_bias"] = torch.randn(4, dtype=torch.float64)
+    if bad is not None:
+        whole["x"][:, bad] = torch.nan
     options: dict[str, Any] = {"dt_softplus": True, "dt_limit": (0.1, 2.0)}
     options["cu_seqlens"] = None if documents is None else torch.tensor(documents)
 
     def sharded(**given: Tensor) -> Tensor:
         return sharded_ssd(**given, mesh=mesh, **options)
 
-    return _compare(mesh, whole, (), 1, sharded, lambda **given: fk.ssd(**given, **options))
+    return _compare(mesh, whole, frozen, 1, sharded, lambda **given: fk.ssd(**given, **options))
 
 
 def _convolution(mesh: Any, documents: tuple[int, ...] | None, frozen: tuple[str, ...]) -> Found:
