@@ -234,7 +234,11 @@ class Attention(SelfAttention):
     def _project(self, layers: Layers, x: Tensor, y: Tensor) -> Tensor:
         if self.wg is not None:
             y = glu(layers.linear(x, self.wg), y, backend=self.backends["glu"])
-        return layers.linear(y, self.wo)
+        return super()._project(layers, x, y)
+
+    @property
+    def output_projection(self) -> torch.nn.Linear:
+        return self.wo
 
     def _check_context(self, given: dict[str, Any]) -> None:
         """Refuses arguments that are not supported with keys of another sequence."""

@@ -165,8 +165,9 @@ class LatentAttention(SelfAttention):
             k, v = cache.append(k, v)
         return q, k, v
 
-    def _project(self, layers: Layers, x: Tensor, y: Tensor) -> Tensor:
-        return layers.linear(y, self.o_proj)
+    @property
+    def output_projection(self) -> torch.nn.Linear:
+        return self.o_proj
 
     def extra_repr(self) -> str:
         extra = "" if self.sliding_window is None else f"sliding_window={self.sliding_window}, "

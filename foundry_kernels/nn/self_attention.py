@@ -67,9 +67,14 @@ class SelfAttention(torch.nn.Module):
         """Returns the rotated queries of x, and the keys and values of the cache followed by those of x."""
         raise NotImplementedError
 
+    @property
+    def output_projection(self) -> torch.nn.Linear:
+        """The projection whose result is added to the residual stream."""
+        raise NotImplementedError
+
     def _project(self, layers: Layers, x: Tensor, y: Tensor) -> Tensor:
         """The module's result for the heads' results y ``[B, T, H Dv]``."""
-        raise NotImplementedError
+        return layers.linear(y, self.output_projection)
 
     def _attend_to_itself(
         self,
