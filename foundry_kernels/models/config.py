@@ -108,8 +108,8 @@ class ModelConfig(ModelFields):
         one_branch: a layer has one branch after one norm: attention, linear attention, or in an "mlp" layer the
             feed-forward block (Mamba-2, Nemotron-H).
         residual_scale: factor on each branch before it is added to the residual stream (Granite).
-        linear_kind: "gated_delta_net" (:class:`foundry_kernels.nn.GatedDeltaNet`) or "mamba2"
-            (:class:`foundry_kernels.nn.Mamba2`).
+        linear_kind: "gated_delta_net" (:class:`foundry_kernels.nn.GatedDeltaNet`), "kimi_delta"
+            (:class:`foundry_kernels.nn.KimiDeltaAttention`) or "mamba2" (:class:`foundry_kernels.nn.Mamba2`).
         linear_v_heads, linear_k_heads, linear_k_dim, linear_v_dim, linear_conv_size: its heads of values and of keys,
             their widths, and the taps of its convolution. None is `n_heads`, the heads of values, ``dim // n_heads`` or
             `head_dim`, and the width of keys. For "mamba2" they are the heads, the groups, the width of the state, the

@@ -116,7 +116,7 @@ def _linear_attention(config: ModelFields) -> tuple[int, int, float]:
     if not config.linear_layers:
         return 0, 0, 0.0
     mixer = module_above("mixers").make_mixer(config, device="meta")
-    norm = 0 if mixer.norm is None else sum(p.numel() for p in mixer.norm.parameters())
+    norm = sum(p.numel() for name, p in mixer.named_parameters() if "norm" in name)
     matrices = sum(layer.weight.numel() for layer in mixer.modules() if isinstance(layer, torch.nn.Linear))
     return sum(p.numel() for p in mixer.parameters()) - norm, norm, 2.0 * matrices
 

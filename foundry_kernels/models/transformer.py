@@ -171,6 +171,8 @@ class Transformer(Model):
             empty = cls(config, backend, dtype=weight.dtype)
         module_above("from_hf").check(state, empty.state_dict(), model)
         ours = empty.to_empty(device=weight.device)
+        for name, parameter in ours.named_parameters():  # some of transformers' weights are float32 in any model
+            parameter.data = parameter.data.to(state[name].dtype)
         ours.load_state_dict(state)
         return ours.train(model.training)
 

@@ -5,6 +5,7 @@ Every module takes `backend`: the name of a backend, or a mapping from operation
 
 from foundry_kernels.nn.attention import Attention, ContextKeyValues
 from foundry_kernels.nn.gated_delta_net import GatedDeltaNet
+from foundry_kernels.nn.kimi_delta import KimiDeltaAttention
 from foundry_kernels.nn.latent_attention import LatentAttention
 from foundry_kernels.nn.linear_attention import GatedDeltaState
 from foundry_kernels.nn.loss import LinearCrossEntropy
@@ -30,6 +31,7 @@ __all__ = [
     "GatedDeltaState",
     "GatedMLP",
     "KeyValueStore",
+    "KimiDeltaAttention",
     "LatentAttention",
     "LayerNorm",
     "LinearCrossEntropy",

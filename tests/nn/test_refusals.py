@@ -172,6 +172,11 @@ VALUES: dict[str, list[Row]] = {
         (lambda: nn.Mamba2(16, 2, norm_eps=-1.0), "norm_eps"),
         (lambda: nn.Mamba2(16, 2)(zeros(2, 3, 19)), "x must have dim=16"),
     ],
+    "KimiDeltaAttention": [
+        (lambda: nn.KimiDeltaAttention(16, 3, 2), "n_v_heads must be a multiple of n_k_heads=2; got 3"),
+        (lambda: nn.KimiDeltaAttention(16, 2, norm_eps=-1.0), "norm_eps"),
+        (lambda: nn.KimiDeltaAttention(16, 2)(zeros(2, 3, 15)), "x must have dim=16"),
+    ],
     "LatentAttention": [
         (lambda: nn.LatentAttention(16, 2, 0), "kv_lora_rank must be >= 1; got 0"),
         (lambda: nn.LatentAttention(16, 2, 4, 0), "q_lora_rank must be >= 1; got 0"),
@@ -223,6 +228,7 @@ TYPES: list[Row] = [
     (lambda: multihead(attn_mask=zeros(T, T).int()), "attn_mask must be bool or floating"),
     (lambda: multihead(attn_mask=zeros(T, T).double()), "attn_mask may be float64 only"),
     (lambda: nn.GatedDeltaNet(16, 2.0), "n_v_heads must be an int"),
+    (lambda: nn.KimiDeltaAttention(16, 2, low_rank_gate=1), "low_rank_gate must be a bool"),
     (lambda: nn.LatentAttention(16, 2, 4.0), "kv_lora_rank must be an int"),
     (lambda: nn.GatedDeltaNet(16, 2, negative_eigenvalues=1), "negative_eigenvalues must be a bool"),
     (lambda: nn.Mamba2(16, 2, in_scales=(1.0, 2.0)), "in_scales must be 5 numbers"),

@@ -51,6 +51,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], Callable[[
     ),
     "GatedDeltaNet": (lambda: fk.nn.GatedDeltaNet(16, 4, 2, 8), (X,), None),
     "GatedMLP": (lambda: fk.nn.GatedMLP(16, 24), (X,), None),
+    "KimiDeltaAttention": (lambda: fk.nn.KimiDeltaAttention(16, 4, 2, 8), (X,), None),
     "LatentAttention": (
         lambda: fk.nn.LatentAttention(16, 4, 8, rope=fk.nn.RotaryEmbedding(4), qk_rope_head_dim=4, **NARROW),
         (X,),

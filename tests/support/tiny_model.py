@@ -65,6 +65,10 @@ HYBRIDS: dict[str, ModelConfig] = {
         HYBRID, attention_gate=True, qk_norm=True, qk_norm_weight_offset=1.0, norm_weight_offset=1.0, rope_dim=2,
         linear_v_heads=6, linear_k_heads=3, linear_k_dim=5, linear_v_dim=7, linear_conv_size=3,
     ),
+    "kimi": dataclasses.replace(
+        HYBRID, linear_kind="kimi_delta", linear_v_heads=6, linear_k_heads=3, linear_k_dim=5, linear_v_dim=7,
+        linear_conv_size=3,
+    ),
     "mamba2": dataclasses.replace(
         HYBRID, linear_kind="mamba2", linear_v_heads=6, linear_k_heads=2, linear_k_dim=5, linear_v_dim=7,
         linear_conv_size=3, linear_bias=True, linear_dt_limit=(0.1, 2.0),
@@ -79,7 +83,8 @@ HYBRIDS: dict[str, ModelConfig] = {
         branch_scales=(0.7, 1.3, 0.8), linear_in_scales=(0.9, 1.1, 1.2, 0.7, 1.3), linear_norm_before_gate=True,
     ),
     "latent": dataclasses.replace(
-        HYBRID, n_kv_heads=None, head_dim=6, positions="none", rope_dim=2, kv_lora_rank=5, v_head_dim=7
+        HYBRID, linear_kind="kimi_delta", n_kv_heads=None, head_dim=6, positions="none", rope_dim=2, kv_lora_rank=5,
+        v_head_dim=7,
     ),
     "only linear": dataclasses.replace(TINY, layer_types=["linear_attention"] * 2, positions="none"),
     "experts": dataclasses.replace(HYBRID, n_experts=3, hidden_dim=6, dense_layers=(0,), shared_expert_dim=4),

@@ -18,6 +18,9 @@ from foundry_kernels.integrations.convert.reading import (
     gemma,
     glm4_moe,
     granite,
+    kimi_layers,
+    latent,
+    latent_rope,
     linear_layers,
     mixed_layers,
     opt,
@@ -243,7 +246,30 @@ QWEN3_NEXT = Reading(
 
 GRANITE = Reading(LLAMA_OPTIONS, (*_LLAMA_PARTS, granite))
 
+_LATENT_OPTIONS = {
+    **LLAMA_OPTIONS,
+    "kv_lora_rank": "kv_lora_rank",
+    "q_lora_rank": "q_lora_rank",
+    "hidden_dim": "moe_intermediate_size",
+}
+#: The width of layers without experts, and a width that is the sum of two others.
+_LATENT_SILENT = frozenset({"intermediate_size", "qk_head_dim", "head_dim"})
+DEEPSEEK_V3 = Reading(
+    _LATENT_OPTIONS,
+    (latent_rope, _SILU, deepseek_experts),
+    # Another model predicts several tokens.
+    silent=_LATENT_SILENT | {"num_nextn_predict_layers", "num_mtp_layers"},
+)
+KIMI_LINEAR = Reading(
+    _LATENT_OPTIONS,
+    (latent, kimi_layers, _SILU, deepseek_experts),
+    choices={"positions": "none"},
+    silent=_LATENT_SILENT,
+)
+
 _BY_FAMILY = {
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_linear": KIMI_LINEAR,
     "gpt2": GPT2,
     "openai": OPENAI,
     "gpt_neox": GPT_NEOX,
