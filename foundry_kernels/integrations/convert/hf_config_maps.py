@@ -268,8 +268,6 @@ KIMI_LINEAR = Reading(
 )
 
 _BY_FAMILY = {
-    "deepseek_v3": DEEPSEEK_V3,
-    "kimi_linear": KIMI_LINEAR,
     "gpt2": GPT2,
     "openai": OPENAI,
     "gpt_neox": GPT_NEOX,
@@ -293,6 +291,8 @@ _BY_FAMILY = {
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "granite": GRANITE,
+    "kimi_linear": KIMI_LINEAR,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 
 
