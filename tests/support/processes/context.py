@@ -302,6 +302,7 @@ def with_tensor_parallelism(rank: int, folder: Path, ports: list[int]) -> dict[s
     return train(model, loss_of=loss_of_parts(mesh["cp"]), lr=LR)
 
 
+KIMI = {"linear_kind": "kimi_delta", "kv_lora_rank": 6, "rope_dim": 2, "n_kv_heads": None, "v_head_dim": 6}
 #: Choices that depend on the positions of tokens, and packed documents.
 CHOICES: dict[str, dict[str, Any]] = {
     "learned": {"positions": "learned", "norm": "layer_norm", "activation": "gelu", "tie_embeddings": True},
@@ -316,6 +317,8 @@ CHOICES: dict[str, dict[str, Any]] = {
     "hybrid, gated": HYBRID | {"linear_conv_size": 2, "qk_norm": True, "attention_gate": True, "rope_dim": 2},
     "packed, hybrid": HYBRID | {"linear_v_dim": 6},
     "hybrid, mamba": HYBRID | {"linear_kind": "mamba2", "linear_bias": True},
+    "hybrid, kimi": HYBRID | KIMI | {"positions": "none"},
+    "packed, hybrid, kimi": HYBRID | KIMI | {"q_lora_rank": 8},
     "packed, hybrid, mamba": HYBRID | {"linear_kind": "mamba2", "linear_dt_limit": (0.01, 2.0)},
 }
 
