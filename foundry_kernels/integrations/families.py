@@ -63,8 +63,7 @@ FAMILIES = {
     "qwen3_5": Family("Qwen3_5", norm="gemma", head_norms=True, text="qwen3_5_text"),
     "qwen3_5_moe": Family("Qwen3_5Moe", norm="gemma", head_norms=True, text="qwen3_5_moe_text"),
     "olmo_hybrid": Family("OlmoHybrid", norm="rounded_once"),
-    "kimi_linear": Family("KimiLinear", norm="llama"),
-    "deepseek_v3": Family("DeepseekV3", norm="llama"),
+    "kimi_linear": Family("KimiLinear"),
     "bailing_hybrid": Family("BailingHybrid"),
 }
 

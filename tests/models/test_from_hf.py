@@ -180,7 +180,12 @@ FIELDS = {
     "glm4-moe": {"router_groups": None, "selection_bias": True, "rope_dim": 4, "attention_out_has_bias": False},
     "deepseek-v3": {"head_width": 10, "rope_dim": 4, "v_head_dim": 5, "q_lora_rank": 7, "rope_interleaved": True},
     "deepseek-v3 small": {"q_lora_rank": None, "attention_scale": None, "dense_layers": (0,)},
-    "kimi-linear": {"linear_layers": (0, 1, 2, 3, 5), "linear_heads": (3, 3, 6, 6), "positions": "none"},
+    "kimi-linear": {
+        "norm_round_before_weight": True,
+        "linear_layers": (0, 1, 2, 3, 5),
+        "linear_heads": (3, 3, 6, 6),
+        "positions": "none",
+    },
     "kimi-linear full": {"linear_layers": (), "dense_layers": (1,)},
     "falcon-rw": {"positions": "alibi", "alibi_scaled": True, "kv_heads": 8},
     "qwen3-moe": {"router_renormalize": True, "qk_norm": True, "shared_expert_dim": None},

@@ -257,13 +257,14 @@ _LATENT_SILENT = frozenset({"intermediate_size", "qk_head_dim", "head_dim"})
 DEEPSEEK_V3 = Reading(
     _LATENT_OPTIONS,
     (latent_rope, _SILU, deepseek_experts),
+    choices={"norm_round_before_weight": True},
     # Another model predicts several tokens.
     silent=_LATENT_SILENT | {"num_nextn_predict_layers", "num_mtp_layers"},
 )
 KIMI_LINEAR = Reading(
     _LATENT_OPTIONS,
     (latent, kimi_layers, _SILU, deepseek_experts),
-    choices={"positions": "none"},
+    choices={"norm_round_before_weight": True, "positions": "none"},
     silent=_LATENT_SILENT,
 )
 
@@ -291,8 +292,6 @@ _BY_FAMILY = {
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "granite": GRANITE,
-    "kimi_linear": KIMI_LINEAR,
-    "deepseek_v3": DEEPSEEK_V3,
 }
 
 
@@ -308,4 +307,7 @@ def _with_norms(family: Family, reading: Reading) -> Reading:
 READINGS = {
     FAMILIES[name].name + FAMILIES[name].head: _with_norms(FAMILIES[name], reading)
     for name, reading in _BY_FAMILY.items()
+} | {
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "KimiLinearForCausalLM": KIMI_LINEAR,
 }
