@@ -267,6 +267,7 @@ def test_copies_pickles_and_text(name: str) -> None:
     assert torch.equal(fresh(x), expected)
     text = {
         "groups": "20, n_v_heads=6, n_k_heads=2, head_k_dim=4, head_v_dim=7, conv_size=3, backend='auto'",
+        "kimi, groups": "n_k_heads=2, head_k_dim=4, head_v_dim=7, conv_size=4, low_rank_gate=False, backend='auto'",
         "mamba": "20, n_heads=6, n_groups=2, state_dim=4, head_dim=7, conv_size=3, dt_limit=(0.2, 3.0), backend='auto'",
     }
     assert text[name] in repr(layer)
