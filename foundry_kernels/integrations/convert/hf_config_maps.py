@@ -256,14 +256,14 @@ _LATENT_OPTIONS = {
 _LATENT_SILENT = frozenset({"intermediate_size", "qk_head_dim", "head_dim"})
 DEEPSEEK_V3 = Reading(
     _LATENT_OPTIONS,
-    (latent_rope, _SILU, deepseek_experts),
+    (latent_rope, SILU, deepseek_experts),
     choices={"norm_round_before_weight": True},
     # Another model predicts several tokens.
     silent=_LATENT_SILENT | {"num_nextn_predict_layers", "num_mtp_layers"},
 )
 KIMI_LINEAR = Reading(
     _LATENT_OPTIONS,
-    (latent, kimi_layers, _SILU, deepseek_experts),
+    (latent, kimi_layers, SILU, deepseek_experts),
     choices={"norm_round_before_weight": True, "positions": "none"},
     silent=_LATENT_SILENT,
 )
