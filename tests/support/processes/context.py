@@ -335,7 +335,8 @@ def choices(rank: int, folder: Path, ports: list[int]) -> dict[str, tuple[dict[s
     mesh, found = _mesh(), {}
     for name, fields in CHOICES.items():
         torch.manual_seed(0)
-        config = ModelConfig(16, 2, 4, 2, vocab_size=64, max_seq_len=32, init_std=0.2, **fields)
+        sizes = {"n_kv_heads": 2, "vocab_size": 64, "max_seq_len": 32, "init_std": 0.2}
+        config = ModelConfig(16, 2, 4, **{**sizes, **fields})
         whole = Transformer(config, dtype=torch.float64 if name in WIDE else None)
         model = context_parallel(copy.deepcopy(whole), mesh)
         batch = next(batches())
