@@ -316,8 +316,8 @@ CHOICES: dict[str, dict[str, Any]] = {
     "hybrid, linear": {"layer_types": ("linear_attention",) * 2, "linear_conv_size": 1, "n_experts": 4},
     "hybrid, gated": HYBRID | {"linear_conv_size": 2, "qk_norm": True, "attention_gate": True, "rope_dim": 2},
     "packed, hybrid": HYBRID | {"linear_v_dim": 6},
-    "hybrid, mamba": HYBRID | {"linear_kind": "mamba2", "linear_bias": True},
-    "hybrid, kimi": HYBRID | KIMI | {"positions": "none"},
+    "hybrid, mamba": HYBRID | {"linear_kind": "mamba2", "linear_bias": True, "linear_conv_size": 3},
+    "hybrid, kimi": HYBRID | KIMI | {"positions": "none", "linear_conv_size": 3},
     "packed, hybrid, kimi": HYBRID | KIMI | {"q_lora_rank": 8},
     "packed, hybrid, mamba": HYBRID | {"linear_kind": "mamba2", "linear_dt_limit": (0.01, 2.0)},
 }
