@@ -16,6 +16,7 @@ INITS = ("normal", "xavier", "depth_scaled")
 #: configuration that only they have.
 MIXERS: dict[str, dict[str, str]] = {
     "gated_delta_net": {},
+    "kimi_delta": {},
     "mamba2": {
         "linear_bias": "bias",
         "linear_conv_bias": "conv_bias",

@@ -17,9 +17,9 @@ from foundry_kernels.distributed.zigzag import Place, sequence_positions, shard_
 from foundry_kernels.models import ModelConfig, Transformer
 from foundry_kernels.models.call import Call, Positions
 from foundry_kernels.models.inputs import check_tokens
-from foundry_kernels.nn import Attention
 from foundry_kernels.nn._masks import packed_positions
 from foundry_kernels.nn.linear_attention import LinearMixer
+from foundry_kernels.nn.self_attention import SelfAttention
 
 
 def context_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
@@ -62,7 +62,7 @@ def context_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
         raise ValueError("model must not be context parallel yet; got one that is")
     _check_config(model.config)
     for module in model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, SelfAttention):
             module.attend = shard.attend
         elif isinstance(module, LinearMixer):
             module.sharded = shard

@@ -25,6 +25,7 @@ from foundry_kernels.nn import (
     Attention,
     GatedMLP,
     KeyValueStore,
+    LatentAttention,
     LayerNorm,
     MoE,
     RMSNorm,
@@ -49,6 +50,7 @@ def operations(config: ModelConfig) -> tuple[str, ...]:
         ops.append("rope")
     ops.append((GATES if config.gated else ACTIVATIONS)[config.activation][0])
     ops += ["glu"] if config.attention_gate else []
+    ops += [] if config.kv_lora_rank is None else ["rms_norm"]
     ops += MIXERS[config.linear_kind].OPS if config.linear_layers else ()
     ops += [] if config.n_experts is None else ["grouped_mm", "combine_experts"]
     return tuple(dict.fromkeys((*ops, "flash_attention", "cross_entropy", "linear_cross_entropy")))
@@ -64,26 +66,34 @@ def make_norm(config: ModelConfig, factory: dict[str, Any]) -> Norm:
 
 def make_attention(
     config: ModelConfig, factory: dict[str, Any], rope: RotaryEmbedding | None, alibi: AlibiSlopes | None, **others: Any
-) -> Attention:
+) -> Attention | LatentAttention:
+    options: dict[str, Any] = {
+        "rope": rope,
+        "alibi": alibi,
+        "bias": config.attention_bias,
+        "out_bias": config.attention_out_has_bias,
+        "scale": config.attention_scale,
+        "norm_round_before_weight": config.norm_round_before_weight,
+        "dropout": config.attention_dropout,
+        **others,
+        **factory,
+    }
+    if config.kv_lora_rank is not None:
+        shared = config.rotary_width
+        widths = {"qk_rope_head_dim": shared, "qk_nope_head_dim": config.head_width - shared}
+        options |= {**widths, "v_head_dim": config.value_width}
+        return LatentAttention(config.dim, config.n_heads, config.kv_lora_rank, config.q_lora_rank, **options)
     return Attention(
         config.dim,
         config.n_heads,
         config.n_kv_heads,
         config.head_width,
-        rope=rope,
-        alibi=alibi,
-        bias=config.attention_bias,
-        out_bias=config.attention_out_has_bias,
-        scale=config.attention_scale,
         qk_norm=config.qk_norm,
         qk_norm_over=config.qk_norm_over,
         norm_eps=config.norm_eps,
-        norm_round_before_weight=config.norm_round_before_weight,
         norm_weight_offset=config.qk_norm_weight_offset,
         output_gate=config.attention_gate,
-        dropout=config.attention_dropout,
-        **others,
-        **factory,
+        **options,
     )
 
 

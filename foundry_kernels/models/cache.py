@@ -46,7 +46,8 @@ def _without_backward(x: Any, wanted: list[Tensor]) -> Any:
 class KVCache:
     """Preallocated keys and values of every layer, appended to in place; stored values are never copied.
 
-    Memory: ``2 * n_layers * batch_size * n_kv_heads * max_len * head_dim`` elements.
+    Memory: ``2 * n_layers * batch_size * n_kv_heads * max_len * head_dim`` elements, or with `v_head_dim` ``head_dim +
+    v_head_dim`` in the place of ``2 * head_dim``.
 
     Args:
         config: the model's configuration.
@@ -57,7 +58,7 @@ class KVCache:
 
     Attributes:
         length: number of positions stored. Setting it to a smaller number discards later positions.
-        k, v: for each layer ``[B, Hk, max_len, D]``.
+        k, v: for each layer ``[B, Hk, max_len, D]`` and ``[B, Hk, max_len, Dv]``.
 
     Raises:
         ValueError: a size below 1, or `max_len` beyond the table of learned positions.
@@ -78,10 +79,11 @@ class KVCache:
             refuse_linear(config, "KVCache (HybridCache does, which Transformer.make_cache returns)")
         self.linear_layers = config.linear_layers
         heads = [config.kv_heads * (layer in config.full_layers) for layer in range(config.n_layers)]
-        shapes = [(batch_size, n, max_len, config.head_width) for n in heads]
         self.batch_size, self.max_len, self.length = batch_size, max_len, 0
-        self.k = [torch.empty(shape, device=device, dtype=dtype) for shape in shapes]
-        self.v = [torch.empty(shape, device=device, dtype=dtype) for shape in shapes]
+        self.k, self.v = (
+            [torch.empty(batch_size, n, max_len, width, device=device, dtype=dtype) for n in heads]
+            for width in (config.head_width, config.value_width)
+        )
 
     @property
     def device(self) -> torch.device:
@@ -135,7 +137,7 @@ class LayerCache(KeyValueMemory):
         return self._cache.length
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends k and v ``[B, Hk, T, D]`` and returns views of all S positions ``[B, Hk, S, D]``.
+        """Appends k ``[B, Hk, T, D]`` and v ``[B, Hk, T, Dv]`` and returns views of all S positions.
 
         Raises:
             ValueError: they do not fit the cache.
@@ -166,7 +168,7 @@ class LayerCache(KeyValueMemory):
         k, v = cache.k[self._index], cache.v[self._index]
         b, h, s, d = k.shape
         batch, count = new.shape[:2]
-        if batch != b or n_kv_heads != h or head_dim != d or cache.length + count > s:
+        if batch != b or n_kv_heads != h or {head_dim} != {d, v.shape[3]} or cache.length + count > s:
             got = (batch, n_kv_heads, count, head_dim)
             raise ValueError(f"k must fit [{b}, {h}, at most {s - cache.length}, {d}]; got {got}")
         if new.dtype != k.dtype or not k.is_cpu:

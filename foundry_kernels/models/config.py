@@ -67,7 +67,8 @@ class ModelConfig(ModelFields):
         alibi_scaled: multiply ALiBi's slopes by the scale of the scores, after rounding them to bfloat16 (Falcon).
         relative_buckets, relative_max_distance: for "relative" positions: the number of buckets, and the distance from
             which the last bucket is used.
-        rope_dim: rotated dimensions of a head, even; None is all of them.
+        rope_dim: rotated dimensions of a head, even; None is all of them. With `kv_lora_rank` those of which all heads
+            share the key, and which "rope" rotates.
         norm: "rms_norm" or "layer_norm".
         norm_bias: whether norms have a bias; None is the default, True for "layer_norm" and False for "rms_norm".
         norm_weight_offset: added to the weights of RMSNorms, which start at ``1 - norm_weight_offset`` (Gemma: 1.0).
@@ -97,13 +98,18 @@ class ModelConfig(ModelFields):
         qk_norm_over: "head" for each head separately, or "projection" for all heads together (OLMoE).
         qk_norm_weight_offset: added to the weights of these norms, as `norm_weight_offset`.
         attention_gate: multiply the heads' results by ``sigmoid(wg x)`` (Qwen3-Next).
+        kv_lora_rank: width of the latent vector from which keys and values of all heads are made
+            (:class:`foundry_kernels.nn.LatentAttention`, DeepSeek-V3); None is attention without one. It needs
+            `rope_dim`; `head_dim` is the whole width of a query.
+        q_lora_rank: width of the latent vector of queries; None makes them of the stream.
+        v_head_dim: with `kv_lora_rank`, the width of a head's value; None is `head_dim`.
         layer_types: for each layer "full_attention", "linear_attention", "hybrid" (the sum of both), or with
             `one_branch` also "mlp"; None is full attention in all. Linear attention has no positions and no dropout.
         one_branch: a layer has one branch after one norm: attention, linear attention, or in an "mlp" layer the
             feed-forward block (Mamba-2, Nemotron-H).
         residual_scale: factor on each branch before it is added to the residual stream (Granite).
-        linear_kind: "gated_delta_net" (:class:`foundry_kernels.nn.GatedDeltaNet`) or "mamba2"
-            (:class:`foundry_kernels.nn.Mamba2`).
+        linear_kind: "gated_delta_net" (:class:`foundry_kernels.nn.GatedDeltaNet`), "kimi_delta"
+            (:class:`foundry_kernels.nn.KimiDeltaAttention`) or "mamba2" (:class:`foundry_kernels.nn.Mamba2`).
         linear_v_heads, linear_k_heads, linear_k_dim, linear_v_dim, linear_conv_size: its heads of values and of keys,
             their widths, and the taps of its convolution. None is `n_heads`, the heads of values, ``dim // n_heads`` or
             `head_dim`, and the width of keys. For "mamba2" they are the heads, the groups, the width of the state, the

@@ -93,9 +93,21 @@ def parameters_by_part(config: ModelFields, active: bool = False) -> Parts:
 def _attention(config: ModelFields, source: int) -> int:
     """The projections. source: the input width of the key and value projections."""
     q, kv = config.n_heads * config.head_width, config.kv_heads * config.head_width
-    gate = q * config.attention_gate
-    biases = (q + gate + 2 * kv) * config.attention_bias + config.dim * config.attention_out_has_bias
-    return config.dim * (2 * q + gate) + 2 * source * kv + biases
+    biased = q * (1 + config.attention_gate) + 2 * kv
+    if config.kv_lora_rank is not None:
+        biased = config.kv_lora_rank + config.rotary_width + (config.q_lora_rank or 0)
+    biases = biased * config.attention_bias + config.dim * config.attention_out_has_bias
+    return _projections(config, source) + biases
+
+
+def _projections(config: ModelFields, source: int) -> int:
+    """The matrices of `_attention`."""
+    dim, heads, width = config.dim, config.n_heads, config.head_width
+    if config.kv_lora_rank is None:
+        return dim * heads * width * (2 + config.attention_gate) + 2 * source * config.kv_heads * width
+    shared, values, latent = config.rotary_width, config.value_width, config.kv_lora_rank
+    q = dim * heads * width if config.q_lora_rank is None else config.q_lora_rank * (dim + heads * width)
+    return q + dim * (latent + shared) + latent * heads * (width - shared + values) + heads * values * dim
 
 
 def _linear_attention(config: ModelFields) -> tuple[int, int, float]:
@@ -104,12 +116,14 @@ def _linear_attention(config: ModelFields) -> tuple[int, int, float]:
     if not config.linear_layers:
         return 0, 0, 0.0
     mixer = module_above("mixers").make_mixer(config, device="meta")
-    norm = 0 if mixer.norm is None else sum(p.numel() for p in mixer.norm.parameters())
+    norm = sum(p.numel() for name, p in mixer.named_parameters() if "norm" in name)
     matrices = sum(layer.weight.numel() for layer in mixer.modules() if isinstance(layer, torch.nn.Linear))
     return sum(p.numel() for p in mixer.parameters()) - norm, norm, 2.0 * matrices
 
 
 def _qk_norms(config: ModelFields) -> int:
+    if config.kv_lora_rank is not None:
+        return config.kv_lora_rank + (config.q_lora_rank or 0)
     heads = 2 if config.qk_norm_over == "head" else config.n_heads + config.kv_heads
     return heads * config.head_width * config.qk_norm
 
@@ -135,7 +149,8 @@ def _feed_forward(config: ModelFields, active: bool) -> int:
 
 
 def cache_bytes(config: ModelFields, batch: int, length: int, dtype: torch.dtype) -> int:
-    """Returns the bytes of a :class:`KVCache`: ``2 n_layers batch n_kv_heads length head_dim`` elements.
+    """Returns the bytes of a :class:`KVCache`: ``n_layers batch n_kv_heads length (D + Dv)`` elements, of keys and
+    values.
 
     A layer with linear attention has a state in place of keys and values, whose size does not depend on the length
     (:class:`HybridCache`). The cache allocates all `length` positions, even with a sliding window. Keys and values of a
@@ -153,10 +168,11 @@ def cache_bytes(config: ModelFields, batch: int, length: int, dtype: torch.dtype
     """
     itemsize = _itemsize("dtype", dtype)
     check_cache(config, batch, length)
-    linear, heads = len(config.linear_layers), config.linear_heads
-    states = linear * batch * heads.channels * (config.linear_conv_size - 1) * itemsize
-    states += linear * batch * heads.values * heads.k_dim * wide_dtype(dtype).itemsize
-    return 2 * len(config.full_layers) * batch * config.kv_heads * length * config.head_width * itemsize + states
+    linear, of = len(config.linear_layers), config.linear_heads
+    states = linear * batch * of.channels * (config.linear_conv_size - 1) * itemsize
+    states += linear * batch * of.values * of.k_dim * wide_dtype(dtype).itemsize
+    heads, *widths = config.cached_heads
+    return len(config.full_layers) * batch * heads * length * sum(widths) * itemsize + states
 
 
 def _itemsize(name: str, dtype: object) -> int:
@@ -191,8 +207,8 @@ def flops_by_part(config: ModelFields, length: int, context_length: int | None =
     """
     check_int("length", length, 1)
     q, kv = config.n_heads * config.head_width, config.kv_heads * config.head_width
-    gated = 2 * q + q * config.attention_gate
-    projections, scores = 2.0 * config.dim * (gated + 2 * kv), 4.0 * q * _keys_seen(config, length)
+    projections = 2.0 * _projections(config, config.dim)
+    scores = 2.0 * config.n_heads * (config.head_width + config.value_width) * _keys_seen(config, length)
     if config.context_dim is not None:
         context_length = length if context_length is None else context_length
         check_int("context_length", context_length, 1)

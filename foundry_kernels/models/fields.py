@@ -105,6 +105,9 @@ class ModelFields:
     init: str = "normal"
     qk_norm_weight_offset: float = 0.0
     attention_gate: bool = False
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    v_head_dim: int | None = None
     layer_types: tuple[str, ...] | None = None
     one_branch: bool = False
     residual_scale: float = 1.0
@@ -135,6 +138,16 @@ class ModelFields:
     def head_width(self) -> int:
         """Width of a head."""
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's value."""
+        return self.head_width if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def cached_heads(self) -> tuple[int, int, int]:
+        """The heads of keys in a cache, and the widths of a key and of a value."""
+        return self.kv_heads, self.head_width, self.value_width
 
     @property
     def rotary_width(self) -> int:

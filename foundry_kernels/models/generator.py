@@ -109,9 +109,8 @@ class Generator:
             raise ValueError(f"page_size must be None with a cache, which has its own; got {page_size}")
         cache.check(weight.device, dtype, model.config.n_layers)
         check_linear_layers(model.config, cache.linear_layers)
-        heads = model.config.kv_heads, model.config.head_width
-        if cache.heads != heads:
-            raise ValueError(f"cache must have heads (n_kv_heads, head_dim)={heads}; got {cache.heads}")
+        if cache.heads != (heads := model.config.cached_heads):
+            raise ValueError(f"cache must have heads (n_kv_heads, head_dim, v_head_dim)={heads}; got {cache.heads}")
         self.model, self.cache = model, cache
         self.max_batch, self.chunk_size = max_batch, chunk_size
         self._next = 0

@@ -23,7 +23,7 @@ class HybridCache(KVCache):
 
     Attributes:
         length: it may only be set to 0, which empties the cache: a state does not go back to an earlier position.
-        k, v: of a layer with linear attention ``[B, 0, max_len, D]``.
+        k, v: of a layer with linear attention they have 0 heads.
         states: for each layer its state, or None.
     """
 

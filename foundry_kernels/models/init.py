@@ -8,7 +8,6 @@ from torch import nn
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.nn import (
     MLP,
-    Attention,
     Experts,
     GatedMLP,
     LayerNorm,
@@ -18,6 +17,7 @@ from foundry_kernels.nn import (
 )
 from foundry_kernels.nn._tables import FixedTables
 from foundry_kernels.nn.linear_attention import LinearMixer
+from foundry_kernels.nn.self_attention import SelfAttention
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generat
     - "normal": `init_std`.
     - "xavier": ``sqrt(2 / (fan_in + fan_out))``, for each expert's matrices separately.
     - "depth_scaled": `init_std`, and ``init_std / sqrt(2 n_layers)`` for projections that write to the residual stream:
-      `wo` of attention, the last one of linear attention, `w2` of feed-forward blocks and `down_proj` of experts.
+      the last one of attention and of linear attention, `w2` of feed-forward blocks and `down_proj` of experts.
 
     Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural networks", AISTATS 2010;
     Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019, section 2.3, with the factor of
@@ -36,8 +36,7 @@ def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generat
     """
     std = config.init_std
     into_stream = std / (2 * config.n_layers) ** 0.5 if config.init == "depth_scaled" else std
-    last = {module.wo for module in model.modules() if isinstance(module, Attention)}
-    last |= {module.output_projection for module in model.modules() if isinstance(module, LinearMixer)}
+    last = {m.output_projection for m in model.modules() if isinstance(m, SelfAttention | LinearMixer)}
     last |= {module.w2 for module in model.modules() if isinstance(module, GatedMLP | MLP)}
 
     def deviation(fan_in: int, fan_out: int, writes: bool = False) -> float:

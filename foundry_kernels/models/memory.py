@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.count import Parts
 from foundry_kernels.models.transformer import Transformer
-from foundry_kernels.nn import MLP, Attention, GatedMLP, LayerNorm, MoE, RMSNorm
+from foundry_kernels.nn import MLP, GatedMLP, LayerNorm, MoE, RMSNorm
 from foundry_kernels.nn._backend import Backend
 from foundry_kernels.nn.linear_attention import LinearMixer
+from foundry_kernels.nn.self_attention import SelfAttention
 
 _PARTS: dict[str, Any] = {
-    "attention": (Attention, LinearMixer),
+    "attention": (SelfAttention, LinearMixer),
     "feed_forward": (GatedMLP, MLP, MoE),
     "norms": (RMSNorm, LayerNorm),
 }

@@ -20,7 +20,7 @@ from foundry_kernels.nn._paged import PagedKeyValues, PagedStep
 class PagedKVCache:
     """Preallocated pages of keys and values for every layer. Sequences of any lengths take pages as they grow.
 
-    Memory: ``2 * n_layers * n_pages * page_size * n_kv_heads * head_dim`` elements, whatever the number of sequences.
+    Memory: ``n_layers * n_pages * page_size * n_kv_heads * (D + Dv)`` elements, whatever the number of sequences.
 
     A layer with linear attention has no pages but `n_sequences` states, one for each sequence. A forward pass
     overwrites them, and :meth:`fork` copies a state. A state does not go back, so such a sequence can only be truncated
@@ -40,7 +40,8 @@ class PagedKVCache:
         device, dtype: those of the keys and values that the model computes (under autocast, autocast's dtype).
 
     Attributes:
-        k, v: for each layer ``[n_pages, page_size, Hk, D]``; with linear attention Hk is 0.
+        k, v: for each layer ``[n_pages, page_size, Hk, D]`` and ``[n_pages, page_size, Hk, Dv]``, where D is the
+            `head_dim` and Dv, unless there is a `v_head_dim`, the same; with linear attention Hk is 0.
 
     Raises:
         ValueError: a size below 1; `n_sequences` is missing, or is given for a model without linear attention.
@@ -58,7 +59,7 @@ class PagedKVCache:
     ) -> None:
         check_int("n_pages", n_pages, minimum=1)
         check_int("page_size", page_size, minimum=1)
-        self.linear_layers, self.heads = config.linear_layers, (config.kv_heads, config.head_width)
+        self.linear_layers, self.heads = config.linear_layers, config.cached_heads
         self._states: StateSlots | None = None
         if (n_sequences is None) == bool(config.linear_layers):
             wanted = (
@@ -69,10 +70,11 @@ class PagedKVCache:
             check_int("n_sequences", n_sequences, minimum=1)
             self._states = StateSlots(config, n_sequences, device, dtype)
         heads = [config.kv_heads * (layer in config.full_layers) for layer in range(config.n_layers)]
-        shapes = [(n_pages, page_size, n, config.head_width) for n in heads]
         self._max_len = config.max_seq_len if config.positions == "learned" else math.inf
-        self.k = [torch.empty(shape, device=device, dtype=dtype) for shape in shapes]
-        self.v = [torch.empty(shape, device=device, dtype=dtype) for shape in shapes]
+        self.k, self.v = (
+            [torch.empty(n_pages, page_size, n, width, device=device, dtype=dtype) for n in heads]
+            for width in self.heads[1:]
+        )
         self._pages = Pages(n_pages, page_size)
 
     @property
@@ -188,7 +190,7 @@ class PagedKVCache:
         self._pages.advance(counts)
 
     def __repr__(self) -> str:
-        n, size, (h, d) = self.n_pages, self.page_size, self.heads
+        n, size, (h, d, _) = self.n_pages, self.page_size, self.heads
         linear = f", of linear attention={len(self.linear_layers)}" if self.linear_layers else ""
         most = "" if self._states is None else f"/{self._states.n_slots}"
         return (

@@ -138,14 +138,14 @@ class Transformer(Model):
 
     @classmethod
     def from_hf(cls, model: nn.Module, backend: Backend = "auto", **changes: Any) -> Transformer:
-        """Converts a model of transformers. The result has copies of its weights, with their dtype and device.
+        """Converts a model of transformers. The result has copies of its weights, with their dtypes and device.
 
         Supported are the causal language models of GPT-2, LLaMA, BLOOM and Falcon, and of Mistral, Qwen2, Qwen3,
         GPT-NeoX, OPT, Phi, StarCoder2, StableLM, Gemma, Granite and the first GPT; with experts Mixtral, Qwen2-MoE,
-        Qwen3-MoE, OLMoE, GLM-4-MoE and dots.llm1; with linear attention Qwen3-Next, Qwen3.5, Mamba 2, Bamba, Granite 4,
-        Nemotron-H and Falcon-H1; and the encoders of BERT, RoBERTa and XLM-RoBERTa without a head (a pooler is
-        left out). Logits, or the last hidden states, are equal up to
-        rounding. The mode and the checkpoint's dropout probabilities are preserved.
+        Qwen3-MoE, OLMoE, GLM-4-MoE, dots.llm1 and DeepSeek-V3; with linear attention Qwen3-Next, Qwen3.5, Kimi Linear,
+        Mamba 2, Bamba, Granite 4, Nemotron-H and Falcon-H1; and the encoders of BERT, RoBERTa and XLM-RoBERTa without a
+        head (a pooler is left out). Logits, or the last hidden states, are equal up to rounding. The mode and the
+        checkpoint's dropout probabilities are preserved.
 
         Args:
             model: a model of transformers.
@@ -171,6 +171,8 @@ class Transformer(Model):
             empty = cls(config, backend, dtype=weight.dtype)
         module_above("from_hf").check(state, empty.state_dict(), model)
         ours = empty.to_empty(device=weight.device)
+        for name, parameter in ours.named_parameters():  # some of transformers' weights are float32 in any model
+            parameter.data = parameter.data.to(state[name].dtype)
         ours.load_state_dict(state)
         return ours.train(model.training)
 

@@ -59,7 +59,8 @@ def contradictions(config: ModelFields) -> Iterator[str]:
         if config.rotary_width % 2 or config.rotary_width > config.head_width:
             yield f"rope_dim must be even and at most head_dim={config.head_width}; got {config.rope_dim}"
     else:
-        yield from _without("positions='rope'", config, "rope_dim", "rope_base", "rope_scaling", "rope_interleaved")
+        own = () if config.kv_lora_rank is not None else ("rope_dim",)
+        yield from _without("positions='rope'", config, *own, "rope_base", "rope_scaling", "rope_interleaved")
     if config.positions != "alibi":
         yield from _without("positions='alibi'", config, "alibi_scaled")
     if not config.relative:
@@ -99,8 +100,23 @@ def contradictions(config: ModelFields) -> Iterator[str]:
         yield from _needs_plain_blocks("one_branch", config)
     elif MLP in (config.layer_types or ()):
         yield f"layer_types with {MLP!r} needs one_branch=True: other layers have a feed-forward block anyway"
+    yield from _contradictions_of_latent_attention(config)
     yield from _contradictions_of_linear_attention(config)
     yield from _contradictions_of_experts(config)
+
+
+def _contradictions_of_latent_attention(config: ModelFields) -> Iterator[str]:
+    if config.kv_lora_rank is None:
+        for name in ("q_lora_rank", "v_head_dim"):
+            if getattr(config, name) is not None:
+                yield f"{name} needs kv_lora_rank: there is no latent attention; got {getattr(config, name)}"
+        return
+    if config.rope_dim is None or config.rope_dim >= config.head_width:
+        yield f"rope_dim must be below head_dim={config.head_width} with kv_lora_rank; got {config.rope_dim}"
+    needs = {"n_kv_heads": (None, config.n_heads), "qk_norm": (False,), "attention_gate": (False,)}
+    for name, values in {**needs, "context_dim": (None,)}.items():
+        if (value := getattr(config, name)) not in values:
+            yield f"{name} must be {values[-1]!r} with kv_lora_rank; got {value!r}"
 
 
 def _contradictions_of_linear_attention(config: ModelFields) -> Iterator[str]:

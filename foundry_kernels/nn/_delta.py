@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -168,6 +169,15 @@ def gated(normed: Tensor, gate: Tensor, dtype: torch.dtype, backend: str) -> Ten
     which the product is then computed, as in transformers."""
     wide = torch.promote_types(normed.dtype, gate.dtype)
     return swiglu(gate.to(wide), normed.to(wide), backend=backend).to(dtype)
+
+
+@torch.no_grad()
+def reset_decay(A_log: Tensor, dt_bias: Tensor, generator: torch.Generator | None) -> None:
+    """Sets ``exp(A_log)`` to U(1, 16), and `dt_bias` so that its softplus is log-uniform in 0.001 .. 0.1."""
+    rates, steps = (torch.empty_like(x, dtype=torch.float32) for x in (A_log, dt_bias))
+    A_log.copy_(rates.uniform_(1.0, 16.0, generator=generator).log_())
+    steps.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
+    dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # of which softplus is the step
 
 
 def taps_of(weight: Tensor) -> Tensor:

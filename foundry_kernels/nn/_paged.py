@@ -26,7 +26,8 @@ class PagedStep(NamedTuple):
 
 
 class PagedKeyValues:
-    """One layer's pages ``[n_pages, page_size, Hk, D]`` in a forward pass."""
+    """One layer's pages of keys ``[n_pages, page_size, Hk, D]`` and values, which may have another width, in a forward
+    pass."""
 
     def __init__(self, k: Tensor, v: Tensor, step: PagedStep) -> None:
         self.k, self.v, self.step = k, v, step
@@ -36,11 +37,11 @@ class PagedKeyValues:
         return self.step.positions
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Stores ``[B, Hk, T, D]`` keys and values and attends with ``[B, H, T, D]`` queries, by one launch. `options`:
-        of :func:`flash_attention_varlen`.
+        """Stores ``[B, Hk, T, D]`` keys and ``[B, Hk, T, Dv]`` values and attends with ``[B, H, T, D]`` queries, by one
+        launch. `options`: of :func:`flash_attention_varlen`.
 
         Returns:
-            The heads' results ``[B, H, T, D]``, and what is returned for each row ``[B, H, T]``.
+            The heads' results ``[B, H, T, Dv]``, and what is returned for each row ``[B, H, T]``.
 
         Raises:
             ValueError: they do not fit the pages.

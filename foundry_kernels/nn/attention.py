@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,36 +12,16 @@ from foundry_kernels.nn._attention_checks import check_input, check_options, che
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._head import weight_of_norm
 from foundry_kernels.nn._linear_layers import Layers, layers_for
-from foundry_kernels.nn._masks import check_masks, hide_padding, packed_positions
+from foundry_kernels.nn._masks import check_masks, hide_padding
 from foundry_kernels.nn._paged import PagedKeyValues
-from foundry_kernels.nn._scripting import refuse_scripting
 from foundry_kernels.nn.norm import RMSNorm
 from foundry_kernels.nn.positions import AlibiSlopes
 from foundry_kernels.nn.rotary import RotaryEmbedding
-from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
+from foundry_kernels.nn.self_attention import KeyValueStore, SelfAttention
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.score_program.trace import ScoreFunction
 from foundry_kernels.ops.rope import qk_norm_rope
 from foundry_kernels.ops.swiglu import glu
-
-
-class KeyValueStore(Protocol):
-    """The interface of one layer's part of a cache, as :class:`Attention` uses it."""
-
-    @property
-    def length(self) -> int:
-        """Positions stored so far: the position of the next token."""
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k, v ``[B, Hk, T, D]`` of the next T positions and returns those of all positions ``[B, Hk, S,
-        D]``."""
-
-
-class Attend(Protocol):
-    """A replacement of `flash_attention` in :class:`Attention`, which `fk.distributed.context_parallel` sets."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **options: Any) -> Any:
-        """Computes `flash_attention` or `flash_attention_varlen`, with q, k, v ``[B, H, T, D]`` in both cases."""
 
 
 class ContextKeyValues(NamedTuple):
@@ -52,7 +32,7 @@ class ContextKeyValues(NamedTuple):
     v: Tensor
 
 
-class Attention(torch.nn.Module):
+class Attention(SelfAttention):
     """``wo(flash_attention(rope(wq x), rope(wk x), wv x))``; the names are those of Meta's Llama.
 
     Queries, keys and values are ``[B, H, T, D]`` views of the projections' ``[B, T, H, D]`` memory, and the result has
@@ -87,8 +67,6 @@ class Attention(torch.nn.Module):
             dimensions exceed `head_dim`, `alibi` has other heads, `sliding_window` is below 1, `dropout` outside
             [0, 1), `scale` is not positive, an unknown `qk_norm_over` or backend.
     """
-
-    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self,
@@ -136,7 +114,6 @@ class Attention(torch.nn.Module):
         self.wo = torch.nn.Linear(n_heads * head_dim, dim, bias=bias if out_bias is None else out_bias, **factory)
         self.wg = torch.nn.Linear(dim, n_heads * head_dim, bias=bias, **factory) if output_gate else None
         self.rope, self.alibi, self.norm_eps = rope, alibi, norm_eps
-        self.attend: Attend | None = None
         self.q_norm = self.k_norm = None
         if qk_norm:
             norm: dict[str, Any] = {**factory, "round_before_weight": norm_round_before_weight, "backend": backend}
@@ -197,39 +174,16 @@ class Attention(torch.nn.Module):
                 a mask or lengths; a mask or lengths have another shape or device; a context is combined with an
                 unsupported argument; or an error of the rotary embedding, the cache or the operations.
         """
-        check_input(x, self.dim, cache, cu_seqlens, max_seqlen)
         wanted = {"score_mod": score_mod, "return_lse": return_lse, "return_stats": return_stats}
         if context is not None:
+            check_input(x, self.dim, cache, cu_seqlens, max_seqlen)
             self._check_context({"positions": positions, "cache": cache, "cu_seqlens": cu_seqlens, "lengths": lengths})
             return self._attend_to_context(x, context, attn_mask, context_lengths, wanted)
         if context_lengths is not None:
             raise ValueError("context_lengths needs a context; got context_lengths alone")
         if self.context_dim != self.dim:
             raise ValueError(f"context must be given: keys are made of width {self.context_dim}, x has {self.dim}")
-        if isinstance(cache, PagedKeyValues):
-            given: dict[str, Any] = {"positions": positions, "attn_mask": attn_mask, "lengths": lengths}
-            return self._attend_to_pages(x, cache, given, wanted)
-        if attn_mask is not None or lengths is not None:
-            n_keys = x.shape[1] if cache is None else cache.length + x.shape[1]
-            check_masks(attn_mask, lengths, cu_seqlens, (x.shape[0], self.n_heads, x.shape[1], n_keys), x, "x")
-            if lengths is not None:
-                attn_mask = hide_padding(attn_mask, lengths, n_keys)
-        layers = layers_for(x, self.backends["flash_attention"])
-        q, k, v = self._queries_keys_values(layers, x, positions, cache, cu_seqlens, max_seqlen)
-        options = self._options(self.causal, wanted)
-        found = self._attend(q, k, v, attn_mask, cu_seqlens, max_seqlen, options)
-        return self._merge_heads(layers, x, *found)
-
-    def _attend_to_pages(
-        self, x: Tensor, cache: PagedKeyValues, given: dict[str, Any], wanted: dict[str, Any]
-    ) -> Tensor | tuple[Tensor, ...]:
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(f"{name} and a cache in pages exclude each other; got both")
-        layers = layers_for(x, self.backends["flash_attention"])
-        q, k, v = self._queries_keys_values(layers, x, cache.positions, None, None, cache.step.max_seqlen_k)
-        options = self._options(self.causal, wanted)
-        return self._merge_heads(layers, x, *cache.attend(q, k, v, options))
+        return self._attend_to_itself(x, positions, cache, cu_seqlens, max_seqlen, attn_mask, lengths, wanted)
 
     def keys_values(self, context: Tensor) -> ContextKeyValues:
         """Computes keys and values of a context ``[B, S, context_dim]``, for calls with ``context=``.
@@ -277,13 +231,14 @@ class Attention(torch.nn.Module):
         heads = x.unflatten(-1, (-1, self.head_dim))
         return (heads if norm is None else norm(heads)).transpose(1, 2)
 
-    def _merge_heads(self, layers: Layers, x: Tensor, out: Tensor, *rows: Tensor) -> Tensor | tuple[Tensor, ...]:
-        # A view where the operation kept q's storage order, as it promises.
-        y = out.transpose(1, 2).flatten(2)
+    def _project(self, layers: Layers, x: Tensor, y: Tensor) -> Tensor:
         if self.wg is not None:
             y = glu(layers.linear(x, self.wg), y, backend=self.backends["glu"])
-        y = layers.linear(y, self.wo)
-        return (y, *rows) if rows else y
+        return super()._project(layers, x, y)
+
+    @property
+    def output_projection(self) -> torch.nn.Linear:
+        return self.wo
 
     def _check_context(self, given: dict[str, Any]) -> None:
         """Refuses arguments that are not supported with keys of another sequence."""
@@ -304,7 +259,6 @@ class Attention(torch.nn.Module):
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the rotated queries of x, and the keys and values of the cache followed by those of x."""
         projections = (self.wq, self.wk, self.wv)
         packed = layers.together(x, *projections)
         over_heads = self.qk_norm_over == "head"
@@ -325,59 +279,12 @@ class Attention(torch.nn.Module):
         )
         v = self._heads(parts[2], None)
         if self.rope is not None:
-            if positions is None and cache is not None:
-                positions = cache.length
-            elif positions is None and cu_seqlens is not None:
-                positions = packed_positions(cu_seqlens, x.shape[1])
-            end = max_seqlen if cu_seqlens is None else self._end(x.shape[1], max_seqlen)
-            place = (positions,) if end is None else (positions, end)
+            place = self._place(self.rope, x.shape[1], positions, cache, cu_seqlens, max_seqlen)
             plain = self.q_norm is None or not over_heads
             q, k = self.rope(q, k, *place) if plain else self._norm_and_rotate(q, k, *place)
         if cache is not None:
             k, v = cache.append(k, v)
         return q, k, v
-
-    def _end(self, total: int, max_seqlen: int | None) -> int | None:
-        """An upper bound of the positions of packed sequences; None if the total would be too loose a bound."""
-        assert self.rope is not None
-        return total if max_seqlen is None and not self.rope.follows_length else max_seqlen
-
-    def _options(self, causal: bool, wanted: dict[str, Any]) -> dict[str, Any]:
-        """The operation's keyword arguments."""
-        window = None if self.sliding_window is None else (self.sliding_window - 1, self.sliding_window - 1)
-        return {
-            "causal": causal, "scale": self.scale, "window": window,
-            "alibi_slopes": None if self.alibi is None else self.alibi.slopes,
-            "dropout_p": self.dropout if self.training else 0.0,
-            "backend": self.backends["flash_attention"], **wanted,
-        }  # fmt: skip
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | AttentionMask | None,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, ...]:
-        """The heads' results ``[B, H, T, D]``, and what is returned for each row ``[B, H, T]``."""
-        if self.attend is not None:
-            score_mod = options.pop("score_mod")
-            for name, value in (("attn_mask", attn_mask), ("score_mod", score_mod)):
-                if value is not None:
-                    raise ValueError(f"{name} must be None if a sequence is sharded over processes; got {value!r}")
-            result = self.attend(q, k, v, cu_seqlens, **options)
-            return result if isinstance(result, tuple) else (result,)
-        if cu_seqlens is None:
-            result = flash_attention(q, k, v, attn_mask=attn_mask, **options)
-            return result if isinstance(result, tuple) else (result,)
-        max_seqlen = q.shape[2] if max_seqlen is None else max_seqlen
-        q, k, v = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))
-        result = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
-        out, *rows = result if isinstance(result, tuple) else (result,)
-        return out.transpose(0, 1).unsqueeze(0), *(t.unsqueeze(0) for t in rows)
 
     def _norm_and_rotate(
         self, q: Tensor, k: Tensor, positions: Tensor | int | None, end: int | None = None

@@ -29,8 +29,8 @@ from foundry_kernels.ops.short_conv1d import MAX_TAPS, short_conv1d, short_conv1
 class GatedDeltaState(NamedTuple):
     """What a layer of linear attention keeps of N sequences so far. Calls overwrite both tensors.
 
-    The layer is a :class:`GatedDeltaNet`, or a :class:`Mamba2` with n_heads heads of values, n_groups heads of keys of
-    the width state_dim, and values of the width head_dim.
+    The layer is a :class:`GatedDeltaNet`, a :class:`KimiDeltaAttention`, or a :class:`Mamba2` with n_heads heads of
+    values, n_groups heads of keys of the width state_dim, and values of the width head_dim.
 
     conv: ``[N, C, conv_size - 1]``, the last inputs of the convolution, the newest last, in their dtype. recurrent:
     ``[N, n_v_heads, head_k_dim, head_v_dim]`` float32 (float64), the states of the recurrence. Zeros are the state
@@ -63,6 +63,8 @@ class LinearMixer(torch.nn.Module):
     OPS: ClassVar[tuple[str, ...]]
     #: The matmuls of a token with the state of a head.
     PRODUCTS: ClassVar[int]
+    #: Whether it may round before its norm's weight multiplies (`norm_round_before_weight`).
+    ROUNDS: ClassVar[bool] = True
 
     def __init__(self, dim: int, conv_size: int, backend: Backend, **sizes: int) -> None:
         """sizes: heads of values, heads of keys and their widths D_k and D_v, in this order, by the subclass's
@@ -76,6 +78,11 @@ class LinearMixer(torch.nn.Module):
         self.sizes = n_v, n_k, k_dim, v_dim = tuple(sizes.values())
         self.channels = 2 * n_k * k_dim + n_v * v_dim
         self.sharded: ShardedDelta | None = None
+
+    def _filters(self, bias: bool = False, **factory: Any) -> torch.nn.Conv1d:
+        """Returns what holds the filters of the convolution."""
+        n, taps = self.channels, self.conv_size
+        return torch.nn.Conv1d(n, n, taps, padding=taps - 1, groups=n, bias=bias, **factory)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         raise NotImplementedError

@@ -12,7 +12,7 @@ from foundry_kernels.core.checks import check_bool, check_int, check_not_negativ
 from foundry_kernels.core.choices import check_scales
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.nn._backend import Backend, describe
-from foundry_kernels.nn._delta import allowed, taps_of
+from foundry_kernels.nn._delta import allowed, reset_decay, taps_of
 from foundry_kernels.nn._linear_layers import layers_for
 from foundry_kernels.nn.linear_attention import GatedDeltaState, LinearMixer
 from foundry_kernels.nn.norm import RMSNorm
@@ -20,9 +20,6 @@ from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.ssd import ssd, ssd_step
 from foundry_kernels.ops.ssd.checks import check_limits
 from foundry_kernels.ops.swiglu import swiglu
-
-#: Of the first step sizes, as of mamba_ssm: the least and the largest, and the floor below which none is drawn.
-_FIRST_STEPS = 1e-3, 1e-1, 1e-4
 
 
 class Mamba2(LinearMixer):
@@ -123,9 +120,7 @@ class Mamba2(LinearMixer):
         if not self.A_log.is_meta:
             self.reset_parameters()
         self.in_proj = torch.nn.Linear(dim, values + channels + n_heads, bias=bias, **factory)
-        self.conv1d = torch.nn.Conv1d(
-            channels, channels, conv_size, padding=conv_size - 1, groups=channels, bias=conv_bias, **factory
-        )
+        self.conv1d = self._filters(conv_bias, **factory)
         norm: dict[str, Any] = {"round_before_weight": norm_round_before_weight, "backend": self.backends}
         self.norm = RMSNorm(values, norm_eps, **factory, **norm) if rmsnorm else None
         self.out_proj = torch.nn.Linear(values, dim, bias=bias, **factory)
@@ -133,13 +128,9 @@ class Mamba2(LinearMixer):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Sets ``exp(A_log)`` to U(1, 16), D to 1, and `dt_bias` so that step sizes begin log-uniform in 0.001 .. 0.1,
         as mamba_ssm does. The modules in it are left as they are."""
-        least, most, floor = _FIRST_STEPS
+        reset_decay(self.A_log, self.dt_bias, generator)
         with torch.no_grad():
-            drawn = torch.empty_like(self.A_log, dtype=torch.float32)
-            self.A_log.copy_(drawn.uniform_(1.0, 16.0, generator=generator).log_())
             self.D.fill_(1.0)
-            step = drawn.uniform_(math.log(least), math.log(most), generator=generator).exp_().clamp_(min=floor)
-            self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # of which softplus is the step
 
     def _forward(self, x: Tensor, cu_seqlens: Tensor | None, state: GatedDeltaState | None) -> Tensor:
         layers = layers_for(x, self.backends["ssd"])

@@ -37,6 +37,10 @@ FALCON_H1 |= {"ssm_multipliers": [0.9, 1.1, 1.2, 0.7, 1.3], "ssm_out_multiplier"
 FALCON_H1 |= {"lm_head_multiplier": 0.4}
 MIXERS = {"n_groups": 2, "conv_kernel": 3, "use_bias": True}
 NEMOTRON = {**GROUPED, **MIXERS, "mamba_num_heads": 8, "mamba_head_dim": 6, "ssm_state_size": 7, "head_dim": 6}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 6, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+KIMI = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2}
+KIMI |= {"linear_head_dim": 6, "linear_num_heads": 3, "linear_conv_kernel_dim": 3}
+YARN_ALL = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5, "beta_fast": 8, "beta_slow": 1}
 
 #: Model type and options of its configuration.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -102,6 +106,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GROUPED, **DEEPSEEK, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.5},
     ),
     "glm4-moe": ("glm4_moe", {**GROUPED, **DEEPSEEK, "attention_bias": True, "use_qk_norm": True, "head_dim": 8}),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {**WIDE, **LATENT, **DEEPSEEK, "q_lora_rank": 7, "n_group": 4, "topk_group": 2, "rope_parameters": YARN_ALL},
+    ),
+    "deepseek-v3 small": (
+        "deepseek_v3",
+        {**WIDE, **LATENT, **DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+        | {"rope_interleave": False, "attention_bias": True},
+    ),
+    "kimi-linear": ("kimi_linear", {**WIDE, **LATENT, **KIMI, "num_hidden_layers": 6, "norm_topk_prob": True}),
+    "kimi-linear full": (
+        "kimi_linear",
+        {**WIDE, **LATENT, **KIMI, "layer_types": ["full_attention"] * 2, "mlp_layer_types": ["sparse", "dense"]}
+        | {"q_lora_rank": 7, "n_group": 4, "topk_group": 2},
+    ),
     "falcon-rw": (
         "falcon",
         {**SIZES, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True, "num_attention_heads": 8},
@@ -159,6 +178,15 @@ FIELDS = {
     "gemma": {"norm_weight_offset": 1.0, "embedding_scale": 32**0.5, "activation": "geglu_tanh"},
     "dots1": {"router_groups": 4, "router_top_groups": 2, "dense_layers": (0,), "shared_expert_dim": 40},
     "glm4-moe": {"router_groups": None, "selection_bias": True, "rope_dim": 4, "attention_out_has_bias": False},
+    "deepseek-v3": {"head_width": 10, "rope_dim": 4, "v_head_dim": 5, "q_lora_rank": 7, "rope_interleaved": True},
+    "deepseek-v3 small": {"q_lora_rank": None, "attention_scale": None, "dense_layers": (0,)},
+    "kimi-linear": {
+        "norm_round_before_weight": True,
+        "linear_layers": (0, 1, 2, 3, 5),
+        "linear_heads": (3, 3, 6, 6),
+        "positions": "none",
+    },
+    "kimi-linear full": {"linear_layers": (), "dense_layers": (1,)},
     "falcon-rw": {"positions": "alibi", "alibi_scaled": True, "kv_heads": 8},
     "qwen3-moe": {"router_renormalize": True, "qk_norm": True, "shared_expert_dim": None},
 }
@@ -220,6 +248,26 @@ def test_dtype_and_mode_are_kept_and_weights_are_copies():
     assert torch.equal(ours(draw()), before)
 
 
+@pytest.mark.parametrize(("name", "kept"), [("kimi-linear", {"dt_bias", "weight"}), ("deepseek-v3", {"weight"})])
+def test_weights_that_stay_float32(name, kept):
+    """transformers loads some of a checkpoint's weights as float32, whatever the dtype of the others."""
+    theirs = build(name, moe_intermediate_size=16).to(torch.bfloat16)
+    for key, parameter in theirs.named_parameters():
+        if any(part in key for part in theirs._keep_in_fp32_modules_strict):
+            parameter.data = parameter.data.float() * 1.003
+    ours = Transformer.from_hf(theirs)
+    wide = [key for key, parameter in ours.named_parameters() if parameter.dtype == torch.float32]
+    assert {key.rpartition("router.")[2].rpartition("attention.")[2] for key in wide} == kept
+    assert ours(draw()).dtype == torch.bfloat16
+    assert all(len(row) == 8 for row in ours.generate(draw()[:, :5], 3))
+    exact = Transformer.from_hf(theirs.float()).state_dict()
+    assert all(torch.equal(weight, exact[key]) for key, weight in ours.float().state_dict().items())
+    theirs.to(torch.bfloat16)
+    theirs.lm_head.float()
+    with pytest.raises(ValueError, match="weights of one dtype on one device"):
+        Transformer.from_hf(theirs)
+
+
 def test_learned_positions_may_be_fewer_and_dropouts_others():
     theirs = build("gpt2")
     ours = Transformer.from_hf(theirs, max_seq_len=12, attention_dropout=0.0)
@@ -267,6 +315,7 @@ def test_learned_positions_may_be_fewer_and_dropouts_others():
         ("bamba", {"z_loss_coefficient": 0.1}, "z_loss_coefficient must be 0.0: .* got 0.1"),
         ("nemotron 3", {"moe_latent_size": 8}, "moe_latent_size must be None: .* got 8"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise must be 0.0: .* got 0.1"),
+        ("kimi-linear", {"num_key_value_heads": 2}, "num_key_value_heads must be 4: .* got 2"),
         ("qwen3-moe", {"mlp_only_layers": [0, 1]}, "dense_layers must leave a layer for the experts; got all 2"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",

@@ -364,7 +364,7 @@ def test_bad_input() -> None:
         "cache holds 2 layers; the model has 1": lambda: Generator(
             Transformer(ModelConfig(**{**SHAPE, "n_layers": 1})), cache=cache  # type: ignore[arg-type]
         ),
-        r"cache must have heads \(n_kv_heads, head_dim\)=\(4, 8\); got \(2, 8\)": lambda: Generator(
+        r"cache must have heads \(n_kv_heads, head_dim, v_head_dim\)=\(4, 8, 8\); got \(2, 8, 8\)": lambda: Generator(
             Transformer(ModelConfig(**{**SHAPE, "n_kv_heads": 4})), cache=cache  # type: ignore[arg-type]
         ),
         "model without relative positions": lambda: Generator(relative, n_pages=1),

@@ -13,7 +13,7 @@ from tiny_model import HYBRID, HYBRIDS, TINY, draw, make
 from foundry_kernels.models import Generator, KVCache, PagedKVCache, Transformer
 from foundry_kernels.models.count import flops_by_part
 from foundry_kernels.models.mixers import MIXERS
-from foundry_kernels.nn import Attention
+from foundry_kernels.nn import Attention, LatentAttention
 
 every = pytest.mark.parametrize("name", HYBRIDS)
 
@@ -25,7 +25,7 @@ def test_layers_and_costs(name: str) -> None:
     kinds = of.layer_types or ("full_attention",) * of.n_layers
     classes = {
         "linear_attention": MIXERS[of.linear_kind],
-        "full_attention": Attention,
+        "full_attention": Attention if of.kv_lora_rank is None else LatentAttention,
         "mlp": type(None),
         "hybrid": Attention,
     }

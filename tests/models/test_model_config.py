@@ -110,6 +110,15 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"residual_dropout": 1.0}, r"residual_dropout must be in \[0, 1\); got 1.0"),
     ({"attention_dropout": -0.1}, r"attention_dropout must be in \[0, 1\); got -0.1"),
     ({"qk_norm_weight_offset": 1.0}, "qk_norm_weight_offset needs qk_norm=True"),
+    ({"v_head_dim": 4}, "v_head_dim needs kv_lora_rank: there is no latent attention; got 4"),
+    ({"q_lora_rank": 4}, "q_lora_rank needs kv_lora_rank"),
+    ({"kv_lora_rank": 4}, "rope_dim must be below head_dim=4 with kv_lora_rank; got None"),
+    ({"kv_lora_rank": 4, "rope_dim": 4}, "rope_dim must be below head_dim=4 with kv_lora_rank; got 4"),
+    ({"kv_lora_rank": 4, "rope_dim": 2, "n_kv_heads": 2}, "n_kv_heads must be 4 with kv_lora_rank; got 2"),
+    (
+        {"kv_lora_rank": 4, "rope_dim": 2, "n_kv_heads": 4, "qk_norm": True},
+        "qk_norm must be False with kv_lora_rank; got True",
+    ),
     # experts
     ({"n_experts": 2, "top_k": 3}, "top_k must be at most n_experts=2; got 3"),
     ({"n_experts": 0}, "n_experts must be at least 1; got 0"),

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import foundry_kernels as fk
 from foundry_kernels.models import ModelConfig
-from foundry_kernels.nn import attention
+from foundry_kernels.nn import self_attention
 from foundry_kernels.nn.mlp import ACTIVATIONS, GATES
 
 BACKENDS = ("reference", *(("native",) if "native" in fk.OPS["flash_attention"].backends("cpu") else ()))
@@ -76,13 +76,13 @@ def test_each_block_drops_a_branch_once():
 def test_attention_dropout_runs_on_the_kernel_that_is_named(backend, monkeypatch):
     """And not on one in its place: each layer calls attention with a seed of its own."""
     seen = []
-    call = attention.flash_attention
+    call = self_attention.flash_attention
 
     def spy(*args, **options):
         seen.append((options["dropout_p"], options["backend"], torch.get_rng_state()))
         return call(*args, **options)
 
-    monkeypatch.setattr(attention, "flash_attention", spy)
+    monkeypatch.setattr(self_attention, "flash_attention", spy)
     model = make(config("gpt2", attention_dropout=0.1), {"flash_attention": backend})
     assert model.serving()["flash_attention"] == backend
     model.train()(draw())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import foundry_kernels as fk
-from foundry_kernels.nn import Attention, RotaryEmbedding, attention
+from foundry_kernels.nn import Attention, RotaryEmbedding, self_attention
 from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_scale
 
 BACKENDS = ("reference", *(("native",) if "native" in fk.OPS["flash_attention"].backends("cpu") else ()))
@@ -211,13 +211,13 @@ def test_masks_compile(backend: str) -> None:
 
 def test_a_plain_call_has_neither_mask_nor_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     """In evaluation and without dropout nothing is drawn from the generator."""
-    call, seen = attention.flash_attention, []
+    call, seen = self_attention.flash_attention, []
 
     def spy(*args: Any, **options: Any) -> Any:
         seen.append((options.get("attn_mask"), options["dropout_p"]))
         return call(*args, **options)
 
-    monkeypatch.setattr(attention, "flash_attention", spy)
+    monkeypatch.setattr(self_attention, "flash_attention", spy)
     block = make(dropout=0.5).eval()
     before = torch.get_rng_state()
     block(draw(B, T, 16))

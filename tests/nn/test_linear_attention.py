@@ -22,18 +22,26 @@ MAMBA: dict[str, dict[str, Any]] = {
     "mamba, norm first": {"n_heads": 6, "n_groups": 2, "state_dim": 4, "head_dim": 7, "norm_before_gate": True},
     "mamba, no norm": {"n_heads": 2, "state_dim": 8, "head_dim": 8, "rmsnorm": False, "in_scales": SCALES},
 }
-SHAPES: dict[str, dict[str, Any]] = MAMBA | {
-    "equal heads": {"n_v_heads": 2, "head_k_dim": 8},
-    "groups": {"n_v_heads": 6, "n_k_heads": 2, "head_k_dim": 4, "head_v_dim": 7, "conv_size": 3},
-    "one tap": {"n_v_heads": 2, "n_k_heads": 1, "head_k_dim": 8, "conv_size": 1, "negative_eigenvalues": True},
+KIMI: dict[str, dict[str, Any]] = {
+    "kimi": {"n_v_heads": 3, "head_k_dim": 6, "conv_size": 3},
+    "kimi, groups": {"n_v_heads": 6, "n_k_heads": 2, "head_k_dim": 4, "head_v_dim": 7, "low_rank_gate": False},
 }
+SHAPES: dict[str, dict[str, Any]] = (
+    MAMBA
+    | KIMI
+    | {
+        "equal heads": {"n_v_heads": 2, "head_k_dim": 8},
+        "groups": {"n_v_heads": 6, "n_k_heads": 2, "head_k_dim": 4, "head_v_dim": 7, "conv_size": 3},
+        "one tap": {"n_v_heads": 2, "n_k_heads": 1, "head_k_dim": 8, "conv_size": 1, "negative_eigenvalues": True},
+    }
+)
 
 
-every_kind = pytest.mark.parametrize("name", ["groups", "mamba"])
+every_kind = pytest.mark.parametrize("name", ["groups", "kimi, groups", "mamba"])
 
 
 def make(name: str = "groups", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    kind: Any = nn.Mamba2 if name in MAMBA else nn.GatedDeltaNet
+    kind: Any = nn.Mamba2 if name in MAMBA else nn.KimiDeltaAttention if name in KIMI else nn.GatedDeltaNet
     layer = kind(20, **{**SHAPES[name], **changes}, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -72,18 +80,26 @@ def formula(layer: Any, x: Tensor) -> Tensor:
     """As the docstring has it, with PyTorch's own functions and the operation's reference."""
     if isinstance(layer, nn.Mamba2):
         return mamba_formula(layer, x)
+    if isinstance(layer, nn.KimiDeltaAttention):
+        qkv, b = torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], -1), layer.b_proj(x)
+        a = (layer.f_b_proj(layer.f_a_proj(x)) + layer.dt_bias).unflatten(-1, (layer.n_v_heads, -1))
+        gate = (layer.g_b_proj(layer.g_a_proj(x)) if layer.low_rank_gate else layer.g_proj(x)).sigmoid()
+        g, limit, eps = -layer.A_log.exp()[:, None] * F.softplus(a), 1.0, 1e-5
+    else:
+        qkv, b = layer.in_proj_qkv(x), layer.in_proj_b(x)
+        gate, limit, eps = F.silu(layer.in_proj_z(x)), 2.0 if layer.negative_eigenvalues else 1.0, 1e-6
+        g = -layer.A_log.exp() * F.softplus(layer.in_proj_a(x) + layer.dt_bias)
     channels = layer.conv1d.weight.shape[0]
-    mixed = convolved(layer, F.linear(x, layer.in_proj_qkv.weight))
+    mixed = convolved(layer, qkv)
     keys = layer.n_k_heads * layer.head_k_dim
     parts = mixed.split([keys, keys, channels - 2 * keys], -1)
     heads = layer.n_k_heads, layer.n_k_heads, layer.n_v_heads
     q, k, v = (part.unflatten(-1, (n, -1)).transpose(1, 2) for part, n in zip(parts, heads, strict=True))
     q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
-    beta = F.linear(x, layer.in_proj_b.weight).sigmoid() * (2.0 if layer.negative_eigenvalues else 1.0)
-    g = -layer.A_log.exp() * F.softplus(F.linear(x, layer.in_proj_a.weight) + layer.dt_bias)
+    beta = limit * b.sigmoid()
     o = gated_delta_rule(q, k, v, g.transpose(1, 2), beta.transpose(1, 2), backend="reference").transpose(1, 2)
-    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-6) * layer.norm.weight
-    return F.linear(o.flatten(2) * F.silu(F.linear(x, layer.in_proj_z.weight)), layer.out_proj.weight)
+    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps) * layer.norm_of_heads.weight
+    return layer.output_projection(o.flatten(2) * gate)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -100,6 +116,15 @@ def test_the_formula_and_its_gradients(name: str, dtype: torch.dtype) -> None:
         torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy), strict=True
     ):
         torch.testing.assert_close(found, wanted, rtol=10 * error, atol=10 * error)
+
+
+def agree(theirs: torch.nn.Module, ours: torch.nn.Module, dtype: torch.dtype, autocast: bool) -> None:
+    x = draw(2, 70, 20, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected, found = theirs(x), ours(x)
+    assert found.dtype == expected.dtype
+    error = 2e-5 if found.dtype == torch.float32 else 0.03
+    assert (found - expected).abs().max() <= error * expected.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -125,12 +150,7 @@ def test_qwens_own_layer_and_its_state_dict(dtype: torch.dtype, norm: torch.dtyp
         layer.norm.to(norm)
     theirs.load_state_dict(ours.state_dict())
     assert ours.state_dict().keys() == theirs.state_dict().keys()
-    x = draw(2, 70, 20, dtype=dtype)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        expected, found = theirs(x), ours(x)
-    assert found.dtype == expected.dtype
-    error = 2e-5 if found.dtype == torch.float32 else 0.03
-    assert (found - expected).abs().max() <= error * expected.abs().max()
+    agree(theirs, ours, dtype, autocast)
 
 
 @pytest.mark.parametrize(
@@ -148,12 +168,27 @@ def test_mambas_own_layer_and_its_state_dict(dtype: torch.dtype, autocast: bool)
     ours = make("mamba", dtype=dtype, norm_round_before_weight=True, head_dim=10, norm_groups=groups)
     theirs.load_state_dict(ours.state_dict())
     assert ours.state_dict().keys() == theirs.state_dict().keys()
-    x = draw(2, 70, 20, dtype=dtype)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        expected, found = theirs(x), ours(x)
-    assert found.dtype == expected.dtype
-    error = 2e-5 if found.dtype == torch.float32 else 0.03
-    assert (found - expected).abs().max() <= error * expected.abs().max()
+    agree(theirs, ours, dtype, autocast)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+)
+def test_kimis_own_layer_and_its_state_dict(dtype: torch.dtype, autocast: bool) -> None:
+    pytest.importorskip("transformers.models.kimi_linear")
+    from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+
+    sizes = {"linear_num_heads": 3, "linear_head_dim": 6, "linear_conv_kernel_dim": 3}
+    theirs = KimiLinearDeltaAttention(KimiLinearConfig(hidden_size=20, num_hidden_layers=1, **sizes), 0).to(dtype)
+    ours = make("kimi", dtype=dtype)
+    state = {name.removeprefix("forget_gate."): weight for name, weight in theirs.state_dict().items()}
+    assert {name: weight.numel() for name, weight in state.items()} == {
+        name: weight.numel() for name, weight in ours.state_dict().items()
+    }
+    for name, weight in theirs.state_dict().items():
+        weight.copy_(ours.state_dict()[name.removeprefix("forget_gate.")].view_as(weight))
+    agree(theirs, ours, dtype, autocast)
 
 
 @every_kind
@@ -232,6 +267,7 @@ def test_copies_pickles_and_text(name: str) -> None:
     assert torch.equal(fresh(x), expected)
     text = {
         "groups": "20, n_v_heads=6, n_k_heads=2, head_k_dim=4, head_v_dim=7, conv_size=3, backend='auto'",
+        "kimi, groups": "n_k_heads=2, head_k_dim=4, head_v_dim=7, conv_size=4, low_rank_gate=False, backend='auto'",
         "mamba": "20, n_heads=6, n_groups=2, state_dim=4, head_dim=7, conv_size=3, dt_limit=(0.2, 3.0), backend='auto'",
     }
     assert text[name] in repr(layer)

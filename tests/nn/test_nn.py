@@ -276,7 +276,7 @@ def test_attention_returns_what_the_operation_does():
 
 
 def test_attention_passes_views(monkeypatch):
-    from foundry_kernels.nn import attention
+    from foundry_kernels.nn import self_attention
 
     seen = []
 
@@ -284,7 +284,7 @@ def test_attention_passes_views(monkeypatch):
         seen.extend((q, k, v))
         return q.clone(memory_format=torch.preserve_format)
 
-    monkeypatch.setattr(attention, "flash_attention", spy)
+    monkeypatch.setattr(self_attention, "flash_attention", spy)
     nn.Attention(16, 4, 2)(torch.randn(2, 5, 16))
     for tensor in seen:
         assert tensor.shape[2] == 5

@@ -41,6 +41,10 @@ def delta(x: Tensor, **options: Any) -> Any:
     return nn.GatedDeltaNet(20, 6, 2, 4, 7, conv_size=3)(x, **options)
 
 
+def latent(x: Tensor, **options: Any) -> Any:
+    return nn.LatentAttention(16, 2, 4)(x, **options)
+
+
 def state(batch: int, **options: Any) -> Any:
     return nn.GatedDeltaNet(20, 6, 2, 4, 7, conv_size=3).make_state(batch, **options)
 
@@ -168,6 +172,22 @@ VALUES: dict[str, list[Row]] = {
         (lambda: nn.Mamba2(16, 2, norm_eps=-1.0), "norm_eps"),
         (lambda: nn.Mamba2(16, 2)(zeros(2, 3, 19)), "x must have dim=16"),
     ],
+    "KimiDeltaAttention": [
+        (lambda: nn.KimiDeltaAttention(16, 3, 2), "n_v_heads must be a multiple of n_k_heads=2; got 3"),
+        (lambda: nn.KimiDeltaAttention(16, 2, norm_eps=-1.0), "norm_eps"),
+        (lambda: nn.KimiDeltaAttention(16, 2)(zeros(2, 3, 15)), "x must have dim=16"),
+    ],
+    "LatentAttention": [
+        (lambda: nn.LatentAttention(16, 2, 0), "kv_lora_rank must be >= 1; got 0"),
+        (lambda: nn.LatentAttention(16, 2, 4, 0), "q_lora_rank must be >= 1; got 0"),
+        (lambda: nn.LatentAttention(16, 2, 4, v_head_dim=0), "v_head_dim must be >= 1; got 0"),
+        (
+            lambda: nn.LatentAttention(16, 2, 4, rope=nn.RotaryEmbedding(8)),
+            "rope must rotate qk_rope_head_dim=64 dimensions; got 8",
+        ),
+        (lambda: latent(zeros(2, 3, 15)), "x must have dim=16"),
+        (lambda: latent(zeros(2, 3, 16), lengths=longs(1)), r"lengths must have shape \(2,\)"),
+    ],
     "MoE": [
         (lambda: experts(top_k=5), "top_k must be at most n_experts=4; got 5"),
         (lambda: experts(top_k=0), "top_k must be at least 1; got 0"),
@@ -185,7 +205,8 @@ VALUES: dict[str, list[Row]] = {
             lambda b: nn.SwiGLU(8, 16, backend=b), lambda b: nn.RotaryEmbedding(8, backend=b),
             lambda b: nn.Attention(8, 2, backend=b), lambda b: nn.MultiheadAttention(16, 4, backend=b),
             lambda b: nn.LinearCrossEntropy(8, 21, backend=b), lambda b: nn.GatedDeltaNet(16, 2, backend=b),
-            lambda b: nn.Mamba2(16, 2, backend=b), lambda b: experts(backend=b),
+            lambda b: nn.Mamba2(16, 2, backend=b), lambda b: nn.LatentAttention(16, 2, 4, backend=b),
+            lambda b: experts(backend=b),
         )
     ],
 }  # fmt: skip
@@ -207,6 +228,8 @@ TYPES: list[Row] = [
     (lambda: multihead(attn_mask=zeros(T, T).int()), "attn_mask must be bool or floating"),
     (lambda: multihead(attn_mask=zeros(T, T).double()), "attn_mask may be float64 only"),
     (lambda: nn.GatedDeltaNet(16, 2.0), "n_v_heads must be an int"),
+    (lambda: nn.KimiDeltaAttention(16, 2, low_rank_gate=1), "low_rank_gate must be a bool"),
+    (lambda: nn.LatentAttention(16, 2, 4.0), "kv_lora_rank must be an int"),
     (lambda: nn.GatedDeltaNet(16, 2, negative_eigenvalues=1), "negative_eigenvalues must be a bool"),
     (lambda: nn.Mamba2(16, 2, in_scales=(1.0, 2.0)), "in_scales must be 5 numbers"),
     (lambda: nn.Mamba2(16, 2, conv_bias=1), "conv_bias must be a bool"),

@@ -38,6 +38,7 @@ class Calls(nn.Module):
 X, ROWS = torch.randn(2, 5, 16), torch.randn(5, 16)
 HEADS = torch.randn(2, 4, 5, 4), torch.randn(2, 2, 5, 4)
 TARGETS = torch.tensor([0, 3, -100, 8, 1])
+NARROW = {"qk_nope_head_dim": 6, "v_head_dim": 5}
 
 #: A module of every class, the inputs of a call, and how a module calls it whose forward pass is not of tensors alone.
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], Callable[[Any, Tensor], Tensor] | None]] = {
@@ -50,6 +51,12 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], Callable[[
     ),
     "GatedDeltaNet": (lambda: fk.nn.GatedDeltaNet(16, 4, 2, 8), (X,), None),
     "GatedMLP": (lambda: fk.nn.GatedMLP(16, 24), (X,), None),
+    "KimiDeltaAttention": (lambda: fk.nn.KimiDeltaAttention(16, 4, 2, 8), (X,), None),
+    "LatentAttention": (
+        lambda: fk.nn.LatentAttention(16, 4, 8, rope=fk.nn.RotaryEmbedding(4), qk_rope_head_dim=4, **NARROW),
+        (X,),
+        None,
+    ),
     "LayerNorm": (lambda: fk.nn.LayerNorm(16), (X,), None),
     "Mamba2": (lambda: fk.nn.Mamba2(16, 4, 2, 8, 6), (X,), None),
     "LinearCrossEntropy": (lambda: fk.nn.LinearCrossEntropy(16, 9), (ROWS, TARGETS), None),

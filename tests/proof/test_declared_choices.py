@@ -19,6 +19,7 @@ from foundry_kernels.nn._layers import is_plain
 
 EXPERTS: dict[str, Any] = {"n_experts": 4}
 LINEAR: dict[str, Any] = {"layer_types": ("linear_attention", "full_attention")}
+LATENT: dict[str, Any] = {"kv_lora_rank": 6, "rope_dim": 2}
 MAMBA = {**LINEAR, "linear_kind": "mamba2"}
 #: For each field of ModelConfig another value than that of `SMALL`, with what it needs.
 SMALL: dict[str, Any] = {"dim": 16, "n_layers": 2, "n_heads": 4, "vocab_size": 16, "max_seq_len": 16}
@@ -93,6 +94,9 @@ OTHER: dict[str, dict[str, Any]] = {
     "init": {"init": "xavier"},
     "qk_norm_weight_offset": {"qk_norm": True, "qk_norm_weight_offset": 1.0},
     "attention_gate": {"attention_gate": True},
+    "kv_lora_rank": LATENT,
+    "q_lora_rank": {**LATENT, "q_lora_rank": 8},
+    "v_head_dim": {**LATENT, "v_head_dim": 3},
     "layer_types": LINEAR,
     "one_branch": {"one_branch": True},
     "residual_scale": {"residual_scale": 0.5},
@@ -130,6 +134,7 @@ NOT_DECODED = {"causal": "a cache needs causal=True", "context_dim": "context mu
 #: Fields that need each other.
 PAIRED = {"router_groups", "router_top_groups"}
 
+LATENT_FIELDS = {name for name, fields in OTHER.items() if "kv_lora_rank" in fields}
 LINEAR_FIELDS = {name for name, fields in OTHER.items() if "layer_types" in fields}
 #: The choices in `OTHER` that tensor parallelism and QK-clip refuse.
 NOT_SHARDED = {"tie_embeddings", "positions", "embedding_dropout", "residual_dropout", "attention_dropout"}
@@ -139,6 +144,7 @@ NOT_SHARDED |= {*ENCODERS, "activation_dropout", "output_dropout", "causal", "lo
 NOT_SHARDED |= {"alibi_scaled", "norm_weight_offset", "final_norm", "embedding_scale", "qk_norm_over"}
 NOT_SHARDED |= {
     *LINEAR_FIELDS,
+    *LATENT_FIELDS,
     "one_branch",
     "residual_scale",
     "branch_scales",
@@ -148,6 +154,7 @@ NOT_SHARDED |= {
 }
 NOT_CLIPPED = {
     *LINEAR_FIELDS,
+    *LATENT_FIELDS,
     "one_branch",
     "qk_norm_weight_offset",
     "attention_gate",

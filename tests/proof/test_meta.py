@@ -82,6 +82,11 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "Attention, a gate": (lambda: fk.nn.Attention(16, 4, 2, output_gate=True), (X,)),
     "GatedDeltaNet": (lambda: fk.nn.GatedDeltaNet(16, 4, 2, 8), (X,)),
     "Mamba2": (lambda: fk.nn.Mamba2(16, 4, 2, 8, 6), (X,)),
+    "KimiDeltaAttention": (lambda: fk.nn.KimiDeltaAttention(16, 4, 2, 8), (X,)),
+    "LatentAttention": (
+        lambda: fk.nn.LatentAttention(16, 4, 8, 6, rope=fk.nn.RotaryEmbedding(4), qk_rope_head_dim=4, bias=True),
+        (X,),
+    ),
     "RMSNorm": (lambda: fk.nn.RMSNorm(16, weight_offset=1.0), (X,)),
     "LayerNorm": (lambda: fk.nn.LayerNorm(16), (X,)),
     "RotaryEmbedding": (lambda: fk.nn.RotaryEmbedding(8, 32), (Q, K)),

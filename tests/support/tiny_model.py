@@ -65,6 +65,10 @@ HYBRIDS: dict[str, ModelConfig] = {
         HYBRID, attention_gate=True, qk_norm=True, qk_norm_weight_offset=1.0, norm_weight_offset=1.0, rope_dim=2,
         linear_v_heads=6, linear_k_heads=3, linear_k_dim=5, linear_v_dim=7, linear_conv_size=3,
     ),
+    "kimi": dataclasses.replace(
+        HYBRID, linear_kind="kimi_delta", linear_v_heads=6, linear_k_heads=3, linear_k_dim=5, linear_v_dim=7,
+        linear_conv_size=3,
+    ),
     "mamba2": dataclasses.replace(
         HYBRID, linear_kind="mamba2", linear_v_heads=6, linear_k_heads=2, linear_k_dim=5, linear_v_dim=7,
         linear_conv_size=3, linear_bias=True, linear_dt_limit=(0.1, 2.0),
@@ -78,8 +82,16 @@ HYBRIDS: dict[str, ModelConfig] = {
         TINY, layer_types=("hybrid", "full_attention"), linear_kind="mamba2", linear_k_heads=2, gate_alpha=0.7,
         branch_scales=(0.7, 1.3, 0.8), linear_in_scales=(0.9, 1.1, 1.2, 0.7, 1.3), linear_norm_before_gate=True,
     ),
+    "latent": dataclasses.replace(
+        HYBRID, linear_kind="kimi_delta", n_kv_heads=None, head_dim=6, positions="none", rope_dim=2, kv_lora_rank=5,
+        v_head_dim=7,
+    ),
     "only linear": dataclasses.replace(TINY, layer_types=["linear_attention"] * 2, positions="none"),
     "experts": dataclasses.replace(HYBRID, n_experts=3, hidden_dim=6, dense_layers=(0,), shared_expert_dim=4),
+    "latent, rotated": dataclasses.replace(
+        TINY, n_kv_heads=None, head_dim=6, rope_dim=4, rope_interleaved=True, kv_lora_rank=5, q_lora_rank=7,
+        v_head_dim=3, attention_bias=True, attention_out_bias=False, sliding_window=4,
+    ),
     "gates alone": dataclasses.replace(TINY, attention_gate=True, attention_bias=True),
     "alibi": dataclasses.replace(HYBRID, positions="alibi", sliding_window=3, residual_dropout=0.1),
 }  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -114,7 +114,7 @@ def read(model: nn.Module, changes: dict[str, Any]) -> tuple[ModelConfig, State]
     reading = known(model, READINGS)
     name, theirs = type(model).__name__, dict(model.named_parameters())
     (config,) = read_configs(model, (reading,), {**reading.of_model(model), **changes})
-    one_kind(theirs)
+    one_kind(theirs, getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     # The bias of a router's choice is not a parameter, and stays float32.
     theirs |= {key: b for key, b in model.named_buffers() if key.endswith("e_score_correction_bias")}  # type: ignore[misc]
     skipped = reading.skipped(model.config)
@@ -156,6 +156,8 @@ def split_hybrid(name: str, weight: Tensor, config: ModelConfig) -> State:
     if last == "wq" and config.attention_gate:
         query, gate = weight.unflatten(0, (config.n_heads, 2, config.head_width)).unbind(1)
         return {f"{prefix}.wq": query.flatten(0, 1), f"{prefix}.wg": gate.flatten(0, 1)}
+    if last == "A_log":
+        return {name: weight.flatten()}  # Kimi Linear's has the shape of a batch
     if last not in ("in_proj_qkvz", "in_proj_ba"):
         return {}
     heads = config.linear_heads
@@ -196,11 +198,17 @@ def read_configs(model: nn.Module, readings: Sequence[Reading], changes: Mapping
     return configs
 
 
-def one_kind(theirs: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless all weights have the same dtype and device."""
-    if len({(weight.dtype, weight.device) for weight in theirs.values()}) != 1:
-        kinds = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in theirs.values()}))
-        raise ValueError(f"model must have weights of one dtype on one device; got {kinds}")
+def one_kind(theirs: Mapping[str, Tensor], wide: Collection[str] = ()) -> None:
+    """Raises ValueError unless all weights have the same dtype and device. wide: parts of the names of weights that
+    may be float32 in any case."""
+    kinds = {
+        (weight.dtype, weight.device)
+        for name, weight in theirs.items()
+        if weight.dtype != torch.float32 or not any(part in name for part in wide)
+    }
+    if len(kinds) != 1:
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ValueError(f"model must have weights of one dtype on one device; got {found}")
 
 
 def refuse_unknown(unknown: list[str], name: str) -> None:
@@ -216,6 +224,9 @@ def _ours(their_name: str, config: ModelConfig) -> tuple[str | None, str]:
     module, layer = their_name.removesuffix(kind), LAYER.match(their_name)
     if layer is None:
         return MODULES.get(module), kind
+    part, _, rest = module[layer.end() :].partition(".")
+    if part == "self_attn" and config.kv_lora_rank is not None:  # which has its names here too
+        return f"layers.{layer[1]}.attention.{rest.rpartition('.')[2]}", kind
     ours = LAYER_MODULES.get(module[layer.end() :])
     if ours is not None and ".experts." in ours:
         kind = ""

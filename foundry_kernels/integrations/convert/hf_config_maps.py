@@ -18,6 +18,9 @@ from foundry_kernels.integrations.convert.reading import (
     gemma,
     glm4_moe,
     granite,
+    kimi_layers,
+    latent,
+    latent_rope,
     linear_layers,
     mixed_layers,
     opt,
@@ -243,6 +246,28 @@ QWEN3_NEXT = Reading(
 
 GRANITE = Reading(LLAMA_OPTIONS, (*_LLAMA_PARTS, granite))
 
+_LATENT_OPTIONS = {
+    **LLAMA_OPTIONS,
+    "kv_lora_rank": "kv_lora_rank",
+    "q_lora_rank": "q_lora_rank",
+    "hidden_dim": "moe_intermediate_size",
+}
+#: The width of layers without experts, and a width that is the sum of two others.
+_LATENT_SILENT = frozenset({"intermediate_size", "qk_head_dim", "head_dim"})
+DEEPSEEK_V3 = Reading(
+    _LATENT_OPTIONS,
+    (latent_rope, SILU, deepseek_experts),
+    choices={"norm_round_before_weight": True},
+    # Another model predicts several tokens.
+    silent=_LATENT_SILENT | {"num_nextn_predict_layers", "num_mtp_layers"},
+)
+KIMI_LINEAR = Reading(
+    _LATENT_OPTIONS,
+    (latent, kimi_layers, SILU, deepseek_experts),
+    choices={"norm_round_before_weight": True, "positions": "none"},
+    silent=_LATENT_SILENT,
+)
+
 _BY_FAMILY = {
     "gpt2": GPT2,
     "openai": OPENAI,
@@ -282,4 +307,7 @@ def _with_norms(family: Family, reading: Reading) -> Reading:
 READINGS = {
     FAMILIES[name].name + FAMILIES[name].head: _with_norms(FAMILIES[name], reading)
     for name, reading in _BY_FAMILY.items()
+} | {
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "KimiLinearForCausalLM": KIMI_LINEAR,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -244,10 +245,38 @@ def mixed_layers(config: Any) -> dict[str, Any]:
     return {"dense_layers": dense, "dense_hidden_dim": config.intermediate_size} if dense else {}
 
 
+def latent(config: Any) -> dict[str, Any]:
+    """DeepSeek's latent attention. Its option `head_dim` is the rotated part alone."""
+    without(config, num_key_value_heads=config.num_attention_heads)
+    width = config.qk_nope_head_dim + config.qk_rope_head_dim
+    fields = {"head_dim": width, "rope_dim": config.qk_rope_head_dim, "v_head_dim": config.v_head_dim}
+    scaling = getattr(config, "rope_parameters", None) or {}
+    if scaling.get("rope_type", "default") != "default" and (factor := scaling.get("mscale_all_dim")):
+        # As yarn's: the scores are larger too, by the square of what multiplies cos and sin without it.
+        grown = max(0.1 * factor * math.log(scaling["factor"]) + 1.0, 1.0)
+        fields["attention_scale"] = width**-0.5 * grown * grown
+    return fields
+
+
+def latent_rope(config: Any) -> dict[str, Any]:
+    return {**rope(config), **latent(config), "rope_interleaved": config.rope_interleave}
+
+
+def kimi_layers(config: Any) -> dict[str, Any]:
+    """The kinds of layers, and the heads of linear attention, which are equal."""
+    heads, width, kinds = config.linear_num_heads, config.linear_head_dim, tuple(config.layer_types)
+    fields = {"linear_v_heads": heads, "linear_k_heads": heads, "linear_k_dim": width, "linear_v_dim": width}
+    fields |= {"linear_conv_size": config.linear_conv_kernel_dim, "linear_kind": "kimi_delta"}
+    return {"layer_types": kinds, **(fields if "linear_attention" in kinds else {})}
+
+
 def deepseek_experts(config: Any) -> dict[str, Any]:
     """The mixture of DeepSeek-V3: sigmoids with a bias for the choice, groups of experts, and first layers without
-    experts."""
-    dense = tuple(range(min(config.first_k_dense_replace, config.num_hidden_layers)))
+    experts, or listed ones."""
+    if (kinds := getattr(config, "mlp_layer_types", None)) is not None:
+        dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    else:
+        dense = tuple(range(min(config.first_k_dense_replace, config.num_hidden_layers)))
     return {
         **routed_by_sigmoids(config),
         "shared_expert_dim": (config.n_shared_experts or 0) * config.moe_intermediate_size or None,
@@ -261,7 +290,7 @@ def routed_by_sigmoids(config: Any) -> dict[str, Any]:
     groups, best = config.n_group, config.topk_group
     grouped = groups is not None and groups > 1  # one group means no groups
     return {
-        "n_experts": config.n_routed_experts,
+        "n_experts": config.num_local_experts,
         "top_k": config.num_experts_per_tok,
         "hidden_dim": config.moe_intermediate_size,
         "router_scoring": "sigmoid",

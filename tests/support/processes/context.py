@@ -302,6 +302,7 @@ def with_tensor_parallelism(rank: int, folder: Path, ports: list[int]) -> dict[s
     return train(model, loss_of=loss_of_parts(mesh["cp"]), lr=LR)
 
 
+KIMI = {"linear_kind": "kimi_delta", "kv_lora_rank": 6, "rope_dim": 2, "n_kv_heads": None, "v_head_dim": 6}
 #: Choices that depend on the positions of tokens, and packed documents.
 CHOICES: dict[str, dict[str, Any]] = {
     "learned": {"positions": "learned", "norm": "layer_norm", "activation": "gelu", "tie_embeddings": True},
@@ -315,7 +316,9 @@ CHOICES: dict[str, dict[str, Any]] = {
     "hybrid, linear": {"layer_types": ("linear_attention",) * 2, "linear_conv_size": 1, "n_experts": 4},
     "hybrid, gated": HYBRID | {"linear_conv_size": 2, "qk_norm": True, "attention_gate": True, "rope_dim": 2},
     "packed, hybrid": HYBRID | {"linear_v_dim": 6},
-    "hybrid, mamba": HYBRID | {"linear_kind": "mamba2", "linear_bias": True},
+    "hybrid, mamba": HYBRID | {"linear_kind": "mamba2", "linear_bias": True, "linear_conv_size": 3},
+    "hybrid, kimi": HYBRID | KIMI | {"positions": "none", "linear_conv_size": 3},
+    "packed, hybrid, kimi": HYBRID | KIMI | {"q_lora_rank": 8},
     "packed, hybrid, mamba": HYBRID | {"linear_kind": "mamba2", "linear_dt_limit": (0.01, 2.0)},
 }
 
@@ -332,7 +335,8 @@ def choices(rank: int, folder: Path, ports: list[int]) -> dict[str, tuple[dict[s
     mesh, found = _mesh(), {}
     for name, fields in CHOICES.items():
         torch.manual_seed(0)
-        config = ModelConfig(16, 2, 4, 2, vocab_size=64, max_seq_len=32, init_std=0.2, **fields)
+        sizes = {"n_kv_heads": 2, "vocab_size": 64, "max_seq_len": 32, "init_std": 0.2}
+        config = ModelConfig(16, 2, 4, **{**sizes, **fields})
         whole = Transformer(config, dtype=torch.float64 if name in WIDE else None)
         model = context_parallel(copy.deepcopy(whole), mesh)
         batch = next(batches())
