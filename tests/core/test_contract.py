@@ -33,8 +33,8 @@ def test_a_module_offers_what_is_written_of_it(package: str, kind: type) -> None
             parameters = list(inspect.signature(offered).parameters)
             assert parameters == list(inspect.signature(expected).parameters)[1:], f"{name}.{member}"
         elif offered is not None:
-            wanted = dict if member in ("CASES", "MUTATED", "SAVED") else tuple
-            assert type(offered) is wanted, f"{name}.{member}"
+            wanted = {"ALONG": str} | dict.fromkeys(("CASES", "DIMS", "MUTATED", "SAVED"), dict)
+            assert type(offered) is wanted.get(member, tuple), f"{name}.{member}"
 
 
 @over_kinds
@@ -63,7 +63,7 @@ def test_what_a_module_leaves_out_is_the_default() -> None:
     sample = rms_norm.bench.sample(large)
     assert sample is not None
     assert (len(sample.rows), sample.dims) == (256, {"x": 0})
-    assert rms_norm.bench.flops({}, {}, "forward") is None
+    assert rms_norm.bench.flops({}, {}) is None
     [decode] = [c for c in attention.bench.bench_cases("flash_attention", "cpu") if "S=512" in c.id]
     assert attention.bench.parity_case(decode) is decode
     assert attention.bench.sample(decode) is None
@@ -74,7 +74,7 @@ def test_a_module_that_lacks_a_member_is_refused_by_name(monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "half_op").mkdir()
     (tmp_path / "half_op" / "__init__.py").touch()
-    (tmp_path / "half_op" / "bench.py").write_text("def bytes_moved(args, direction):\n    return 1\n")
+    (tmp_path / "half_op" / "bench.py").write_text("def bytes_moved(args):\n    return 1, 1\n")
     with pytest.raises(TypeError, match=r"half_op\.bench must define bench_cases, peers: see .*contract\.Bench"):
         load(Bench, "half_op")
     spec = OpSpec("half", lambda x: x, (), "half_op")

@@ -52,9 +52,6 @@ from foundry_kernels.testing import Arg, Case
 def bench_cases(op, device):
     return (Case("512x2048-cached", {"x": Arg((512, 2048))}),)
 
-def bytes_moved(args, direction):
-    return {"forward": 2, "backward": 3, "both": 5}[direction] * args["x"].nbytes
-
 def peers(op, case, device):
     return {"eager": lambda x: x * x}
 """,
@@ -71,9 +68,7 @@ def random_case(draw, op):
 """,
     "sharding.py": """
 OPERATORS = ("square_fwd", "square_bwd")
-
-def sharding(args):
-    return dict.fromkeys(("x", "y"), "..."), "..."
+DIMS = dict.fromkeys(("x", "y"), "...")
 """,
     "triton.py": """
 import torch

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Options, Scales, Tensors
 from foundry_kernels.testing import Arg, Case, normal
 
 #: No activation's derivative passes this.
@@ -79,9 +79,7 @@ CASES: dict[str, tuple[Case, ...]] = {
 }
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that a gradient sums (float64 inputs), by argument; what is left out has its own size.
 
     The derivative of GELU and SiLU is a sum that passes through 0, so a gradient may be far smaller than its terms.

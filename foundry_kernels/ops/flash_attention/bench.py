@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foundry_kernels.core.contract import SAMPLED, Sample
+from foundry_kernels.core.contract import SAMPLED, Options, Peers, Sample, Tensors, Work
 from foundry_kernels.ops.flash_attention import bench_encoder, bench_masked, bench_paged
 from foundry_kernels.testing import Arg, Case
 
@@ -31,7 +31,6 @@ _PACKED = (1024, 512, 384, 128)
 _WHOLE_MATRIX = 4096
 #: Beyond this many tokens the reference, which materializes all scores, is given fewer.
 _CHECKED = 2048
-#: Endings of the cases that are timed without --full.
 BENCH_QUICK = (
     *("Hk=2 T=512 D=64-causal", "Hk=2 T=2048 D=64-causal", "Hk=2 T=1024 D=128-causal"),
     *("Hk=8 T=4096 D=128-causal", "Hk=8 T=16384 D=128-causal", "Hk=8 T=4096 D=64-causal"),
@@ -171,21 +170,19 @@ def peer_bytes(case: Case, name: str) -> int:
     return 16 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
+def bytes_moved(args: Tensors) -> Work:
     """The least that must be read and written. Forward: q, k, v and out once. Backward: these and dout are read, and
     dq, dk and dv written. lse, one number per row, is left out."""
-    q, k, v = (x for name in "qkv" if (x := args[name]) is not None)
+    q, k, v = (args[name] for name in "qkv")
     out = q.numel() // q.shape[-1] * v.shape[-1]
-    once = q.numel() + k.numel() + v.numel()
-    moved = {"forward": once + out, "backward": 2 * once + 2 * out}
-    moved["both"] = moved["forward"] + moved["backward"]
-    return moved[direction] * q.element_size()
+    once = (q.numel() + k.numel() + v.numel() + out) * q.element_size()
+    return once, 2 * once
 
 
-def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
+def flops(args: Tensors, options: Options) -> Work:
     """Counts the matmuls over the pairs of a query and a key that it sees, two per multiply-add. Forward: q k and p v.
     Backward: q k again, dout v, and those of dq, dk and dv; what a kernel computes twice counts once."""
-    q, k, v = (x for name in "qkv" if (x := args[name]) is not None)
+    q, k, v = (args[name] for name in "qkv")
     d, dv = q.shape[-1], v.shape[-1]
     if _packed(q) and options["max_seqlen_q"] == 1:
         pairs = bench_paged.pairs(q)
@@ -199,9 +196,7 @@ def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], directi
             pairs = b * h * bench_masked.pairs(mask)
         elif bench_encoder.is_padded(args):
             pairs = bench_encoder.pairs(q)
-    done = {"forward": 2 * pairs * (d + dv), "backward": 2 * pairs * (3 * d + 2 * dv)}
-    done["both"] = done["forward"] + done["backward"]
-    return done[direction]
+    return 2 * pairs * (d + dv), 2 * pairs * (3 * d + 2 * dv)
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -265,7 +260,7 @@ def _one_by_one(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any] | str]:
+def peers(op: str, case: Case, device: str) -> Peers:
     """What else computes this, by name, or the reason why it cannot here. "eager" is also what torch.compile is
     given."""
     if op != "flash_attention":

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Peers
 from foundry_kernels.ops.short_conv1d.cases import make_case
 from foundry_kernels.testing import Case
 
@@ -18,7 +17,6 @@ _BENCH_SHAPES = {
     "cuda": ((8, 2048, 2048, "large"), (4, 4096, 8192, "qwen3-next")),
 }
 
-#: Endings of the cases that are timed without --full.
 BENCH_QUICK = ("cached", "large", "4x4096x8192-W=4-qwen3-next")
 
 
@@ -46,14 +44,6 @@ def workspace_bytes(case: Case) -> int:
     return 0 if x is None else 3 * 8 * math.prod(x.shape)
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
-    """The least that must be read and written. Forward: x and y. Backward: dy, x and dx. The filter is small and left
-    out."""
-    x = args["x"]
-    assert x is not None
-    return {"forward": 2, "backward": 3, "both": 5}[direction] * x.numel() * x.element_size()
-
-
 def eager(x: Tensor, weight: Tensor, bias: Tensor | None = None, **absent: None) -> Tensor:
     """Computes it as Hugging Face's transformers do without the causal_conv1d package."""
     filters = weight.unsqueeze(1)
@@ -61,6 +51,5 @@ def eager(x: Tensor, weight: Tensor, bias: Tensor | None = None, **absent: None)
     return torch.nn.functional.silu(y[..., : x.shape[1]]).transpose(1, 2)
 
 
-def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any]]:
-    """What else computes this, by name; "eager" is also what torch.compile is given."""
+def peers(op: str, case: Case, device: str) -> Peers:
     return {"eager": eager}

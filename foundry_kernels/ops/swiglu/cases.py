@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Options, Scales, Tensors
 from foundry_kernels.testing import Arg, Case, normal
 
 #: No activation's derivative passes this.
@@ -153,23 +153,19 @@ CASES: dict[str, tuple[Case, ...]] = {
 }
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that a gradient sums (float64 inputs), by argument; what is left out has its own size.
 
     The derivative of the activation is a sum that passes through 0, so the gate's gradient may be far smaller than its
     terms.
     """
     gate, up = args["gate"], args["up"]
-    assert gate is not None
     if gate.numel() == 0:
         return {}
-    packed, gate = up is None, gate.detach()
+    packed = up is None
     if up is None:
         half = gate.shape[-1] // 2
         gate, up = (gate[..., ::2], gate[..., 1::2]) if options.get("interleaved") else gate.split([half, half], -1)
-    up = up.detach()
     if (limit := options.get("limit")) is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     dy = cotangents[0] / (1.0 - options.get("dropout_p", 0.0))
