@@ -135,16 +135,14 @@ def _plan(
     return Plan((grid,), (*sizes, n1, n2, *(s for each in rows for s in each)), constants)
 
 
-def _empty_fwd(
-    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, activation: str, rounds: bool, save_rstd: bool
-) -> tuple[Tensor, Tensor | None]:
+def _empty_fwd(x: Tensor, save_rstd: bool) -> tuple[Tensor, Tensor | None]:
     return empty_like(x), x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype)) if save_rstd else None
 
 
 def _launch_fwd(
     x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, activation: str, rounds: bool, save_rstd: bool
 ) -> tuple[Tensor, Tensor | None]:
-    y, rstd = _empty_fwd(x, gate, weight, eps, activation, rounds, save_rstd)
+    y, rstd = _empty_fwd(x, save_rstd)
     if x.numel() == 0:
         return y, rstd
     options = x.dtype, x.device, eps, activation, rounds
@@ -158,9 +156,8 @@ def _launch_fwd(
 
 
 def _empty_bwd(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, rstd: Tensor, activation: str, rounds: bool,
-    need_dx: bool, need_dgate: bool, need_dw: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    x: Tensor, weight: Tensor | None, need_dx: bool, need_dgate: bool, need_dw: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     dw = weight.new_empty(weight.shape) if need_dw and weight is not None else None
     return empty_like(x) if need_dx else None, empty_like(x) if need_dgate else None, dw
 
@@ -169,7 +166,7 @@ def _launch_bwd(
     dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, rstd: Tensor, activation: str, rounds: bool,
     need_dx: bool, need_dgate: bool, need_dw: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    dx, dgate, dw = _empty_bwd(dy, x, gate, weight, rstd, activation, rounds, need_dx, need_dgate, need_dw)
+    dx, dgate, dw = _empty_bwd(x, weight, need_dx, need_dgate, need_dw)
     if x.numel() == 0:
         return dx, dgate, dw if dw is None else dw.zero_()
     options = x.dtype, x.device, None, activation, rounds
