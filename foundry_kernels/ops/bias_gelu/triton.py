@@ -163,9 +163,7 @@ def _fwd(x: Tensor, bias: Tensor | None, activation: str, dropout: DropoutOption
     options = x.dtype, x.device, bias is not None, activation, _p(dropout)
     plan = _plan_fwd(x.shape, x.stride(), *options)
     if plan is None:
-        x = x.contiguous()
-        plan = _plan_fwd(x.shape, x.stride(), *options)
-        assert plan is not None
+        return _fwd(x.contiguous(), bias, activation, dropout)
     launch(bias_act_fwd_kernel, plan, x, contiguous(bias), y, dropout.dropout_seed)
     return y
 
@@ -224,9 +222,7 @@ def _bwd(
     options = x.dtype, x.device, bias is not None, activation, *needed, _p(dropout)
     found = _plan_bwd(x.shape, dy.stride(), x.stride(), *options)
     if found is None:
-        dy, x = dy.contiguous(), x.contiguous()
-        found = _plan_bwd(x.shape, dy.stride(), x.stride(), *options)
-        assert found is not None
+        return _bwd(dy.contiguous(), x.contiguous(), bias, activation, need_dx, need_dbias, dropout)
     sharing, plan = found
     partial = None
     if dbias is not None:

@@ -148,9 +148,7 @@ def _launch_fwd(
     options = x.dtype, x.device, eps, activation, rounds
     plan = _plan(x.shape, (x.stride(), gate.stride()), *options)
     if plan is None:
-        x, gate = x.contiguous(), gate.contiguous()
-        plan = _plan(x.shape, (x.stride(), gate.stride()), *options)
-    assert plan is not None
+        return _launch_fwd(x.contiguous(), gate.contiguous(), weight, eps, activation, rounds, save_rstd)
     launch(gated_rms_norm_fwd_kernel, plan, x, gate, contiguous(weight), y, rstd)
     return y, rstd
 
@@ -173,8 +171,7 @@ def _launch_bwd(
     plan = _plan(x.shape, (dy.stride(), x.stride(), gate.stride()), *options)
     if plan is None:
         dy, x, gate = dy.contiguous(), x.contiguous(), gate.contiguous()
-        plan = _plan(x.shape, (dy.stride(), x.stride(), gate.stride()), *options)
-    assert plan is not None
+        return _launch_bwd(dy, x, gate, weight, rstd, activation, rounds, need_dx, need_dgate, need_dw)
     partial = None if dw is None else x.new_empty((plan.grid[0], x.shape[-1]), dtype=wide_dtype(x.dtype))
     launch(
         gated_rms_norm_bwd_kernel, plan,

@@ -80,8 +80,6 @@ def _eager(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 
 def peers(op: str, case: Case, device: str) -> Peers:
-    if not hasattr(functional, "grouped_mm"):
-        return {"eager": _eager, "torch grouped_mm": "needs torch 2.10"}
     return {"eager": _eager, "torch grouped_mm": _torch_grouped_mm}
 
 

@@ -145,9 +145,7 @@ def _fwd(gate: Tensor, up: Tensor | None, activation: str, options: GatedOptions
     wanted = gate.dtype, gate.device, activation, _of_plan(options)
     plan = _plan_fwd(y.shape, gate.stride(), strides_of(up), *wanted)
     if plan is None:
-        gate, up = gate.contiguous(), contiguous(up)
-        plan = _plan_fwd(y.shape, gate.stride(), strides_of(up), *wanted)
-        assert plan is not None
+        return _fwd(gate.contiguous(), contiguous(up), activation, options)
     launch(glu_fwd_kernel, plan, gate, up, y, options.dropout_seed)
     return y
 
