@@ -1,7 +1,5 @@
 """Activations in Triton, for the kernels of several operations. Needs Triton."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Replaces a function of PyTorch for all callers in a process."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """PyTorch's gelu and silu."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

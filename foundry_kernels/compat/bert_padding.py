@@ -1,7 +1,5 @@
 """flash-attn's functions between a padded batch and packed sequences."""
 
-from __future__ import annotations
-
 from typing import SupportsIndex
 
 import torch

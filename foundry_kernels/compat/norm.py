@@ -1,7 +1,5 @@
 """PyTorch's rms_norm and layer_norm."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, SupportsFloat
 

@@ -1,7 +1,5 @@
 """Autograd functions under torch.compile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

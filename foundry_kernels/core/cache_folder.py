@@ -1,7 +1,5 @@
 """Where what was measured on this machine is kept."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 With `attention`, `positions` or `initialization` in place of CHECKPOINT, it draws one picture.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

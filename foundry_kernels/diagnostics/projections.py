@@ -1,7 +1,5 @@
 """Finds the modules that are attention, and their weights for queries and keys, by the names of classes and layers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Records statistics of a model's layers during forward and backward passes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

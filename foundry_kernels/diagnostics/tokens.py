@@ -1,7 +1,5 @@
 """Tokenizes texts, and spells tokens on the axes of a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

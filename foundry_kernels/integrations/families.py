@@ -4,8 +4,6 @@ What `patch` does with the classes of each is in `adapters/table.py`. How `from_
 in `convert/hf_config_maps.py`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

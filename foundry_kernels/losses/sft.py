@@ -1,7 +1,5 @@
 """Supervised fine-tuning."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import Tensor

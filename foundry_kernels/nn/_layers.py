@@ -1,7 +1,5 @@
 """Checks whether calling a module does what its class does and nothing more."""
 
-from __future__ import annotations
-
 from torch import nn
 
 

@@ -1,8 +1,6 @@
 """What limits the keys that queries see besides `causal` and a window: a mask, the lengths of padded rows, packed
 sequences."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

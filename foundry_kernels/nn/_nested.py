@@ -1,7 +1,5 @@
 """Nested tensors, whose sequences have a length each, as packed tokens and back."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Rotary position embedding as a module."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The commands attention, positions and initialization. They check their options before they load anything."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

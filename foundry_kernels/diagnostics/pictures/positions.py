@@ -1,7 +1,5 @@
 """Pictures of position tables and biases, from the functions that models use."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

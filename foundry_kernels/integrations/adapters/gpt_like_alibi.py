@@ -3,8 +3,6 @@
 Their forward is replaced as a whole; with ``dense_masks="sdpa"`` it is the model's own for dense masks.
 """
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass
 from typing import Any, ClassVar

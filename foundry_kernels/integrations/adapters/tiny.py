@@ -1,7 +1,5 @@
 """A small model of each family that `patch` knows, built from its configuration: nothing is downloaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

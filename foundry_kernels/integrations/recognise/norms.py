@@ -1,7 +1,5 @@
 """Norms by what they compute."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator

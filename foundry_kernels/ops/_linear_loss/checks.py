@@ -1,7 +1,5 @@
 """Checks that the public functions share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What the random cases of the losses share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Random cases of cross_entropy."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Random cases of decode_linear."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import strategies as st

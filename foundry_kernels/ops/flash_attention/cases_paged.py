@@ -1,7 +1,5 @@
 """Sample inputs whose keys and values are in pages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random cases of the operations of this folder."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Random cases of grouped_mm."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from foundry_kernels.ops.grouped_mm.cases import ends

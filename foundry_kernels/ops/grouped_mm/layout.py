@@ -1,7 +1,5 @@
 """The order in which the matrices lie in memory, and so their gradient."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

@@ -1,7 +1,5 @@
 """Random cases of kl_div."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

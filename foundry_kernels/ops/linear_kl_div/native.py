@@ -1,7 +1,5 @@
 """Chunks through the extension's divergences, on the CPU."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

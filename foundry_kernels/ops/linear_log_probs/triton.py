@@ -1,7 +1,5 @@
 """The kernels of log_probs between PyTorch's matmuls: all rows at once, blocks of classes, or chunks of rows."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Random cases of log_probs."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Random cases of lora_linear."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Random cases of rope and qk_norm_rope."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

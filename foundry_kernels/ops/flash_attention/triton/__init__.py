@@ -1,7 +1,5 @@
 """Attention in Triton: the operators and their gradient. `launch` launches the kernels."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The launch of a bias gradient."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

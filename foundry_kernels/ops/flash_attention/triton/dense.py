@@ -1,8 +1,6 @@
 """Dense masks and biases, read one tile at a time. Strides are arbitrary, and any of the four dimensions may be
 broadcast."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Writes the results of rows that have seen all their keys."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

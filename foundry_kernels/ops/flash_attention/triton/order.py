@@ -1,7 +1,5 @@
 """Which tile a program works on. A GPU starts programs in the order of their numbers."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

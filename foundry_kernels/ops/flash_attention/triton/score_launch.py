@@ -1,7 +1,5 @@
 """The gradients of the tensors that a score function reads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

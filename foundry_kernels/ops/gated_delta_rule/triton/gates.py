@@ -1,7 +1,5 @@
 """The gates of g and beta: what opens them in the kernels that read g first, and their gradients."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """RMSNorm and LayerNorm in Triton: operators and their gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
