@@ -129,12 +129,9 @@ def square(x):
     return apply(_Square, x) if requires_grad(x) else _forward(x)
 """,
 }
-#: What other files get, after which text: an import and a name in `__all__`, twice, and a line of the reference.
+#: What other files get, after which text: names, an import and a line of the reference.
 INSERTED = {
-    "foundry_kernels/ops/__init__.py": {
-        "    short_conv1d,\n": "    square,\n",
-        '    "short_conv1d",\n': '    "square",\n',
-    },
+    "foundry_kernels/ops/__init__.py": {'    "short_conv1d",\n': '    "square",\n'},
     "foundry_kernels/__init__.py": {
         "import short_conv1d, short_conv1d_step\n": "from foundry_kernels.ops.square import square\n",
         '    "short_conv1d_step",\n': '    "square",\n',
