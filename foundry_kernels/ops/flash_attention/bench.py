@@ -102,9 +102,7 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
 
 def parity_case(case: Case) -> Case:
     """`case`, or one sequence of `_CHECKED` tokens where the reference would materialize too many scores."""
-    q, k = case.args["q"], case.args["k"]
-    assert q is not None
-    assert k is not None
+    q, k = case.given("q", "k")
     if _packed(q) or max(q.shape[2], k.shape[2]) <= _CHECKED or q.shape[2] == 1:
         return case
     args = {n: a and replace(a, shape=(1, a.shape[1], _CHECKED, a.shape[3])) for n, a in case.args.items()}
@@ -113,8 +111,7 @@ def parity_case(case: Case) -> Case:
 
 def sample(case: Case) -> Sample | None:
     """All queries, or the last ones of long sequences, which see all keys."""
-    q = case.args["q"]
-    assert q is not None
+    (q,) = case.given("q")
     if _packed(q) or q.shape[2] <= _CHECKED:
         return None
     assert not case.options.get("dropout_p"), "what dropout leaves depends on a query's place"
@@ -140,9 +137,7 @@ def tokens_made(case: Case) -> int | None:
 
 def workspace_bytes(case: Case) -> int:
     """Returns what the check against the reference takes: it materializes some copies of the scores in float64."""
-    q, k = case.args["q"], case.args["k"]
-    assert q is not None
-    assert k is not None
+    q, k = case.given("q", "k")
     if bench_paged.is_decoding(case):
         return _COPIES * q.shape[0] * q.shape[1] * int(case.options["max_seqlen_k"])
     if _packed(q):
@@ -160,9 +155,7 @@ _MATERIALIZE = ("eager", "torch.compile", "torch.compile, max-autotune", "SDPA m
 
 def peer_bytes(case: Case, name: str) -> int:
     """Returns what a form takes that keeps all scores for a backward pass, in 16 bits and in float32."""
-    q, k = case.args["q"], case.args["k"]
-    assert q is not None
-    assert k is not None
+    q, k = case.given("q", "k")
     if name not in _MATERIALIZE or _packed(q):
         return 0
     return 16 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
@@ -276,8 +269,7 @@ def peers(op: str, case: Case, device: str) -> Peers:
         return bench_encoder.peers(case, device)
     if bench_masked.is_masked(case):
         return bench_masked.peers(case, device)
-    causal, q = case.options["causal"], case.args["q"]
-    assert q is not None
+    causal, (q,) = case.options["causal"], case.given("q")
     too_long = None
     if q.shape[2] > _WHOLE_MATRIX:
         too_long = f"materializes the matrix of scores, left out beyond {_WHOLE_MATRIX} tokens"

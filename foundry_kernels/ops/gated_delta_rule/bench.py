@@ -109,9 +109,7 @@ def peers(op: str, case: Case, device: str) -> Peers:
     """The functions of Hugging Face's transformers in plain PyTorch, on tensors of [B, T, H, D]."""
     if op == "gated_linear_attention":
         return {}
-    g, q = case.args["g"], case.args["q"]
-    assert g is not None
-    assert q is not None
+    g, q = case.given("g", "q")
     family = "qwen3_next" if len(g.shape) < len(q.shape) else "kimi_linear"
     try:
         model = importlib.import_module(f"transformers.models.{family}.modeling_{family}")

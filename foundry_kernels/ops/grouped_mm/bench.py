@@ -57,9 +57,7 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
 
 def parity_case(case: Case) -> Case:
     """Returns the case with fewer rows, for the comparison with the reference in float64."""
-    x, offs = case.args["x"], case.args["offs"]
-    assert x is not None
-    assert offs is not None
+    x, offs = case.given("x", "offs")
     rows = min(x.shape[0], 4096)
     fewer = {"x": replace(x, shape=(rows, x.shape[1])), "offs": replace(offs, values=_Uneven(rows))}
     return replace(case, args=dict(case.args) | fewer)

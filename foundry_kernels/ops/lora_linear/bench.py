@@ -37,10 +37,7 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
 
 def workspace_bytes(case: Case) -> int:
     """The reference keeps x and y in float64, and the weight."""
-    x, a, b = (case.args[name] for name in ("x", "lora_a", "lora_b"))
-    assert x is not None
-    assert a is not None
-    assert b is not None
+    x, a, b = case.given("x", "lora_a", "lora_b")
     rows, k, m = math.prod(x.shape[:-1]), a.shape[1], b.shape[0]
     return 8 * (rows * (k + m) + k * m)
 

@@ -100,8 +100,7 @@ _LAYER_NORM = (
 
 
 def _with_residual(case: Case) -> Case:
-    x = case.args["x"]
-    assert x is not None
+    (x,) = case.given("x")
     vectors = {name: arg for name, arg in case.args.items() if name != "x"}
     return replace(case, args={"x": x, "residual": x, **vectors})
 

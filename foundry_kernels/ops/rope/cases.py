@@ -122,8 +122,7 @@ def _normed(
     case: Case, note: str = "", q_weight: Arg | str | None = "", k_weight: Arg | str | None = "", **options: Any
 ) -> Case:
     """Returns the case with norms before the rotation; weights of "" are [D] around 1."""
-    q = case.args["q"]
-    assert q is not None
+    (q,) = case.given("q")
     default = Arg((q.shape[-1],), values=normal(0.3, 1.0))
     weights = {
         "q_weight": default if isinstance(q_weight, str) else q_weight,

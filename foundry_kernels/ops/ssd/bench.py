@@ -80,9 +80,7 @@ def workspace_bytes(case: Case) -> int:
 
 def peer_bytes(case: Case, name: str) -> int:
     """transformers' form has a number for each pair of tokens of a chunk and state entry, or nearly so."""
-    x, B = case.args["x"], case.args["B"]
-    assert x is not None
-    assert B is not None
+    x, B = case.given("x", "B")
     return 0 if len(x.shape) == 3 else 32 * x.shape[0] * x.shape[1] * x.shape[2] * (256 + B.shape[-1])
 
 

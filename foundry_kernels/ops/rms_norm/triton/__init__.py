@@ -89,11 +89,8 @@ _rms_norm_dropout_bwd = define(
 )
 
 
-def _gradients(
-    x: Tensor | None, residual: Tensor | None, weight: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-    """Returns the gradients in the order of `_RMSNorm.forward`; eps and the options have none."""
-    return x, residual, weight, None, None, None
+#: The gradients of eps and the options.
+_REST = None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -127,12 +124,12 @@ class _RMSNorm(torch.autograd.Function):
             dx, dres, dw = _rms_norm_dropout_bwd(
                 dy, dh, x, weight, rstd, ctx.options, need_dx, need_dw, ctx.dropout_p, seed
             )
-            return _gradients(dx if need_x else None, dres if need_residual else None, dw if need_dw else None)
+            return dx if need_x else None, dres if need_residual else None, dw if need_dw else None, *_REST
         if dy is None:  # only the sum has a gradient, the weight has none
-            return _gradients(dh if need_x else None, dh if need_residual else None)
+            return dh if need_x else None, dh if need_residual else None, None, *_REST
         dx, dw = _rms_norm_bwd(dy, dh, x, weight, rstd, ctx.options, need_dx, need_dw)
         # Both terms of the sum have the same gradient.
-        return _gradients(dx if need_x else None, dx if need_residual else None, dw if need_dw else None)
+        return dx if need_x else None, dx if need_residual else None, dw if need_dw else None, *_REST
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_weight: bool) -> Tensor:

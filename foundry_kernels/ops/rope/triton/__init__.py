@@ -74,9 +74,8 @@ _rope_apply = define(
 )
 
 
-def _rope_gradients(q: Tensor | None, k: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-    """Returns the gradients in the order of `_Rope.forward`; cos and what follows it have none."""
-    return q, k, None, None, None
+#: The gradients of cos and what follows it in the arguments of `_Rope.forward`.
+_ROPE_REST = None, None, None
 
 
 class _Rope(torch.autograd.Function):
@@ -96,14 +95,14 @@ class _Rope(torch.autograd.Function):
         need_dq, need_dk, *_ = ctx.needs_input_grad
         dq_out, dk_out = dq_out if need_dq else None, dk_out if need_dk else None
         if dq_out is None and dk_out is None:
-            return _rope_gradients(None, None)
+            return None, None, *_ROPE_REST
         cos, sin, positions = ctx.saved_tensors
         options = RopeOptions(ctx.interleaved, positions)
         if dq_out is None:  # the first tensor must not be None: DTensor in torch 2.11 takes the mesh from it
             dk, _ = _rope_apply(dk_out, None, cos, sin, options, True, ctx.k_order, ctx.q_order)
-            return _rope_gradients(None, dk)
+            return None, dk, *_ROPE_REST
         dq, dk = _rope_apply(dq_out, dk_out, cos, sin, options, True, ctx.q_order, ctx.k_order)
-        return _rope_gradients(dq, None if dk_out is None else dk)
+        return dq, None if dk_out is None else dk, *_ROPE_REST
 
 
 # --- qk_norm_rope ---------------------------------------------------------------------------------------------------
