@@ -10,6 +10,8 @@ python -m foundry_kernels hub-layout FOLDER       # this package as the Hub's li
 `foundry-kernels` is the same command.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import signal

@@ -9,6 +9,8 @@ not know yet, as a saved graph does; and when a kernel is called, for example on
 are imported with the package.
 """
 
+from __future__ import annotations
+
 import importlib
 import os
 import re

@@ -1,5 +1,7 @@
 """Activations in Triton, for the kernels of several operations. Needs Triton."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -4,6 +4,8 @@ Launchers choose tiles by a device's `name`, and by its number only where the co
 Tuned tiles are next to the kernels, device facts are here.
 """
 
+from __future__ import annotations
+
 import warnings
 from dataclasses import dataclass
 from functools import cache, lru_cache

@@ -1,5 +1,7 @@
 """Device functions that the kernels of several operations share. Needs Triton."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -15,6 +15,8 @@ Only this file relies on undocumented behaviour of Triton. With untested version
 constant, at the first launch of a specialisation.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Operators of Triton kernels: their registration, and the direct path to their launchers."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable
 from functools import wraps

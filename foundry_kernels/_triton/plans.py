@@ -1,5 +1,7 @@
 """A cache of launch plans, by the arguments that determine them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar

@@ -1,5 +1,7 @@
 """Shared code of launchers: rows as at most three strides, memory, dtypes, and sums of partial results."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -10,6 +10,8 @@ A file is read once in a process, when the first kernel is launched or CUDA is i
 torch.compile traces. FOUNDRY_KERNELS_TUNING names another file, or is "off" to use only the package's table.
 """
 
+from __future__ import annotations
+
 import importlib
 import os
 import warnings

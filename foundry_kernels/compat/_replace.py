@@ -1,5 +1,7 @@
 """Replaces a function of PyTorch for all callers in a process."""
 
+from __future__ import annotations
+
 import importlib
 import sys
 import threading

@@ -1,5 +1,7 @@
 """PyTorch's gelu and silu."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

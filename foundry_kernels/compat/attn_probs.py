@@ -1,6 +1,8 @@
 """flash-attn's third result, computed from the lse of the fused pass: the weights, whose sign shows what dropout
 kept."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

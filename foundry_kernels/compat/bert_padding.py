@@ -1,5 +1,7 @@
 """flash-attn's functions between a padded batch and packed sequences."""
 
+from __future__ import annotations
+
 from typing import SupportsIndex
 
 import torch

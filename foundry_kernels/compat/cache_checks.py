@@ -1,5 +1,7 @@
 """Checks the arguments of flash-attn's functions with a key-value cache; nothing is written."""
 
+from __future__ import annotations
+
 from typing import SupportsIndex
 
 import torch

@@ -1,5 +1,7 @@
 """FlashAttention 3's function that combines the results for several parts of the keys."""
 
+from __future__ import annotations
+
 import math
 
 import torch

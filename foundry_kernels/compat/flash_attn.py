@@ -1,5 +1,7 @@
 """flash-attn's functions for training: dense and packed sequences, tokens before heads."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import SupportsFloat, SupportsIndex
 

@@ -14,6 +14,8 @@ are accepted and ignored. The arguments for 8-bit inputs (`q_descale`, `k_descal
 gradients are supported, also those that FlashAttention 3 lacks (`qv`, `attention_chunk`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Any, SupportsFloat, SupportsIndex
 

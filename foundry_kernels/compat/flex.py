@@ -1,5 +1,7 @@
 """PyTorch's flex_attention."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """TRL's functions of logits: log-probabilities of tokens, and entropies."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -1,5 +1,7 @@
 """PyTorch's rms_norm and layer_norm."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, SupportsFloat
 

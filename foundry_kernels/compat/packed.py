@@ -1,5 +1,7 @@
 """flash-attn's functions for queries, keys and values in one tensor. They use views and copy nothing."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import SupportsFloat, SupportsIndex
 

@@ -13,6 +13,8 @@ process a part of the batch at a time, and the backward pass recomputes log-soft
 gradients only the values of one part exist.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -6,6 +6,8 @@ chunks.
 of keys j in the chunk of `attention_chunk` positions in which query i is (aligned at the last key).
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -1,5 +1,7 @@
 """flash-attn's rotary embedding: of one tensor, and in place of the queries and keys of a packed one."""
 
+from __future__ import annotations
+
 from itertools import pairwise
 from typing import Any, SupportsIndex
 

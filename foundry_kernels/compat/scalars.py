@@ -1,5 +1,7 @@
 """Numbers as callers of flash-attn and PyTorch pass them: Python's, NumPy's, tensors of one element."""
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Iterable
 from typing import Any, SupportsIndex

@@ -1,5 +1,7 @@
 """PyTorch's scaled_dot_product_attention."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, SupportsFloat
 

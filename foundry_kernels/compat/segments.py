@@ -6,6 +6,8 @@ the queries that are not in use. A chunk is a sequence of its own with the queri
 last query is where its last key is, so that "bottom_right" aligns it as before.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

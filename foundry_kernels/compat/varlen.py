@@ -1,5 +1,7 @@
 """PyTorch's `torch.nn.attention.varlen.varlen_attn`."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Any, SupportsFloat, SupportsIndex
 

@@ -1,5 +1,7 @@
 """``torch.autocast``, which raises when it is asked about the meta device."""
 
+from __future__ import annotations
+
 from contextlib import AbstractContextManager, nullcontext
 
 import torch

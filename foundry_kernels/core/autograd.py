@@ -1,5 +1,7 @@
 """Autograd functions under torch.compile."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

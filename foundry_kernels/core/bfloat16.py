@@ -7,6 +7,8 @@ otherwise from a measurement. The bits of results depend on the choice, so the m
 kept in the user's cache. If the cache cannot be written, nothing is measured and the instructions are used.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import tempfile

@@ -1,5 +1,7 @@
 """Where what was measured on this machine is kept."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 

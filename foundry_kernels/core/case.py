@@ -1,5 +1,7 @@
 """One call of an operation: its tensors, by shape, memory layout and values, and its options."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

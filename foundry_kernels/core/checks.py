@@ -1,5 +1,7 @@
 """Argument checks that at least two operations share. Each names the argument, what it was and what it must be."""
 
+from __future__ import annotations
+
 import math
 from itertools import pairwise
 from typing import Any

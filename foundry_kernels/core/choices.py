@@ -1,5 +1,7 @@
 """The choices of modules and of a model's configuration: valid names, and checks that numbers fit each other."""
 
+from __future__ import annotations
+
 #: Gated activations; `nn.mlp` has the function of each.
 GATES = ("swiglu", "geglu", "geglu_tanh", "glu", "reglu")
 #: Activations without a gate; `nn.mlp` has the function of each.

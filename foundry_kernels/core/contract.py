@@ -6,6 +6,8 @@ members marked with `@abstractmethod`; for any other member the default here app
 so its functions take no `self`. They are shared by all operations of the folder: `op` is the name of one of them.
 """
 
+from __future__ import annotations
+
 import importlib
 import importlib.util
 from abc import abstractmethod

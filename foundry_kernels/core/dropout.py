@@ -13,6 +13,8 @@ the backward pass recomputes it from the seed instead of reading it.
 Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 """
 
+from __future__ import annotations
+
 import math
 
 import torch

@@ -3,6 +3,8 @@
 Importing `foundry_kernels._C` registers the operators `torch.ops.foundry_kernels.*` of `csrc/torch/`.
 """
 
+from __future__ import annotations
+
 import importlib
 import os
 from dataclasses import replace

@@ -5,6 +5,8 @@ call runs, and its results require gradients: a backward pass through them raise
 would lose gradients silently.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Any
 

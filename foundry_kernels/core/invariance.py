@@ -3,4 +3,6 @@
 Operations read it when they are called and keep what they read for their backward passes; torch.compile guards on it.
 """
 
+from __future__ import annotations
+
 on: bool = False

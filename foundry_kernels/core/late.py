@@ -1,5 +1,7 @@
 """Late imports: names of a package, modules of a higher layer, and actions after another module is imported."""
 
+from __future__ import annotations
+
 import importlib
 import importlib.abc
 import sys

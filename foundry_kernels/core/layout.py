@@ -1,5 +1,7 @@
 """The order in which a tensor's dimensions lie in memory."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from torch import Tensor

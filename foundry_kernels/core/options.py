@@ -11,6 +11,8 @@ its schema is called with ``*options.operator_args()``, and its kernel gets the 
 WindowOptions.from_operator_args(args)``; `operators.define` does both.
 """
 
+from __future__ import annotations
+
 import types
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, dataclass_transform, get_type_hints

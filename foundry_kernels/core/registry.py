@@ -5,6 +5,8 @@ kernel, a native (C++/CUDA) kernel. What can run here is decided when the packag
 device and a dtype, so the choice can be traced by `torch.compile(fullgraph=True)`.
 """
 
+from __future__ import annotations
+
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping

@@ -3,6 +3,8 @@
 With `attention`, `positions` or `initialization` in place of CHECKPOINT, it draws one picture.
 """
 
+from __future__ import annotations
+
 import argparse
 import math
 import sys

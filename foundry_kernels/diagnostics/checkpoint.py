@@ -1,5 +1,7 @@
 """Reads the checkpoints of the command, and tokenizes texts for them."""
 
+from __future__ import annotations
+
 import json
 import warnings
 from collections.abc import Callable, Iterator

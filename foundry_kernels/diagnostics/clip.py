@@ -1,5 +1,7 @@
 """QK-clip: limits attention's logits by scaling the weights that produce them."""
 
+from __future__ import annotations
+
 from typing import Any
 from weakref import WeakKeyDictionary
 

@@ -1,5 +1,7 @@
 """The health of a model over a whole run: its changes, and a picture over the steps."""
 
+from __future__ import annotations
+
 import math
 import statistics
 from collections.abc import Callable, Mapping

@@ -1,5 +1,7 @@
 """Attention maps. Only these functions allocate T x T matrices, for one text."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, cast

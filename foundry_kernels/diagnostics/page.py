@@ -1,5 +1,7 @@
 """Draws a page of recorded health: heat maps over layers and heads, curves over layers, and chosen attention maps."""
 
+from __future__ import annotations
+
 import json
 import math
 import textwrap

@@ -1,5 +1,7 @@
 """Finds the modules that are attention, and their weights for queries and keys, by the names of classes and layers."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from typing import Any

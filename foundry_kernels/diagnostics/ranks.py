@@ -1,5 +1,7 @@
 """The effective rank of a matrix."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

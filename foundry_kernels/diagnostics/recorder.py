@@ -1,5 +1,7 @@
 """Records statistics of a model's layers during forward and backward passes."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,6 +1,8 @@
 """Sigma-Reparam: query and key projections whose spectral norm is a parameter, so that their growth cannot make
 attention collapse."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import torch

@@ -1,5 +1,7 @@
 """python -m foundry_kernels size MODEL: the cost of a model, by part."""
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import sys

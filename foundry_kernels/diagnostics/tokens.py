@@ -1,5 +1,7 @@
 """Tokenizes texts, and spells tokens on the axes of a picture."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -5,6 +5,8 @@ caps, biases and shared heads already applied, and the statistics are computed f
 with children find the module that runs.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,6 +1,8 @@
 """Context parallelism of a model: every sequence is sharded over processes, attention is `ring_attention`, and linear
 attention runs from the states that `sharded_gated_delta_rule` finds."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

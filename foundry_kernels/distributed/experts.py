@@ -1,6 +1,8 @@
 """Expert parallelism of a model: each process has some experts of every mixture and runs them on the tokens of all
 processes."""
 
+from __future__ import annotations
+
 from typing import Any, TypeVar
 
 import torch

@@ -5,6 +5,8 @@ because at most one document spans both; a chunk with itself is a square of one 
 cut to the part that a window leaves, so that its own window has no negative numbers.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache

@@ -1,5 +1,7 @@
 """How `foundry_kernels.models.Transformer` is sharded for tensor parallelism."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -9,6 +9,8 @@ The rules are registered when this module is imported: by the first call with a 
 (`foundry_kernels.core.registry.resolve`), since torch.distributed.tensor takes half a second to import.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -4,6 +4,8 @@ What `patch` does with the classes of each is in `adapters/table.py`. How `from_
 in `convert/hf_config_maps.py`.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 

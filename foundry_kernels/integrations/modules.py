@@ -1,5 +1,7 @@
 """What is asked of a module of transformers: whether it is a model, what it takes, who makes its masks."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 import sys

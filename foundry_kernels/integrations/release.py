@@ -1,5 +1,7 @@
 """The releases of transformers that this package knows."""
 
+from __future__ import annotations
+
 import re
 
 from torch import nn

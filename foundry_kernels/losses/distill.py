@@ -1,5 +1,7 @@
 """Distillation: the divergence between a student and a teacher, on the student's own samples or a dataset's."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 

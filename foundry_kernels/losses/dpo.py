@@ -1,5 +1,7 @@
 """Direct preference optimisation and its variants."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

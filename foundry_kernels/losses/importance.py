@@ -1,5 +1,7 @@
 """Importance weights, by their logarithms, and estimates of the KL divergence."""
 
+from __future__ import annotations
+
 import math
 
 import torch

@@ -1,5 +1,7 @@
 """What losses of preferences have in common."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch

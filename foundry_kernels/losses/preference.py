@@ -7,6 +7,8 @@ as TRL does. Losses of the mean over an answer's tokens (ORPO, SimPO, CPO's "ipo
 over the pairs leaves out a pair of which one side has no tokens. A mean over no pairs or no sequences is 0.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Supervised fine-tuning."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 from torch import Tensor

@@ -1,5 +1,7 @@
 """Checks of the arguments of :class:`foundry_kernels.nn.Attention`."""
 
+from __future__ import annotations
+
 from torch import Tensor
 
 from foundry_kernels.core.checks import check_bool, check_int, check_integer, check_positive, check_rank, check_tensor

@@ -13,6 +13,8 @@ A mapping `{operation: backend}` names the backend of single operations ("auto" 
 no fallback: if there is no such kernel, construction raises.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Iterable, Mapping
 

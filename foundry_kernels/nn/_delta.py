@@ -1,5 +1,7 @@
 """What layers of the gated delta rule compute between their projections, here and in patched models of transformers."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 

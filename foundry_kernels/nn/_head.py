@@ -2,6 +2,8 @@
 `linear_cross_entropy` computes, and the norms of queries and keys. The tensor-parallel plan sets attributes on these
 modules."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from torch import Tensor, nn

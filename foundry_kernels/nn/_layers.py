@@ -1,5 +1,7 @@
 """Checks whether calling a module does what its class does and nothing more."""
 
+from __future__ import annotations
+
 from torch import nn
 
 

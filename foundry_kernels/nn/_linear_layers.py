@@ -8,6 +8,8 @@ with its weight: under autocast, a transform or a hook, in another class, or wit
 tensor; with few rows also under autograd and with a bias.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,6 +1,8 @@
 """What limits the keys that queries see besides `causal` and a window: a mask, the lengths of padded rows, packed
 sequences."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

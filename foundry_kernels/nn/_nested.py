@@ -1,5 +1,7 @@
 """Nested tensors, whose sequences have a length each, as packed tokens and back."""
 
+from __future__ import annotations
+
 from itertools import accumulate
 from typing import NamedTuple
 

@@ -1,5 +1,7 @@
 """Keys and values in the pages of a cache, as :class:`foundry_kernels.nn.Attention` appends to them and attends."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 from torch import Tensor

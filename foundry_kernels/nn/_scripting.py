@@ -1,5 +1,7 @@
 """What `torch.jit.script` says of a module that TorchScript cannot compile."""
 
+from __future__ import annotations
+
 from torch import nn
 
 

@@ -1,5 +1,7 @@
 """Tables that move to another device with their module and are never cast."""
 
+from __future__ import annotations
+
 import functools
 import json
 import threading

@@ -1,5 +1,7 @@
 """The head of a language model and its loss as one module."""
 
+from __future__ import annotations
+
 from typing import Any, Literal
 
 import torch

@@ -1,5 +1,7 @@
 """The feed-forward block as a module: with a gate, or without one."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any

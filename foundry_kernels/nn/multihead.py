@@ -1,5 +1,7 @@
 """PyTorch's multi-head attention on the kernels here."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

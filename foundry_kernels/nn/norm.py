@@ -1,5 +1,7 @@
 """RMSNorm and LayerNorm as modules."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, overload
 

@@ -1,5 +1,7 @@
 """Positions other than rotary ones: slopes of ALiBi, and the sinusoidal table."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

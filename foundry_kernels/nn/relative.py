@@ -1,5 +1,7 @@
 """Relative positions: for each head and bucket of distances a learned number that is added to the scores (T5)."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Rotary position embedding as a module."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The router of a mixture of experts, and its auxiliary losses."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 

@@ -1,5 +1,7 @@
 """The gated feed-forward block of Llama as a module."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -2,6 +2,8 @@
 `foundry_kernels.batch_invariant` replaces `torch.nn.functional.linear` with them. Otherwise they use the matmuls of
 `_products.py`."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

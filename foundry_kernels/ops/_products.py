@@ -2,6 +2,8 @@
 leave half of the processor unused or its bfloat16 matmuls are slower than float32. Also 16-bit matmuls with a float32
 sum."""
 
+from __future__ import annotations
+
 import functools
 
 import torch

@@ -1,5 +1,7 @@
 """Puts an operation into the registry with the kernels of its folder."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec

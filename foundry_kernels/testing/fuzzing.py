@@ -1,5 +1,7 @@
 """Hypothesis strategies shared by the operations' `fuzz` modules. Needs hypothesis, which only tests use."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,6 +1,8 @@
 """Describes this installation: versions, the processor, the GPU and its driver, the extension and, for a bug report,
 environment variables."""
 
+from __future__ import annotations
+
 import importlib
 import importlib.metadata
 import os

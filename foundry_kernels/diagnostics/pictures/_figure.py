@@ -1,5 +1,7 @@
 """Shared code of the pictures. It does not use matplotlib's global state: no pyplot, and no backend."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

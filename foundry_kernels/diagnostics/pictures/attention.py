@@ -1,5 +1,7 @@
 """Attention maps with tokens on both axes: one head, all heads, or causal next to bidirectional."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """The commands attention, positions and initialization. They check their options before they load anything."""
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import math

@@ -1,5 +1,7 @@
 """The effect of an initialisation on activations and gradients in a deep model, before any training."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """Pictures of position tables and biases, from the functions that models use."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """The activation modules of PyTorch and of transformers that a gated kernel has."""
 
+from __future__ import annotations
+
 from torch import nn
 
 #: Classes of activations that a gated kernel has, by module and name: the operation and the approximation of GELU.

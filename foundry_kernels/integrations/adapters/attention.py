@@ -1,5 +1,7 @@
 """The attention of families like Llama, whose projections, norms, rotation and attention function are replaced."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field

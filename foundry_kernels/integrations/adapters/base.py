@@ -4,6 +4,8 @@ Patching gives a module another class (`swap.py`), whose methods are here. A tab
 between classes of modules.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

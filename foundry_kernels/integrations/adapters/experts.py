@@ -1,5 +1,7 @@
 """Adapters of the experts of transformers' mixtures: see `base.py`."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar

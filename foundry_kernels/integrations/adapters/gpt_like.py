@@ -4,6 +4,8 @@ Their norms are `torch.nn.LayerNorm`, which has its own adapter. The model appli
 the kernel applies it to attention weights.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

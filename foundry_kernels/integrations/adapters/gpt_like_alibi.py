@@ -3,6 +3,8 @@
 Their forward is replaced as a whole; with ``dense_masks="sdpa"`` it is the model's own for dense masks.
 """
 
+from __future__ import annotations
+
 import importlib
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,5 +1,7 @@
 """The head of a language model: where it is, and whether operations can read its parameters in place of a call."""
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import sys

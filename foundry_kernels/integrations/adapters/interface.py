@@ -7,6 +7,8 @@ besides is what SDPA takes or ignores. So a family that runs on SDPA runs here. 
 SDPA gets the masks of "eager", if its eager attention is known to compute the same (`recognise/eager.py`).
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 import re

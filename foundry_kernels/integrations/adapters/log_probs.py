@@ -4,6 +4,8 @@ The model is called as for its loss, so that hooks (of FSDP2, of tensor parallel
 one of the keyword arguments of the call, and the patched forward answers it in `causal_lm.py`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 

@@ -1,5 +1,7 @@
 """PEFT's linear layers with LoRA; see `lora_layers.py` for the calls that run on it."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

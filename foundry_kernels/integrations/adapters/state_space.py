@@ -3,6 +3,8 @@
 A layer computes what transformers' own computes, with the same cache. In addition it keeps packed documents apart.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,6 +4,8 @@ Such a class is a subclass of the module's own, made once for each class and ada
 no name that pickle and copy could find: they make it again from the original class and the adapter.
 """
 
+from __future__ import annotations
+
 import importlib
 import sys
 from typing import Any

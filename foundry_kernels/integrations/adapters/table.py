@@ -4,6 +4,8 @@ Classes are named by module and name, so that nothing has to be imported to know
 differs; what all share is in `attention.py` and `base.py`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,7 @@
 """A small model of each family that `patch` knows, built from its configuration: nothing is downloaded."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

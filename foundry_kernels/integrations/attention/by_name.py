@@ -1,6 +1,8 @@
 """``attn_implementation="foundry"`` after ``import foundry_kernels``: the package registers its attention as soon as
 transformers has the module that knows attention by name, in either order of imports. transformers is not imported."""
 
+from __future__ import annotations
+
 from foundry_kernels.integrations.release import check_release
 
 

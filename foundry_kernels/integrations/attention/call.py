@@ -7,6 +7,8 @@ linear attention by `cu_seq_lens_q` and `cu_seq_lens_k`. Attention that is calle
 its positions. Attention that gets neither a mask nor these arguments in a call with documents raises an error.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass

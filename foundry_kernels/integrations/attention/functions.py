@@ -25,6 +25,8 @@ Dropout in attention is the kernels', with a seed from torch's generator. ``outp
 each layer computed beside its output (`foundry_kernels.ops.flash_attention.weights`).
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Where documents begin by positions and by masks of tokens, and whether a mask of pairs keeps them apart."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

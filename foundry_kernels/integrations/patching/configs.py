@@ -1,5 +1,7 @@
 """The configs in a patched model, which say what its attention and its masks are."""
 
+from __future__ import annotations
+
 import copy
 import importlib
 from collections.abc import Iterable, Iterator

@@ -6,6 +6,8 @@ module that takes neither may still shift or transform a row, which what it call
 linear attention of this package keep documents apart, and attention that was left where `gets_masks` says.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 import re

@@ -1,5 +1,7 @@
 """`patch`: makes an existing model run on the operations here, and undoes it."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

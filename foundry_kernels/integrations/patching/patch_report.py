@@ -4,6 +4,8 @@ A family is shown by a small model of it. A checkpoint's folder, or its `config.
 that shape is made without memory for its weights, which are not read.
 """
 
+from __future__ import annotations
+
 import argparse
 import importlib
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The report of a patch."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass

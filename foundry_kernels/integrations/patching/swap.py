@@ -4,6 +4,8 @@ So the module stays the same object with the same parameters, buffers, names, ho
 wrappers around it notice nothing.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from torch import nn

@@ -5,6 +5,8 @@ module that becomes part of another; it patches such a layer if the other one is
 know by which arguments it was patched.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 

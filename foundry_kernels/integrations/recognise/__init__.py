@@ -5,6 +5,8 @@ vocabulary of the forms (`words.py`) is left. Numbers prove: a small copy with r
 beside the forms (`norms.py`, `mlps.py`), in every dtype, forward and backward, and must equal one of them.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,6 +6,8 @@ no scores; result and gradients must be those of the class. With a mask too, if 
 do not know they compute, so that another forward is never wrong, but nothing would be gained by it.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 import math

@@ -5,6 +5,8 @@ local variables, docstrings, annotations and lines are ignored. What is no funct
 constant. So a class that differs in one statement, or in one of a function that it calls, is another one.
 """
 
+from __future__ import annotations
+
 import builtins
 import dis
 import importlib

@@ -4,6 +4,8 @@ It is run on small random tensors in float64 and compared with the formula. Its 
 tells, and the attention that calls it must not read the weights, which kernels do not have.
 """
 
+from __future__ import annotations
+
 import ast
 import functools
 import inspect

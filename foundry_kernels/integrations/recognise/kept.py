@@ -1,5 +1,7 @@
 """What was found out about a class, in the user's cache: a file for each answer, by the code that it is about."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools

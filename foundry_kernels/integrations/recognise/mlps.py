@@ -1,5 +1,7 @@
 """MLPs by what they compute."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator

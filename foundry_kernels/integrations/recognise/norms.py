@@ -1,5 +1,7 @@
 """Norms by what they compute."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 from collections.abc import Iterator

@@ -1,6 +1,8 @@
 """Proves by numbers that an adapter computes what a class computes: on a small copy, in every dtype, with gradients,
 under autocast, in training and in evaluation."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,6 +4,8 @@ The code is followed as it would run on this module: its bytecode, because a cla
 of constants excludes is not looked at. No instruction is executed, so that nothing of the module's can change.
 """
 
+from __future__ import annotations
+
 import builtins
 import dis
 import inspect

@@ -7,6 +7,8 @@ the form holds, and the code excludes the rest: a function that uses more than r
 values or that writes anywhere is not run at all.
 """
 
+from __future__ import annotations
+
 import dis
 import functools
 import inspect

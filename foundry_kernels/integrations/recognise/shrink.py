@@ -3,6 +3,8 @@
 Nothing of the module is run or read but its attributes, so that it may be on the meta device, quantised or sharded.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -5,6 +5,8 @@ is asked, by a run of a copy with random frequencies, and the file is read: no o
 way from there to the rotation.
 """
 
+from __future__ import annotations
+
 import ast
 import copy
 import functools

@@ -1,5 +1,7 @@
 """The words of the forms: what the code of a norm or of an MLP may use. Whatever uses another word is left."""
 
+from __future__ import annotations
+
 import math
 from types import ModuleType
 from typing import Any

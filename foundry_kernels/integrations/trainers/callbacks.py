@@ -1,5 +1,7 @@
 """What the callbacks of trainers share: a patch for the time of training."""
 
+from __future__ import annotations
+
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable

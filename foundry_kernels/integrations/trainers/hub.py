@@ -8,6 +8,8 @@ The copies hold Python alone: Triton kernels and the reference. A kernel that is
 registered with PyTorch once in a process, by their names.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import re

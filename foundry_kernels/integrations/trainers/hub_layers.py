@@ -4,6 +4,8 @@
 "RMSNorm" and "rotary_pos_emb". `foundry_kernels.integrations.trainers.hub` writes the folder that it loads them from.
 """
 
+from __future__ import annotations
+
 from torch import Tensor, nn
 
 from foundry_kernels.ops.rms_norm import rms_norm

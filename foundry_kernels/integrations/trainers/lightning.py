@@ -4,6 +4,8 @@ from foundry_kernels.integrations.lightning import PatchCallback
 lightning.Trainer(callbacks=[PatchCallback()]).fit(module, data)
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from lightning.pytorch import Callback

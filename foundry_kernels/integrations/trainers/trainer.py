@@ -4,6 +4,8 @@ from foundry_kernels.integrations.trainer import PatchCallback
 Trainer(model, arguments, train_dataset=data, callbacks=[PatchCallback]).train()
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from transformers import TrainerCallback

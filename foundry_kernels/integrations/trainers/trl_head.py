@@ -5,6 +5,8 @@ TRL's trainers give each model a forward that hands hidden states and the head's
 place serves every wrapped copy of the forward (of PEFT, accelerate, FSDP), and reference models too.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """What the benchmarks of the losses share."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

@@ -1,5 +1,7 @@
 """What the sample inputs of the losses share."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Checks that the public functions share."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -10,6 +10,8 @@ No block is skipped for having small gradients ("Cut your losses" does): a row o
 this step gets nothing but such gradients, and without them its own would be 0, wrong in every digit.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 import torch

@@ -1,5 +1,7 @@
 """What the random cases of the losses share."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

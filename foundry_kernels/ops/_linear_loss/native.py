@@ -1,5 +1,7 @@
 """Losses whose row kernels are the extension's, on the CPU."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

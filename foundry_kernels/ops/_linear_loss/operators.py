@@ -1,6 +1,8 @@
 """The two operators of a loss on a backend, forward and backward, the autograd function around them, and the backend's
 function."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

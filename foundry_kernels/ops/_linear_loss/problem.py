@@ -1,5 +1,7 @@
 """What a linear loss is: the inputs and options of a call, the kernel over logits, and the names of the results."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol

@@ -1,5 +1,7 @@
 """Plain PyTorch, with all logits, differentiated by autograd."""
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -4,6 +4,8 @@ Tokens are independent; the gradients of weight and bias are sums over them. A r
 function leaves to torch where the tokens are sharded, so here it never is.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 from foundry_kernels.core.contract import Dims, Options

@@ -1,6 +1,8 @@
 """How many tokens' or classes' logits exist at a time where the caller gives no `chunk_size`. This file decides it for
 all backends, and gives the direct call (csrc/direct_losses.cpp) its limits."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -1,5 +1,7 @@
 """Losses whose row kernels are in Triton, between PyTorch's matmuls. A kernel scales their gradients."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

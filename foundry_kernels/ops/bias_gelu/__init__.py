@@ -15,6 +15,8 @@ rounded. The mask is a function of a seed (`foundry_kernels.core.dropout`), and 
 Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, arXiv:1606.08415.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling

@@ -1,5 +1,7 @@
 """Random cases of bias_gelu, bias_silu and bias_relu."""
 
+from __future__ import annotations
+
 from hypothesis import strategies as st
 
 from foundry_kernels.testing import Arg, Case

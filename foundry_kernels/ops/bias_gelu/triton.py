@@ -8,6 +8,8 @@ Names: `row_offset` finds a row of x by n1, n2 and stride_x0, stride_x1, stride_
 m_ a mask.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

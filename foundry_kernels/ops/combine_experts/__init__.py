@@ -11,6 +11,8 @@ order of j, and are rounded once.
 Without weights it is the gradient of ``x[tokens]``, a copy of each token's row for each of its experts.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling

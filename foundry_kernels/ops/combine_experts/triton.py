@@ -7,6 +7,8 @@ one more kernel writes zeros to the others. So every row is written once, and th
 Names: b_ is a block of values, m_ a mask.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

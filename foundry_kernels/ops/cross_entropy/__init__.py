@@ -18,6 +18,8 @@ Szegedy et al., "Rethinking the Inception Architecture", 2015, arXiv:1512.00567 
 "PaLM", 2022, arXiv:2204.02311 (z-loss); Gemma Team, "Gemma 2", 2024, arXiv:2408.00118 (soft cap).
 """
 
+from __future__ import annotations
+
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch

@@ -1,5 +1,7 @@
 """Random cases of cross_entropy."""
 
+from __future__ import annotations
+
 import torch
 from hypothesis import strategies as st
 

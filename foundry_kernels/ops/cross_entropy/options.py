@@ -1,5 +1,7 @@
 """The options of one call of cross_entropy, made and checked in the public function and read by every backend."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from torch import Tensor

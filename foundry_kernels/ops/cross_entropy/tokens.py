@@ -1,5 +1,7 @@
 """Other results for each token: the predicted class, and the probability of its target."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

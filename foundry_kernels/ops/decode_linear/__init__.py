@@ -9,6 +9,8 @@ so y is the concatenation of the layers' results along the last dimension. Sums 
 Each weight is read in place: nothing is packed, copied or cached between calls. There is no gradient.
 """
 
+from __future__ import annotations
+
 import math
 
 from torch import Tensor

@@ -1,5 +1,7 @@
 """Sample inputs, which the parity suite enumerates."""
 
+from __future__ import annotations
+
 from torch import Tensor
 
 from foundry_kernels.core.contract import Options, Scales, Tensors

@@ -1,5 +1,7 @@
 """Random cases of decode_linear."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 from hypothesis import strategies as st

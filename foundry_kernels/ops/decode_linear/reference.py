@@ -1,5 +1,7 @@
 """Plain PyTorch: what every kernel of the operation must equal."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

@@ -31,6 +31,8 @@ Dropout of the weights: Vaswani et al., 2017, arXiv:1706.03762. Entropy collapse
 clipping by the largest logit: Kimi K2, 2025, arXiv:2507.20534.
 """
 
+from __future__ import annotations
+
 from typing import Literal, TypedDict, Unpack, overload
 
 from torch import Tensor

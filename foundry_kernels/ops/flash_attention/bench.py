@@ -1,5 +1,7 @@
 """What is timed, against what, and what it moves and computes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial

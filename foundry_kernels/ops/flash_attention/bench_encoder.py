@@ -1,5 +1,7 @@
 """What is timed of encoders and of attention to one: none of it causal, with padding and without."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 

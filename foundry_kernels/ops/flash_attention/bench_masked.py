@@ -1,5 +1,7 @@
 """What is timed of masks, biases and dropout, and against what: each also against the same call without it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any

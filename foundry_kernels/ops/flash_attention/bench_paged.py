@@ -1,5 +1,7 @@
 """Decoding from a cache in pages: one new token of each of several sequences, beside the same from packed keys."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,5 +1,7 @@
 """Makers of sample inputs: dense and packed sequences, slopes, masks and biases."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

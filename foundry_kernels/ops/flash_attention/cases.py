@@ -1,5 +1,7 @@
 """Sample inputs; the parity suite enumerates this."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from itertools import product
 from typing import Any

@@ -1,5 +1,7 @@
 """Sample inputs with masks, biases and dropout."""
 
+from __future__ import annotations
+
 from itertools import accumulate
 from typing import Any
 

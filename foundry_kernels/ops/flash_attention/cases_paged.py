@@ -1,5 +1,7 @@
 """Sample inputs whose keys and values are in pages."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Sample inputs with a score function. None has captured tensors, which a case has no arguments for."""
 
+from __future__ import annotations
+
 import math
 
 import torch

@@ -1,5 +1,7 @@
 """Checks of the arguments of both attention functions, in the order of the signature; they only compare attributes."""
 
+from __future__ import annotations
+
 from itertools import pairwise
 from typing import Any, NamedTuple
 

@@ -1,5 +1,7 @@
 """Random cases of flash_attention and flash_attention_varlen."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

@@ -3,6 +3,8 @@ the calls whose forward pass they support, and compute faster than others. `take
 the authoritative list. This is the same list in a form that torch.compile can trace, and
 `tests/ops/flash_attention/test_hopper_kernels.py` compares the two."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

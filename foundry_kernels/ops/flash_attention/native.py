@@ -1,6 +1,8 @@
 """Attention of the compiled extension: `csrc/torch/flash_attention.cpp` over `csrc/cpu/flash_attention_*.cpp` and, on a
 GPU, `csrc/cuda/flash_attention_*.cu` and, of compute capability 9.0, `csrc/cuda/hopper/attention_*.cu`."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

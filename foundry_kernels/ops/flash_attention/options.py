@@ -3,6 +3,8 @@
 A new option needs a field in both classes here, a check in `checks.py` and support in the kernels.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 from torch import Tensor

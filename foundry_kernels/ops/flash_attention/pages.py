@@ -8,6 +8,8 @@ Kwon et al., "Efficient Memory Management for Large Language Model Serving with 
 arXiv:2309.06180.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch

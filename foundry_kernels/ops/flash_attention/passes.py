@@ -5,6 +5,8 @@ Between the passes kernels store lse in float64 for float32 inputs. If it is sto
 less accurate: as accurate as PyTorch's.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

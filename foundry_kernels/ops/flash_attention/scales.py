@@ -1,5 +1,7 @@
 """The size of what a result of attention sums, by which the parity suite says how exact it must be."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise

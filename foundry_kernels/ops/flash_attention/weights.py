@@ -1,5 +1,7 @@
 """The weights of attention as a matrix, for those who look at them: from the log-sum-exp of the fused call."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

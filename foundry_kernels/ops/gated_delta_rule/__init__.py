@@ -31,6 +31,8 @@ et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Len
 linear attention: Yang et al., 2023, arXiv:2312.06635. Kimi Delta Attention: Kimi Team, 2025, arXiv:2510.26692.
 """
 
+from __future__ import annotations
+
 from typing import Literal, overload
 
 from torch import Tensor

@@ -1,5 +1,7 @@
 """The checks of the public functions, before any kernel."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -5,6 +5,8 @@ parts share are sums over the parts. For training, the kernels get such 16-bit h
 rounded once.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The autograd function around the two operators of a backend."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

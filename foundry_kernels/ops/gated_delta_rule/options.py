@@ -1,5 +1,7 @@
 """The options of one call of gated_delta_rule, made and checked in the public functions and read by every backend."""
 
+from __future__ import annotations
+
 from torch import Tensor
 
 from foundry_kernels.core.options import Options

@@ -4,6 +4,8 @@ It is the recurrence itself, token by token, so a kernel's chunks are compared w
 training with long sequences it is slow, and autograd keeps a state for each token.
 """
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor

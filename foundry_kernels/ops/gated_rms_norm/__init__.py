@@ -14,6 +14,8 @@ The backward pass needs the inputs and r of each row. Arithmetic is in float32 (
 rounded once.
 """
 
+from __future__ import annotations
+
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 

@@ -1,5 +1,7 @@
 """Sample inputs, which the parity suite enumerates, and the size of what a gradient sums."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Plain PyTorch, differentiated by autograd: what every kernel of the operation must equal."""
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor

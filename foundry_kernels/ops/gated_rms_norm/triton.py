@@ -6,6 +6,8 @@ weight's gradient over its rows in float32; one more kernel sums over the progra
 Names: `row_offset` finds a row by n1, n2 and three strides; b_ is a block of values, o_ offsets, m_ a mask.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

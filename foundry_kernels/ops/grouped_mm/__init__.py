@@ -11,6 +11,8 @@ float32 inputs are multiplied in full precision, 16-bit ones by matrix instructi
 Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", 2022, arXiv:2211.15841.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling

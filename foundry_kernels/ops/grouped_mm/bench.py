@@ -1,5 +1,7 @@
 """What is timed, against what, and what it moves and computes."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,5 +1,7 @@
 """Sample inputs, and the size of the terms that a matmul sums; the parity suite enumerates this."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any

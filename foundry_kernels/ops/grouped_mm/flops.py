@@ -1,6 +1,8 @@
 """Registers grouped matmuls with `torch.utils.flop_counter.FlopCounterMode`, which then counts them like linear
 layers."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

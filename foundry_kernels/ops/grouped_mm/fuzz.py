@@ -1,5 +1,7 @@
 """Random cases of grouped_mm."""
 
+from __future__ import annotations
+
 from hypothesis import strategies as st
 
 from foundry_kernels.ops.grouped_mm.cases import ends

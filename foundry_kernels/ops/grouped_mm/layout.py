@@ -1,5 +1,7 @@
 """The order in which the matrices lie in memory, and so their gradient."""
 
+from __future__ import annotations
+
 from torch import Tensor
 
 

@@ -5,6 +5,8 @@ rows of a group is in a tensor, which a traced graph cannot read; and matmuls wr
 where autograd of a loop would copy it. Transforms and second derivatives use the loop itself.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

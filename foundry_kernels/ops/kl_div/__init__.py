@@ -28,6 +28,8 @@ Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, arXiv:1503.
 Distillation of Language Models", 2024, arXiv:2306.13649 (GKD).
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling

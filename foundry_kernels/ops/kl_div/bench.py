@@ -1,5 +1,7 @@
 """What is timed, against what, and what it moves."""
 
+from __future__ import annotations
+
 from functools import partial
 
 import torch

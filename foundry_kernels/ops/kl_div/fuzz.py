@@ -1,5 +1,7 @@
 """Random cases of kl_div."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

@@ -24,6 +24,8 @@ Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arX
 Kernel", 2024, arXiv:2410.10989.
 """
 
+from __future__ import annotations
+
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch

@@ -1,5 +1,7 @@
 """Chunks through the extension's cross-entropy, on the CPU; or in the backward pass blocks of classes."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

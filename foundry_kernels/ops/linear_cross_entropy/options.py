@@ -1,5 +1,7 @@
 """The options of one call of linear_cross_entropy, made and checked in the public function, read by every backend."""
 
+from __future__ import annotations
+
 from foundry_kernels.core.options import Options
 from foundry_kernels.ops.cross_entropy.options import LossOptions
 

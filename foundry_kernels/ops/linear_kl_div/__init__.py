@@ -20,6 +20,8 @@ Agarwal et al., "On-Policy Distillation of Language Models", 2024, arXiv:2306.13
 2024, arXiv:2410.10989 (its fused linear JSD).
 """
 
+from __future__ import annotations
+
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor

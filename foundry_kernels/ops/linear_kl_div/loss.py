@@ -9,6 +9,8 @@ Of a teacher that lists k classes, the same kernel gets the k logits of the stud
 of the others. The gradient of such a logit :math:`y_j` is that of r times :math:`e^{y_j - r}`.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Chunks through the extension's divergences, on the CPU."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -1,5 +1,7 @@
 """Plain PyTorch, with all logits, differentiated by autograd: what every other strategy must equal."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

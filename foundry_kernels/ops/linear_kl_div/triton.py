@@ -1,5 +1,7 @@
 """Chunks with the kernel of kl_div between PyTorch's matmuls, or all rows at once."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

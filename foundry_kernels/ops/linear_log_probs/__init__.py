@@ -7,6 +7,8 @@ one without gradients. The entropy, its gradient and the statistics need no furt
 :func:`foundry_kernels.log_probs` for the formulas.
 """
 
+from __future__ import annotations
+
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch

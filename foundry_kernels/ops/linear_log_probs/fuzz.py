@@ -1,5 +1,7 @@
 """Random cases of linear_log_probs."""
 
+from __future__ import annotations
+
 from hypothesis import strategies as st
 
 from foundry_kernels.ops._linear_loss.fuzz import CHUNK_SIZES, drawn_inputs, drawn_options

@@ -1,6 +1,8 @@
 """What the engine in `_linear_loss` needs to know of log-probabilities. The backward pass computes the logits once
 more."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 import torch

@@ -1,5 +1,7 @@
 """The options of one call of linear_log_probs, made and checked in the public function and read by every backend."""
 
+from __future__ import annotations
+
 from foundry_kernels.core.options import Options
 from foundry_kernels.ops.log_probs.options import STATS, LogProbsOptions
 

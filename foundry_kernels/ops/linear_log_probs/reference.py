@@ -1,5 +1,7 @@
 """Plain PyTorch, with all logits, differentiated by autograd: what every other strategy must equal."""
 
+from __future__ import annotations
+
 from torch import Tensor
 
 from foundry_kernels.ops._linear_loss.reference import all_logits

@@ -1,5 +1,7 @@
 """The kernels of log_probs between PyTorch's matmuls: all rows at once, blocks of classes, or chunks of rows."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

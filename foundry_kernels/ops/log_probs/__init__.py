@@ -16,6 +16,8 @@ two floats, and the target's own terms use log1p and expm1: log-probabilities ne
 Arithmetic is in float32 (float64 for float64 logits).
 """
 
+from __future__ import annotations
+
 from typing import Any, Literal, overload
 
 from torch import Tensor

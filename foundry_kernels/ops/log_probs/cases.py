@@ -1,5 +1,7 @@
 """Sample inputs, which the parity suite enumerates."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

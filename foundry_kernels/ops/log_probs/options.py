@@ -1,6 +1,8 @@
 """The options of one call of log_probs, made and checked in the public function and read by every backend; and the
 numbers that its gradient depends on."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

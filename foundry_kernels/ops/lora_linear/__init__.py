@@ -16,6 +16,8 @@ Layers that read the same x share t, computed with the A's stacked, and have one
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, arXiv:2106.09685.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

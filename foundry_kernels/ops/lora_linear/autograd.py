@@ -10,6 +10,8 @@ t and the result of ``outer`` are float32 (float64 for float64). The matmuls wit
 ``x A^T`` are all that is saved beside the parameters.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -1,5 +1,7 @@
 """What is timed, against what, and what it moves and computes."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

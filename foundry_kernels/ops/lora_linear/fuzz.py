@@ -1,5 +1,7 @@
 """Random cases of lora_linear."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

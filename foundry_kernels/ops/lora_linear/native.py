@@ -2,6 +2,8 @@
 `csrc/cpu/lora_linear.*`. A direct call of plain tensors has the whole composition in C++
 (`csrc/torch/lora_linear_layers.cpp`)."""
 
+from __future__ import annotations
+
 from functools import partial
 
 import torch

@@ -1,6 +1,8 @@
 """Plain PyTorch, differentiated by autograd: what every kernel of the operation must equal. It is PEFT's arithmetic
 with float32 adapters: the result of the frozen layer is rounded, the rest is in float32 and rounded once."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -8,6 +8,8 @@ multiply-adds. `outer` sums over ranges of rows in several programs, then over t
 Names: b_ is a block of values, p_ a block of pointers, m_ a mask.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 

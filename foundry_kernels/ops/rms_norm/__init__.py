@@ -27,6 +27,8 @@ Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.074
 Normalization", 2016, arXiv:1607.06450.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

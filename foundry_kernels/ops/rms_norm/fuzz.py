@@ -1,5 +1,7 @@
 """Random cases of rms_norm and layer_norm, with and without a residual."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from hypothesis import strategies as st

@@ -1,5 +1,7 @@
 """Options of the norms, besides tensors and eps."""
 
+from __future__ import annotations
+
 from foundry_kernels.core.options import Options
 
 

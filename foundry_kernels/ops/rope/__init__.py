@@ -16,6 +16,8 @@ Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021
 keys: Henry et al., "Query-Key Normalization for Transformers", 2020, arXiv:2010.04245.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling

@@ -1,5 +1,7 @@
 """Sample inputs, and the size of what a gradient sums; the parity suite enumerates this."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

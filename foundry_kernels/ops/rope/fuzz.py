@@ -1,5 +1,7 @@
 """Random cases of rope and qk_norm_rope."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -16,6 +16,8 @@ beginning of a document. Arithmetic is in float32 (float64 for float64 inputs); 
 Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024, arXiv:2412.06464.
 """
 
+from __future__ import annotations
+
 from typing import Literal, overload
 
 import torch

@@ -1,5 +1,7 @@
 """Sample inputs, and the size of what a result sums; the parity suite enumerates this."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

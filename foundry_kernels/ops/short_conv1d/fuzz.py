@@ -1,5 +1,7 @@
 """Random cases of short_conv1d."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -14,6 +14,8 @@ Dao, Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Thr
 2024, arXiv:2405.21060.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Literal, overload
 

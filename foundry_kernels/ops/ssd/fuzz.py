@@ -1,5 +1,7 @@
 """Random cases of the operations of this folder."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

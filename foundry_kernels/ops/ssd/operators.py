@@ -1,5 +1,7 @@
 """The scan of a backend: the operators of linear attention, and around them arithmetic on each number."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """The options of one call of ssd, made and checked in the public function and read by every backend."""
 
+from __future__ import annotations
+
 from torch import Tensor
 
 from foundry_kernels.core.options import Options

@@ -1,5 +1,7 @@
 """Plain PyTorch, differentiated by autograd: what every kernel of the operations must equal."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

@@ -1,5 +1,7 @@
 """The scan over linear attention in Triton, and the kernel of a step, which reads and writes the states once."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -26,6 +26,8 @@ Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202; Hendrycks a
 Units", 2016, arXiv:1606.08415.
 """
 
+from __future__ import annotations
+
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 

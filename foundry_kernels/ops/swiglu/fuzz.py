@@ -1,5 +1,7 @@
 """Random cases of gated linear units."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from hypothesis import strategies as st

@@ -1,5 +1,7 @@
 """Options of gated linear units, besides tensors and the activation."""
 
+from __future__ import annotations
+
 from torch import Tensor
 
 from foundry_kernels.core.options import Options

@@ -4,6 +4,8 @@
 GPU, and nothing here launches one. The launches are those of the tables for capability 942 or 950.
 """
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass, field, replace
 

@@ -5,6 +5,8 @@ Triton's launch. The launchers' choices (kernel, tile, warps, specialisation) ar
 covered as soon as it is registered. After a recording, the whole process accepts CPU tensors, so only commands record.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import subprocess

@@ -1,5 +1,7 @@
 """`python -m foundry_kernels inspect OP`: the cost of Triton kernels on a GPU that need not be present."""
 
+from __future__ import annotations
+
 import argparse
 from typing import Any
 

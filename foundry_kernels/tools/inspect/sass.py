@@ -1,6 +1,8 @@
 """Analyses the machine code of compiled kernels: the inner loops of matmuls, what overlaps with them, and how much is
 loaded before the first use."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from dataclasses import dataclass

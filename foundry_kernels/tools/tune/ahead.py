@@ -1,6 +1,8 @@
 """`python -m foundry_kernels tune --arch 90`: compiles the launch configs that `tune` would measure, for a GPU that is
 not present."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 

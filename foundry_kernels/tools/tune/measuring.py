@@ -1,5 +1,7 @@
 """The timing of `tune`: in turns, with cold caches, by the median of the turns' ratios."""
 
+from __future__ import annotations
+
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence

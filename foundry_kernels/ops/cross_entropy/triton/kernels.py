@@ -3,6 +3,8 @@
 Names: `row_offset` finds a row by `n1, n2, *s`; b_ is a block of values, o_ offsets; `picked` is the target's logit.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """A call's `score_mod` as the operators' arguments, checked."""
 
+from __future__ import annotations
+
 from functools import lru_cache
 from typing import Any, NamedTuple
 

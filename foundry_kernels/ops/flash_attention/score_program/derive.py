@@ -1,6 +1,8 @@
 """The derivatives of a program, as a program: forward mode, so that the branch of a `where` that is not taken, and what
 is infinite in it, does not reach the result."""
 
+from __future__ import annotations
+
 from functools import lru_cache
 
 from foundry_kernels.ops.flash_attention.score_program.program import Builder, Program

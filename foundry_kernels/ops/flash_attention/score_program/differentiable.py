@@ -1,6 +1,8 @@
 """A program on PyTorch's scores, with its derivatives: by the derived program, not by autograd of each operation, so
 that NaN and infinity at hidden pairs reach no gradient."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """A program, evaluated by PyTorch: what every backend must equal."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

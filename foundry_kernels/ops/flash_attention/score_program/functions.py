@@ -1,5 +1,7 @@
 """The functions of torch that a score function may use, by name, each as instructions."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,6 +1,8 @@
 """The gradients of captured tensors, which operators return as one vector `dscore`: those of some slots, one after the
 other, each as if its tensor were contiguous, in float32 (float64 where q is float64)."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -1,5 +1,7 @@
 """Attention in Triton: the operators and their gradient. `launch` launches the kernels."""
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 

@@ -7,6 +7,8 @@ results. In `dq` (module `backward_dq`), a program owns a tile of queries. On an
 which adds to dq in memory, was slower than these kernels with seven.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

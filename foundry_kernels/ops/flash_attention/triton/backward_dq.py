@@ -1,5 +1,7 @@
 """The backward kernel for dq: a program owns a tile of queries. Probabilities are recomputed as in `backward`."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -6,6 +6,8 @@ a pair, and the sums are the same in every run. What a score function loads is l
 which is broadcast along the queries or keys that its indices do not depend on; `score_launch` adds these sums up.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """The launch of a bias gradient."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

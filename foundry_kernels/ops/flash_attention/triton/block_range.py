@@ -1,5 +1,7 @@
 """Which columns a tile of rows must visit, and which of them need no mask."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -6,6 +6,8 @@ tuple with a None in it. It must not return one, or take one inside of another t
 neither. Triton's cache on disk does not notice changes of this file, so empty it after exchanging two fields.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 

@@ -6,6 +6,8 @@ the compiler's report (`python -m foundry_kernels inspect flash_attention`). Amo
 tiles that were published for the same kernel shape. `_MEASURED` has configs that were faster on a GPU.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -7,6 +7,8 @@ This needs only one launch, and the result does not depend on which program is l
 order. With more rows, a second kernel adds them: in `combine`, a program owns a row.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """The launches for few queries: how keys are split, and the memory for the splits' sums."""
 
+from __future__ import annotations
+
 import torch
 import triton
 from torch import Tensor

@@ -1,6 +1,8 @@
 """Dense masks and biases, read one tile at a time. Strides are arbitrary, and any of the four dimensions may be
 broadcast."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """Which weights dropout keeps. This depends on the seed and a weight's place; see `ops.flash_attention.dropout`."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """Writes the results of rows that have seen all their keys."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

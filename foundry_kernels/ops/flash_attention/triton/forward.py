@@ -5,6 +5,8 @@ come first and are masked. Tiles between its edges are not masked and need no bo
 block of values and with m_ for a mask.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

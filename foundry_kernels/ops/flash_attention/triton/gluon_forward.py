@@ -9,6 +9,8 @@ barrier `ready` means copied: it counts one arrival and the bytes. The barrier `
 of each consumer. Names begin with b_ for a block of values and with t_ for the token of a matmul in flight.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

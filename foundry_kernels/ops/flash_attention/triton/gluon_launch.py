@@ -1,5 +1,7 @@
 """Which calls the kernel in `gluon_forward` supports, its launch configs, and its launch."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -4,6 +4,8 @@ The kernels see every call as ``[B, H, T, D]``. Packed tokens ``[total, H, D]`` 
 cu_seqlens give each sequence's part.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

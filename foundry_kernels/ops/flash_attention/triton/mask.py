@@ -1,5 +1,7 @@
 """Which keys a query sees, and which queries see a key."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

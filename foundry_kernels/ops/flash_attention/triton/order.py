@@ -1,5 +1,7 @@
 """Which tile a program works on. A GPU starts programs in the order of their numbers."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

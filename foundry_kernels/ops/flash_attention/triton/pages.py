@@ -1,5 +1,7 @@
 """Keys and values in pages. The page of each key is looked up, so that pages may have any size."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """Changes of `config` for masks, biases and dropout, which keep more numbers for each score."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import torch

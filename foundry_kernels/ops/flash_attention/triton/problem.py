@@ -1,5 +1,7 @@
 """What attention's launches have in common for calls with the same shapes, strides and options."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """The gradients of the tensors that a score function reads."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """What a printed score function calls: operations that Triton does not have, or has with another meaning."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

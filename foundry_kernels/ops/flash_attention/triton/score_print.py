@@ -6,6 +6,8 @@ the program's results for a tile. `m` is a `Modifier`. The text is a module of i
 debuggers find it; its name has a hash of the text, so that Triton's own cache on disk serves later processes.
 """
 
+from __future__ import annotations
+
 import hashlib
 import linecache
 import math

@@ -5,6 +5,8 @@ This is the only code of the kernels that knows how a score is made. `score` has
 `kernel_options`.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import triton

@@ -1,5 +1,7 @@
 """The start and length of a sequence: a row of a dense batch, or a part of packed tokens."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -8,6 +8,8 @@ With a bias (HAS_BIAS) scores may be so large that their product with log2(e) ov
 small. They and the maximum are then in natural units, and only differences are multiplied.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """Loads and stores of tiles: rows of one head, whose columns have stride 1."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

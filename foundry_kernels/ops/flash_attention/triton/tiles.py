@@ -5,6 +5,8 @@ one, because the mask, an edge of the window or the last key crosses them. So a 
 which load their data ahead.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

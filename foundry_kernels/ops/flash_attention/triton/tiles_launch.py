@@ -1,5 +1,7 @@
 """The lists of the tiles that a kernel visits, for masks by tiles."""
 
+from __future__ import annotations
+
 import torch
 import triton
 from torch import Tensor

@@ -9,6 +9,8 @@ inputs and the output have 1032 in 16 bits. Only the inverse is kept for the bac
 states and of the values r are as large as the states and the values, and pairs of tokens add 8 C, here 512.
 """
 
+from __future__ import annotations
+
 from foundry_kernels._triton.operators import define
 from foundry_kernels.ops.gated_delta_rule.operators import BWD, FWD, STEP, make_backend
 from foundry_kernels.ops.gated_delta_rule.triton.launch import empty_bwd, empty_fwd, launch_bwd, launch_fwd

@@ -6,6 +6,8 @@ decay that spans the token has, and no difference of sums over all of them, whic
 pairs with one token in it, pairs around it, and in `finish` of what the states before and after the chunk have.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -5,6 +5,8 @@ Forward: `channel_rows`, `channel_scores`, `channel_solve` (all chunks at once),
 `finish` for the norms.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch

@@ -6,6 +6,8 @@ for two blocks, rows of the later one are decayed from its start and keys of the
 by a matmul. The kernels that multiply with states read rows that were decayed before.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import triton

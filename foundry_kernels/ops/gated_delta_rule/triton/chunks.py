@@ -6,6 +6,8 @@ has its first chunk at start // CHUNK + n, so that chunks never overlap; of toke
 Names: b_ is a block of values, o_ offsets, m_ a mask.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import triton

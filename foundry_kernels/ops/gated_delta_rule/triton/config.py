@@ -6,6 +6,8 @@ architecture. In float32, heads wider than 64 would spill in the kernels that vi
 every warp has a copy of the operands: BLOCK_D is smaller there. None has been measured on a GPU.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

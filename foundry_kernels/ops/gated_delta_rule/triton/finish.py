@@ -1,5 +1,7 @@
 """The last kernel of the backward pass: sums over blocks of columns, and the gradient of `qk_l2norm`."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """The gates of g and beta: what opens them in the kernels that read g first, and their gradients."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -8,6 +8,8 @@ one head of q and k. It visits the heads of v that share it in order, so their g
 The gradients of g and beta sum over all columns: programs write the sums of their blocks, and `finish` adds these.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

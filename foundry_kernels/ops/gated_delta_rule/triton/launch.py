@@ -1,5 +1,7 @@
 """Allocates the results and launches the kernels."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import torch

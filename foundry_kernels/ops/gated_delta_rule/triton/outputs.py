@@ -1,5 +1,7 @@
 """The outputs, for all chunks at once: from the state at a chunk's start, and from the chunk's own updates."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

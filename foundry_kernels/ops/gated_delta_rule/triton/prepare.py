@@ -6,6 +6,8 @@ start and A is strictly lower triangular. Its inverse is made of blocks of 16 by
 matmuls.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

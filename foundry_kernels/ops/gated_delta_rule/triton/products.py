@@ -6,6 +6,8 @@ keep 16 bits and three keep 24; in TF32, two parts keep 22. Rounding it instead 
 of the result itself.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -9,6 +9,8 @@ not fit the registers, BLOCK_D is smaller than the width: the matmul is a sum ov
 state are read back from where the program has just stored them.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

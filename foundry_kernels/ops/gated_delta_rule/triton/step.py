@@ -1,5 +1,7 @@
 """One token of decoding. It reads and writes the states once, which is all of its time."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

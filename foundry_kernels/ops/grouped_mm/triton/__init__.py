@@ -5,6 +5,8 @@ matrices are not copied. The gradient of the matrices has their memory layout; f
 are exchanged. On an H100 large bfloat16 gradients run on PyTorch (see `by_pytorch.is_faster`).
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

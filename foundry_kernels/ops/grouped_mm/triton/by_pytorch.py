@@ -6,6 +6,8 @@ the cases that they do not support: invalid ends of groups (they would read out 
 do not write the gradient), and matrices of empty groups (the gradient is unspecified).
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 from torch import Tensor

@@ -5,6 +5,8 @@ and must fit the class's shared memory. Among the remaining tiles, these are the
 matmul on such a device. None has been measured here.
 """
 
+from __future__ import annotations
+
 import torch
 
 from foundry_kernels._triton.devices import device_of

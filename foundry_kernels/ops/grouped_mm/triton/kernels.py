@@ -7,6 +7,8 @@ the last group count as one more group, whose results are 0.
 Names: b_ is a block of values, p_ a block of pointers, m_ a mask.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,6 +1,8 @@
 """Divergences in Triton: a program takes a row, or several of a small vocabulary, and walks over blocks of the classes
 two or three times. After the first time the logits come from the L2 cache, if its programs' rows fit there."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

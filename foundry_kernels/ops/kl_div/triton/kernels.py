@@ -4,6 +4,8 @@ Names: `n1, n2, *s` are what `row_offset` needs to find a row; b_ is a block of 
 distribution and p the teacher's.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

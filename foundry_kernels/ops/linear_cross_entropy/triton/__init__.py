@@ -8,6 +8,8 @@ Blocks of classes ("tiles", `_linear_loss/class_blocks.py`): these need one more
 Chunks of rows, on the caller's request: as the first form, but matmuls add to a float32 sum of weight's gradient.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

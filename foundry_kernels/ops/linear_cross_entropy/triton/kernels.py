@@ -3,6 +3,8 @@
 Logits [n_rows, n_out] are contiguous and belong to the classes first, first + 1, ..., or to all. Names: b_ is a block
 of values; rows are tokens and cols classes."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """Launches of the kernels, on logits of all classes or of one block of classes at a time."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

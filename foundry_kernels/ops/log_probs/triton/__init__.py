@@ -5,6 +5,8 @@ maximum, the sum of the exponentials below it without the target's own, and if t
 times their distances to the maximum. Backward: element by element; each block reads its row's few numbers.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -5,6 +5,8 @@ of classes to the next. Names: `n1, n2, *s` are what `row_offset` needs to find 
 offsets, and a target's logit is `picked`.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

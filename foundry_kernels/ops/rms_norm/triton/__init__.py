@@ -1,5 +1,7 @@
 """RMSNorm and LayerNorm in Triton: operators and their gradients."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

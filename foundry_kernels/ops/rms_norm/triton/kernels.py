@@ -15,6 +15,8 @@ Names: `row_offset` finds a row of x by n1, n2 and stride_x0, stride_x1, stride_
 o_ offsets.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

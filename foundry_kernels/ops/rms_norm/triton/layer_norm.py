@@ -1,5 +1,7 @@
 """LayerNorm: the operators over the kernels of RMSNorm, and their gradients."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """`rope` and `qk_norm_rope` in Triton: operators and their gradients."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -14,6 +14,8 @@ q_out, dqo its gradient); b_ is a block of values, m_ a mask, o_ offsets, p_ poi
 the number of rows, and a row is one head of one token.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """The launches of the kernels: tiles, strides, and which of q and k are computed."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, NamedTuple
 

@@ -1,5 +1,7 @@
 """short_conv1d in Triton: launches, operators and the backend's functions."""
 
+from __future__ import annotations
+
 import math
 
 import torch

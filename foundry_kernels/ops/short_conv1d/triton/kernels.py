@@ -13,6 +13,8 @@ holds the document of each token, its first token and its end. t is a token's in
 values, o_ offsets, m_ a mask. Tuples have a block for each tap or token.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """Gated linear units in Triton: launchers, operators and autograd of the kernels in `kernels`."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

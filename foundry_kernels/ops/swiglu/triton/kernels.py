@@ -13,6 +13,8 @@ Names: `row_offset` finds a row of gate by n1, n2 and stride_gate0, stride_gate1
 o_ offsets.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 
