@@ -21,7 +21,7 @@ from benchmarks import liger
 from benchmarks.measure import cache_bytes, free_bytes
 from benchmarks.tables import LIMITS as LIMITS
 from benchmarks.tables import OURS as OURS
-from foundry_kernels.core.contract import Bench
+from foundry_kernels.core.contract import Bench, Work
 from foundry_kernels.core.registry import OpSpec, short_dtype
 from foundry_kernels.testing import Case
 from foundry_kernels.testing.policy import options_on
@@ -116,21 +116,34 @@ class Group:
 
     @cached_property
     def bytes_moved(self) -> int:
-        return self.bench.bytes_moved(_shapes(self.case, self.dtype), self.direction)
+        args = _shapes(self.case, self.dtype)
+        if (moved := self.bench.bytes_moved(args)) is None:
+            outputs, grads = self._made
+            once = _bytes(args) + outputs
+            moved = once, once + grads
+        return self._in_direction(moved)
 
     @cached_property
     def bytes_made(self) -> int:
         """Returns the size of the call's results: the outputs, or the gradients, or both."""
-        args = _shapes(self.case, self.dtype)
-        grads = [args[n] for n, a in self.case.args.items() if a is not None and a.grad]
-        outputs = self.op.public(**args, **options_on("meta", self.case.options))
-        made = {"forward": outputs, "backward": grads, "both": (outputs, grads)}[self.direction]
-        return sum(x.nbytes for x in tree_leaves(made) if isinstance(x, Tensor))
+        return self._in_direction(self._made)
 
     @cached_property
     def flops(self) -> int | None:
         """Returns the FLOPs of the matmuls; None for an operation without matmuls."""
-        return self.bench.flops(_shapes(self.case, self.dtype), self.case.options, self.direction)
+        done = self.bench.flops(_shapes(self.case, self.dtype), self.case.options)
+        return None if done is None else self._in_direction(done)
+
+    @cached_property
+    def _made(self) -> Work:
+        """The bytes of the outputs and of the gradients."""
+        args = _shapes(self.case, self.dtype)
+        grads = [args[n] for n, a in self.case.args.items() if a is not None and a.grad]
+        outputs = self.op.public(**args, **options_on("meta", self.case.options))
+        return _bytes(outputs), _bytes(grads)
+
+    def _in_direction(self, work: Work) -> int:
+        return {"forward": work[0], "backward": work[1], "both": sum(work)}[self.direction]
 
     @property
     def size(self) -> float:
@@ -211,6 +224,10 @@ def _takes_gradient(case: Case, full: bool) -> bool:
 def case_bytes(case: Case, dtype: torch.dtype) -> int:
     """Size of the case's arguments."""
     return sum(math.prod(a.shape) * a.dtype_in(dtype).itemsize for a in case.args.values() if a is not None)
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(x.nbytes for x in tree_leaves(tensors) if isinstance(x, Tensor))
 
 
 def _shapes(case: Case, dtype: torch.dtype) -> dict[str, Tensor | None]:

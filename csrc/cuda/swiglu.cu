@@ -112,11 +112,31 @@ __device__ __forceinline__ void store_pairs(X* p, const Pack<X, kVec>& g, const 
   }
 }
 
-template <class X, class Unit, int kVec, bool kDropout>
+// The gates and ups of a row: of two tensors or, in pairs, interleaved in one. `up` is read only where it is needed.
+template <class X, bool kPairs>
+struct GatesAndUps {
+  const X *gate, *up;
+  bool needs_up = true;
+
+  template <class Args>
+  __device__ GatesAndUps(const Args& a, int64_t row)
+      : gate(static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, row)),
+        up(static_cast<const X*>(a.up) + a.up_strides.offset(a.rows, row)) {}
+  template <int kVec>
+  __device__ __forceinline__ void read(int64_t col, Pack<X, kVec>& g, Pack<X, kVec>& u) const {
+    if constexpr (kPairs) {
+      load_pairs(gate + 2 * col, g, u);
+    } else {
+      g = load<X, kVec>(gate + col);
+      if (needs_up) u = load<X, kVec>(up + col);
+    }
+  }
+};
+
+template <class X, class Unit, int kVec, bool kDropout, bool kPairs>
 __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const GluForward a, unsigned tiles, const Unit unit) {
   const Tile<kVec> tile(a.n_cols, tiles);
-  const X* gate = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, tile.row);
-  const X* up = static_cast<const X*>(a.up) + a.up_strides.offset(a.rows, tile.row);
+  const GatesAndUps<X, kPairs> inputs(a, tile.row);
   X* y = static_cast<X*>(a.y) + tile.row * a.n_cols;
 
   const auto write = [&](int64_t col, const auto& g, const auto& u) {
@@ -131,54 +151,25 @@ __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const GluForward a
   Pack<X, kVec> g[kReads], u[kReads];
 #pragma unroll
   for (int j = 0; j < kReads; ++j)
-    if (tile.whole(j)) {
-      g[j] = load<X, kVec>(gate + tile.column(j));
-      u[j] = load<X, kVec>(up + tile.column(j));
-    }
-#pragma unroll
-  for (int j = 0; j < kReads; ++j)
-    if (tile.whole(j)) write(tile.column(j), g[j], u[j]);
-  if (const int64_t col = tile.remainder(); col < a.n_cols) write(col, load<X, 1>(gate + col), load<X, 1>(up + col));
-}
-
-template <class X, class Unit, int kVec, bool kDropout>
-__global__ void __launch_bounds__(kMaxThreads)
-    forward_pairs_kernel(const GluForward a, unsigned tiles, const Unit unit) {
-  const Tile<kVec> tile(a.n_cols, tiles);
-  const X* packed = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, tile.row);
-  X* y = static_cast<X*>(a.y) + tile.row * a.n_cols;
-
-  const auto write = [&](int64_t col, const auto& g, const auto& u) {
-    auto out = g;
-    constexpr int kCount = sizeof(out) / sizeof(X);
-    const DropoutFactors<kDropout, kCount> factors(a.dropout, tile.row, col);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      out.values[i] = from_float<X>(factors.times(unit.forward(g.values[i], u.values[i]), i));
-    store(y + col, out);
-  };
-  Pack<X, kVec> g[kReads], u[kReads];
-#pragma unroll
-  for (int j = 0; j < kReads; ++j)
-    if (tile.whole(j)) load_pairs(packed + 2 * tile.column(j), g[j], u[j]);
+    if (tile.whole(j)) inputs.read(tile.column(j), g[j], u[j]);
 #pragma unroll
   for (int j = 0; j < kReads; ++j)
     if (tile.whole(j)) write(tile.column(j), g[j], u[j]);
   if (const int64_t col = tile.remainder(); col < a.n_cols) {
     Pack<X, 1> one, other;
-    load_pairs(packed + 2 * col, one, other);
+    inputs.read(col, one, other);
     write(col, one, other);
   }
 }
 
-template <class X, class Unit, int kVec, bool kDropout>
+template <class X, class Unit, int kVec, bool kDropout, bool kPairs>
 __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const GluBackward a, unsigned tiles, const Unit unit) {
   const Tile<kVec> tile(a.n_cols, tiles);
   const X* dy = static_cast<const X*>(a.dy) + a.dy_strides.offset(a.rows, tile.row);
-  const X* gate = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, tile.row);
-  const X* up = static_cast<const X*>(a.up) + a.up_strides.offset(a.rows, tile.row);
+  GatesAndUps<X, kPairs> inputs(a, tile.row);
   X* dgate = a.dgate ? static_cast<X*>(a.dgate) + tile.row * a.out_stride : nullptr;
   X* dup = a.dup ? static_cast<X*>(a.dup) + tile.row * a.out_stride : nullptr;
+  inputs.needs_up = dgate || Unit::kReadsUp;
 
   const auto write = [&](int64_t col, const auto& d, const auto& g, const auto& u) {
     auto into_gate = d, into_up = d;
@@ -189,56 +180,26 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const GluBackward
       const float grad = factors.times(to_float(d.values[i]), i);
       unit.backward(grad, g.values[i], u.values[i], into_gate.values[i], into_up.values[i]);
     }
-    if (dgate) store(dgate + col, into_gate);
-    if (dup) store(dup + col, into_up);
+    if constexpr (kPairs) {
+      store_pairs(dgate + 2 * col, into_gate, into_up);
+    } else {
+      if (dgate) store(dgate + col, into_gate);
+      if (dup) store(dup + col, into_up);
+    }
   };
   Pack<X, kVec> d[kReads], g[kReads], u[kReads] = {};
 #pragma unroll
   for (int j = 0; j < kReads; ++j)
     if (tile.whole(j)) {
       d[j] = load<X, kVec>(dy + tile.column(j));
-      g[j] = load<X, kVec>(gate + tile.column(j));
-      if (dgate || Unit::kReadsUp) u[j] = load<X, kVec>(up + tile.column(j));
-    }
-#pragma unroll
-  for (int j = 0; j < kReads; ++j)
-    if (tile.whole(j)) write(tile.column(j), d[j], g[j], u[j]);
-  if (const int64_t col = tile.remainder(); col < a.n_cols)
-    write(col, load<X, 1>(dy + col), load<X, 1>(gate + col), load<X, 1>(up + col));
-}
-
-template <class X, class Unit, int kVec, bool kDropout>
-__global__ void __launch_bounds__(kMaxThreads)
-    backward_pairs_kernel(const GluBackward a, unsigned tiles, const Unit unit) {
-  const Tile<kVec> tile(a.n_cols, tiles);
-  const X* dy = static_cast<const X*>(a.dy) + a.dy_strides.offset(a.rows, tile.row);
-  const X* packed = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, tile.row);
-  X* dpacked = static_cast<X*>(a.dgate) + tile.row * a.out_stride;
-
-  const auto write = [&](int64_t col, const auto& d, const auto& g, const auto& u) {
-    auto into_gate = d, into_up = d;
-    constexpr int kCount = sizeof(into_gate) / sizeof(X);
-    const DropoutFactors<kDropout, kCount> factors(a.dropout, tile.row, col);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float grad = factors.times(to_float(d.values[i]), i);
-      unit.backward(grad, g.values[i], u.values[i], into_gate.values[i], into_up.values[i]);
-    }
-    store_pairs(dpacked + 2 * col, into_gate, into_up);
-  };
-  Pack<X, kVec> d[kReads], g[kReads], u[kReads];
-#pragma unroll
-  for (int j = 0; j < kReads; ++j)
-    if (tile.whole(j)) {
-      d[j] = load<X, kVec>(dy + tile.column(j));
-      load_pairs(packed + 2 * tile.column(j), g[j], u[j]);
+      inputs.read(tile.column(j), g[j], u[j]);
     }
 #pragma unroll
   for (int j = 0; j < kReads; ++j)
     if (tile.whole(j)) write(tile.column(j), d[j], g[j], u[j]);
   if (const int64_t col = tile.remainder(); col < a.n_cols) {
-    Pack<X, 1> one, other;
-    load_pairs(packed + 2 * col, one, other);
+    Pack<X, 1> one, other = {};
+    inputs.read(col, one, other);
     write(col, load<X, 1>(dy + col), one, other);
   }
 }
@@ -284,9 +245,7 @@ cudaError_t glu_forward(const GluForward& a, const GluOptions& options, cudaStre
     constexpr int kVec = decltype(vec)::value;
     return with_dropout(a.dropout, [&](auto drops) {
       constexpr bool kDropout = decltype(drops)::value;
-      if constexpr (decltype(pairs)::value)
-        return launch_tiles<kVec>(forward_pairs_kernel<X, Unit, kVec, kDropout>, a, unit, stream);
-      else return launch_tiles<kVec>(forward_kernel<X, Unit, kVec, kDropout>, a, unit, stream);
+      return launch_tiles<kVec>(forward_kernel<X, Unit, kVec, kDropout, decltype(pairs)::value>, a, unit, stream);
     });
   });
 }
@@ -302,9 +261,7 @@ cudaError_t glu_backward(const GluBackward& a, const GluOptions& options, cudaSt
     constexpr int kVec = decltype(vec)::value;
     return with_dropout(a.dropout, [&](auto drops) {
       constexpr bool kDropout = decltype(drops)::value;
-      if constexpr (decltype(pairs)::value)
-        return launch_tiles<kVec>(backward_pairs_kernel<X, Unit, kVec, kDropout>, a, unit, stream);
-      else return launch_tiles<kVec>(backward_kernel<X, Unit, kVec, kDropout>, a, unit, stream);
+      return launch_tiles<kVec>(backward_kernel<X, Unit, kVec, kDropout, decltype(pairs)::value>, a, unit, stream);
     });
   });
 }

@@ -22,10 +22,8 @@ Tensor fwd_cpu(const Tensor& x_, const OptionalTensor& bias, c10::string_view ac
   set_forward(args, x, y, kind, dropout);
   const Tensor wide = float_weight(unwrap(bias), 0.0, args.type == Dtype::bf16);
   args.bias = wide.defined() ? wide.const_data_ptr<float>() : nullptr;
-  const auto kernel = FK_CHOOSE_ISA(bias_act_forward);
-  at::parallel_for(0, args.rows.count() * tiles_a_row(args.n_cols),
-                   std::max<int64_t>(1, kExpGrain / std::min(args.n_cols, kTile)),
-                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  in_parallel(FK_CHOOSE_ISA(bias_act_forward), args, args.rows.count() * tiles_a_row(args.n_cols), kExpGrain,
+              std::min(args.n_cols, kTile));
   return y;
 }
 
@@ -50,9 +48,7 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Tensor& x_, const Op
     chunks = at::empty({n_chunks, args.n_cols}, x.options().dtype(at::kFloat));
     args.dbias_chunks = chunks.mutable_data_ptr<float>();
   }
-  const auto kernel = FK_CHOOSE_ISA(bias_act_backward);
-  at::parallel_for(0, n_chunks, std::max<int64_t>(1, kExpGrain / (args.chunk_rows * args.n_cols)),
-                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  in_parallel(FK_CHOOSE_ISA(bias_act_backward), args, n_chunks, kExpGrain, args.chunk_rows * args.n_cols);
   if (need_dbias) sum_chunks_into(dbias, chunks);
   return {dx, dbias};
 }

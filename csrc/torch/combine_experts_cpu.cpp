@@ -29,9 +29,8 @@ Tensor fwd_cpu(const Tensor& x_, const OptionalTensor& weights_, const Tensor& s
   advise_huge_pages(y);
   const Tensor x = with_rows(x_), slots = checked_slots(slots_, x.size(0)), weights = float_weight(unwrap(weights_), 0);
   const CombineExpertsForward args = combine_experts_forward_args(x, weights, slots, y);
-  const auto kernel = FK_CHOOSE_ISA(combine_experts_forward);
-  at::parallel_for(0, args.n_tokens, std::max<int64_t>(1, kGrain / (args.n_cols * std::max<int64_t>(args.k, 1))),
-                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  in_parallel(FK_CHOOSE_ISA(combine_experts_forward), args, args.n_tokens, kGrain,
+              args.n_cols * std::max<int64_t>(args.k, 1));
   return y;
 }
 
@@ -63,9 +62,7 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Tensor& x_, const Op
   const Tensor sums = in_float ? dweights : at::empty(dweights.sizes(), dweights.options().dtype(at::kFloat));
   const CombineExpertsBackward args = combine_experts_backward_args(dy, x, weights, slots, dx, sums);
   if (need_dx) clear_rest(dx, slots);
-  const auto kernel = FK_CHOOSE_ISA(combine_experts_backward);
-  at::parallel_for(0, slots.numel(), std::max<int64_t>(1, kGrain / args.n_cols),
-                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  in_parallel(FK_CHOOSE_ISA(combine_experts_backward), args, slots.numel(), kGrain, args.n_cols);
   if (!in_float) dweights.copy_(sums);
   return {dx, dweights};
 }

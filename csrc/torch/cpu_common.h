@@ -16,6 +16,14 @@ constexpr int64_t kGrain = 1 << 15;
 // Same for work with one exponential per element: half as many elements justify a thread.
 constexpr int64_t kExpGrain = kGrain / 2;
 
+// Runs kernel(args, begin, end) over 0 .. n - 1, each of which has `elements`, of which `grain` justify a thread.
+template <class Args>
+void in_parallel(void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t n, int64_t grain,
+                 int64_t elements) {
+  at::parallel_for(0, n, std::max<int64_t>(1, grain / elements),
+                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
 // The weight in float with its offset added, split (see vec2.h) if requested. Returns the tensor itself if nothing
 // changes.
 inline Tensor float_weight(const Tensor& weight, double offset, bool split = false) {
@@ -40,9 +48,7 @@ inline void sum_chunks_into(const Tensor& dw, const Tensor& chunks) {
   const int64_t n_chunks = chunks.size(0), n_cols = chunks.size(1);
   const Tensor total = dw.scalar_type() == at::kFloat ? dw : at::empty({n_cols}, chunks.options());
   const SumChunks sum{chunks.const_data_ptr<float>(), n_chunks, n_cols, total.mutable_data_ptr<float>()};
-  const auto kernel = FK_CHOOSE_ISA(sum_chunks);
-  at::parallel_for(0, n_cols, std::max<int64_t>(64, kGrain / n_chunks),
-                   [&](int64_t begin, int64_t end) { kernel(sum, begin, end); });
+  in_parallel(FK_CHOOSE_ISA(sum_chunks), sum, n_cols, kGrain, std::min<int64_t>(n_chunks, kGrain / 64));
   if (!total.is_same(dw)) dw.copy_(total);
 }
 

@@ -27,8 +27,7 @@ void bwd_classes_(const Tensor& logits, const Tensor& dloss, const Tensor& targe
   auto args = cross_entropy_backward_args(in, options, of_loss, of_rows, low_of_rows, {}, Reduction::none, logits);
   args.first = first;
   args.n_classes = n_classes;
-  at::parallel_for(0, target.numel(), std::max<int64_t>(1, kExpGrain / args.n_cols),
-                   [&](int64_t begin, int64_t end) { FK_CHOOSE_ISA(cross_entropy_backward)(args, begin, end); });
+  in_parallel(FK_CHOOSE_ISA(cross_entropy_backward), args, target.numel(), kExpGrain, args.n_cols);
 }
 
 }  // namespace cross_entropy_classes_cpu

@@ -13,12 +13,6 @@
 namespace foundry {
 namespace cross_entropy_cpu {
 
-template <class Args>
-void run(void (*kernel)(const Args&, int64_t, int64_t), const Args& args) {
-  at::parallel_for(0, args.rows.count(), std::max<int64_t>(1, kExpGrain / args.n_cols),
-                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
-}
-
 // Sums in the order of the rows, for any number of threads.
 float sum_of(const Tensor& rows) {
   double total = 0.0;
@@ -45,8 +39,8 @@ CrossEntropyOutputs fwd_cpu(const Tensor& logits, const Tensor& target, const Op
   check_targets(in.target, logits.size(-1), options.ignore_index);
   const CrossEntropyRows rows(outputs, target, kind, save_z_loss);
   if (target.numel() > 0) {
-    run(FK_CHOOSE_ISA(cross_entropy_forward),
-        cross_entropy_forward_args(in, cross_entropy_options(options), rows, outputs));
+    const auto args = cross_entropy_forward_args(in, cross_entropy_options(options), rows, outputs);
+    in_parallel(FK_CHOOSE_ISA(cross_entropy_forward), args, args.rows.count(), kExpGrain, args.n_cols);
   }
   if (kind == Reduction::none) return outputs;
   const float total = kind == Reduction::mean ? weight_of(in.target, in.weight, options.ignore_index) : 1.0f;
@@ -69,9 +63,9 @@ Tensor bwd_cpu(const Tensor& dloss, const Tensor& logits, const Tensor& target, 
   CrossEntropyInputs in(logits, target, weight, options.label_smoothing);
   check_targets(in.target, logits.size(-1), options.ignore_index);
   const Tensor of_loss = dloss.contiguous(), of_rows = lse.contiguous(), low_of_rows = lse_low.contiguous();
-  run(FK_CHOOSE_ISA(cross_entropy_backward),
-      cross_entropy_backward_args(in, cross_entropy_options(options), of_loss, of_rows, low_of_rows, total_weight,
-                                  reduction_of(options.reduction), dlogits));
+  const auto args = cross_entropy_backward_args(in, cross_entropy_options(options), of_loss, of_rows, low_of_rows,
+                                                total_weight, reduction_of(options.reduction), dlogits);
+  in_parallel(FK_CHOOSE_ISA(cross_entropy_backward), args, args.rows.count(), kExpGrain, args.n_cols);
   return dlogits;
 }
 

@@ -177,9 +177,8 @@ void sum_groups(const Tensor& parts, const Tensor& dx) {
                              dx.mutable_data_ptr(),
                              strides_of(dx),
                              dtype_of(dx)};
-  const auto kernel = FK_CHOOSE_ISA(gated_delta_rule_sum_groups);
-  at::parallel_for(0, dx.numel() / dx.size(3), std::max<int64_t>(1, kGrain / (args.width * args.group)),
-                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  in_parallel(FK_CHOOSE_ISA(gated_delta_rule_sum_groups), args, dx.numel() / dx.size(3), kGrain,
+              args.width * args.group);
 }
 
 DeltaRuleGradients bwd_cpu(const Tensor& dout_, const OptionalTensor& dfinal_state, const Tensor& q_, const Tensor& k_,

@@ -38,9 +38,7 @@ std::tuple<Tensor, Tensor> fwd_cpu(const Tensor& x_, const Tensor& gate_, const 
   args.activation = activation_of(activation);
   args.type = dtype_of(x);
   advise_huge_pages(y);
-  const auto kernel = FK_CHOOSE_ISA(gated_rms_norm_forward);
-  at::parallel_for(0, args.rows.count(), std::max<int64_t>(1, kGrain / args.n_cols),
-                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  in_parallel(FK_CHOOSE_ISA(gated_rms_norm_forward), args, args.rows.count(), kGrain, args.n_cols);
   return {y, rstd};
 }
 
@@ -82,9 +80,7 @@ std::tuple<Tensor, Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Tensor& x_, 
     dw_chunks = at::empty({chunks, args.n_cols}, x.options().dtype(at::kFloat));
     args.dw_chunks = dw_chunks.mutable_data_ptr<float>();
   }
-  const auto kernel = FK_CHOOSE_ISA(gated_rms_norm_backward);
-  at::parallel_for(0, chunks, std::max<int64_t>(1, kGrain / (args.chunk_rows * args.n_cols)),
-                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  in_parallel(FK_CHOOSE_ISA(gated_rms_norm_backward), args, chunks, kGrain, args.chunk_rows * args.n_cols);
   if (need_dw) sum_chunks_into(dw, dw_chunks);
   return {dx, dgate, dw};
 }

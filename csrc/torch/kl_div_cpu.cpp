@@ -48,8 +48,7 @@ void run(const Tensor& logits_, const Tensor& teacher_logits, const Tensor& targ
   args.options = options_of(options);
   args.type = dtype_of(logits);
   args.teacher_type = dtype_of(teacher);
-  at::parallel_for(0, args.rows.count(), std::max<int64_t>(1, kExpGrain / args.n_cols),
-                   [&](int64_t begin, int64_t end) { FK_CHOOSE_ISA(kl_div_rows)(args, begin, end); });
+  in_parallel(FK_CHOOSE_ISA(kl_div_rows), args, args.rows.count(), kExpGrain, args.n_cols);
 }
 
 Tensor fwd_cpu(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target,

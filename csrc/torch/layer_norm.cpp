@@ -13,33 +13,10 @@
 namespace foundry {
 namespace layer_norm_schema {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_meta(const Tensor& x, const OptionalTensor& residual,
-                                                    const OptionalTensor& weight, const OptionalTensor& bias, double,
-                                                    bool save_stats, const DropoutOptions& dropout) {
-  check_dropout(x, unwrap(residual), dropout);
-  return empty_layer_fwd(x, unwrap(residual), unwrap(weight), unwrap(bias), save_stats);
-}
-
-std::tuple<Tensor, Tensor, Tensor> bwd_meta(const Tensor&, const OptionalTensor&, const Tensor& x,
-                                            const OptionalTensor& weight, const OptionalTensor& bias, const Tensor&,
-                                            const Tensor&, bool need_dx, bool need_dw, bool need_db) {
-  return empty_layer_bwd(x, unwrap(weight), unwrap(bias), need_dx, need_dw, need_db);
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_bwd_meta(const Tensor&, const OptionalTensor&, const Tensor& x,
-                                                            const OptionalTensor& weight, const OptionalTensor& bias,
-                                                            const Tensor&, const Tensor&, bool need_dx, bool need_dw,
-                                                            bool need_db, double dropout_p,
-                                                            const Tensor& dropout_seed) {
-  check_dropout(x, x, {dropout_p, dropout_seed});
-  auto [dx, dw, db] = empty_layer_bwd(x, unwrap(weight), unwrap(bias), need_dx, need_dw, need_db);
-  return {dx, empty_dresidual(dx), dw, db};
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> call_fwd(const Tensor& x, const OptionalTensor& residual,
                                                     const OptionalTensor& weight, const OptionalTensor& bias,
                                                     double eps, bool save_stats, const DropoutOptions& dropout) {
-  static const Operator<decltype(fwd_meta)> op(FK_LIBRARY_NAME "::layer_norm_fwd");
+  static const Operator<decltype(layer_fwd<&meta_forward>)> op(FK_LIBRARY_NAME "::layer_norm_fwd");
   return op(x, residual, weight, bias, eps, save_stats, dropout);
 }
 
@@ -60,8 +37,9 @@ class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_second_derivative("layer_norm");
-    static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::layer_norm_bwd");
-    static const Operator<decltype(dropout_bwd_meta)> dropout_op(FK_LIBRARY_NAME "::layer_norm_dropout_bwd");
+    static const Operator<decltype(layer_bwd<&meta_backward>)> op(FK_LIBRARY_NAME "::layer_norm_bwd");
+    static const Operator<decltype(layer_dropout_bwd<&meta_backward>)> dropout_op(FK_LIBRARY_NAME
+                                                                                  "::layer_norm_dropout_bwd");
     const auto [x, weight, bias, mean, rstd, seed] = saved_tensors<6>(ctx);
     const bool has_residual = grads.size() == 2;
     const Tensor &dy = grads.front(), dh = has_residual ? grads.back() : Tensor();
@@ -130,9 +108,9 @@ TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
-  m.impl("layer_norm_fwd", flat_kernel<&layer_norm_schema::fwd_meta>);
-  m.impl("layer_norm_bwd", &layer_norm_schema::bwd_meta);
-  m.impl("layer_norm_dropout_bwd", &layer_norm_schema::dropout_bwd_meta);
+  m.impl("layer_norm_fwd", flat_kernel<&layer_fwd<&meta_forward>>);
+  m.impl("layer_norm_bwd", &layer_bwd<&meta_backward>);
+  m.impl("layer_norm_dropout_bwd", &layer_dropout_bwd<&meta_backward>);
 }
 
 }  // namespace foundry

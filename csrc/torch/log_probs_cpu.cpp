@@ -12,12 +12,6 @@
 namespace foundry {
 namespace log_probs_cpu {
 
-template <class Args>
-void run(void (*kernel)(const Args&, int64_t, int64_t), const Args& args) {
-  at::parallel_for(0, args.rows.count(), std::max<int64_t>(1, kExpGrain / args.n_cols),
-                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
-}
-
 // Sets the members that forward and backward share. `target` is contiguous and int64.
 template <class Args>
 Args shared_args(Tensor& logits, const Tensor& target, const LogProbsArguments& o) {
@@ -47,7 +41,7 @@ LogProbsOutputs fwd_cpu(const Tensor& logits_, const Tensor& target_, const LogP
   args.lse = written(std::get<2>(outputs));
   args.lse_low = written(std::get<3>(outputs));
   args.stats = written(std::get<4>(outputs));
-  run(FK_CHOOSE_ISA(log_probs_forward), args);
+  in_parallel(FK_CHOOSE_ISA(log_probs_forward), args, args.rows.count(), kExpGrain, args.n_cols);
   return outputs;
 }
 
@@ -74,7 +68,7 @@ void bwd_into(const Tensor& dlogits, const Tensor& logits, const Tensor& dlog_pr
   args.lse_low = pointer(of_rows[4]);
   args.dlogits = dlogits.mutable_data_ptr();
   args.first = first;
-  run(FK_CHOOSE_ISA(log_probs_backward), args);
+  in_parallel(FK_CHOOSE_ISA(log_probs_backward), args, args.rows.count(), kExpGrain, args.n_cols);
 }
 
 Tensor bwd_cpu(const Tensor& dlog_probs, const OptionalTensor& dlse, const OptionalTensor& dentropy,

@@ -16,31 +16,10 @@
 namespace foundry {
 namespace rms_norm_schema {
 
-std::tuple<Tensor, Tensor, Tensor> fwd_meta(const Tensor& x, const OptionalTensor& residual,
-                                            const OptionalTensor& weight, double, const WeightOptions& options,
-                                            bool save_rstd, const DropoutOptions& dropout) {
-  check_dropout(x, unwrap(residual), dropout);
-  return empty_fwd(x, unwrap(residual), unwrap(weight), options.round_before_weight, save_rstd);
-}
-
-std::tuple<Tensor, Tensor> bwd_meta(const Tensor&, const OptionalTensor&, const Tensor& x, const OptionalTensor& weight,
-                                    const Tensor&, const WeightOptions&, bool need_dx, bool need_dw) {
-  return empty_bwd(x, unwrap(weight), need_dx, need_dw);
-}
-
-std::tuple<Tensor, Tensor, Tensor> dropout_bwd_meta(const Tensor&, const OptionalTensor&, const Tensor& x,
-                                                    const OptionalTensor& weight, const Tensor&, const WeightOptions&,
-                                                    bool need_dx, bool need_dw, double dropout_p,
-                                                    const Tensor& dropout_seed) {
-  check_dropout(x, x, {dropout_p, dropout_seed});
-  auto [dx, dw] = empty_bwd(x, unwrap(weight), need_dx, need_dw);
-  return {dx, empty_dresidual(dx), dw};
-}
-
 std::tuple<Tensor, Tensor, Tensor> call_fwd(const Tensor& x, const OptionalTensor& residual,
                                             const OptionalTensor& weight, double eps, const WeightOptions& options,
                                             bool save_rstd, const DropoutOptions& dropout) {
-  static const Operator<decltype(fwd_meta)> op(FK_LIBRARY_NAME "::rms_norm_fwd");
+  static const Operator<decltype(norm_fwd<&meta_forward>)> op(FK_LIBRARY_NAME "::rms_norm_fwd");
   return op(x, residual, weight, eps, options, save_rstd, dropout);
 }
 
@@ -67,8 +46,9 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_second_derivative("rms_norm");
-    static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::rms_norm_bwd");
-    static const Operator<decltype(dropout_bwd_meta)> dropout_op(FK_LIBRARY_NAME "::rms_norm_dropout_bwd");
+    static const Operator<decltype(norm_bwd<&meta_backward>)> op(FK_LIBRARY_NAME "::rms_norm_bwd");
+    static const Operator<decltype(norm_dropout_bwd<&meta_backward>)> dropout_op(FK_LIBRARY_NAME
+                                                                                 "::rms_norm_dropout_bwd");
     const auto [x, weight, rstd, seed] = saved_tensors<4>(ctx);
     const bool has_residual = grads.size() == 2;
     const Tensor &dy = grads.front(), dh = has_residual ? grads.back() : Tensor();
@@ -135,9 +115,9 @@ TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
-  m.impl("rms_norm_fwd", flat_kernel<&rms_norm_schema::fwd_meta>);
-  m.impl("rms_norm_bwd", flat_kernel<&rms_norm_schema::bwd_meta>);
-  m.impl("rms_norm_dropout_bwd", flat_kernel<&rms_norm_schema::dropout_bwd_meta>);
+  m.impl("rms_norm_fwd", flat_kernel<&norm_fwd<&meta_forward>>);
+  m.impl("rms_norm_bwd", flat_kernel<&norm_bwd<&meta_backward>>);
+  m.impl("rms_norm_dropout_bwd", flat_kernel<&norm_dropout_bwd<&meta_backward>>);
 }
 
 }  // namespace foundry

@@ -12,150 +12,74 @@
 namespace foundry {
 namespace rms_norm_cpu {
 
-void run_forward(const RmsNormForward& args) {
-  const auto kernel = FK_CHOOSE_ISA(rms_norm_forward);
-  at::parallel_for(0, args.rows.count(), std::max<int64_t>(1, kGrain / args.n_cols),
-                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
-}
-
-// Chunks of rows. One thread sums the gradients of weight and bias over each chunk.
-class Chunks {
- public:
-  explicit Chunks(RmsNormBackward& args) : args_(args) {
-    args.chunk_rows = rows_a_chunk(args.rows.count(), args.n_cols);
-    count_ = (args.rows.count() + args.chunk_rows - 1) / args.chunk_rows;
-  }
-  Tensor empty(const Tensor& x) const { return at::empty({count_, args_.n_cols}, x.options().dtype(at::kFloat)); }
-  void run() const {
-    const auto kernel = FK_CHOOSE_ISA(rms_norm_backward);
-    at::parallel_for(0, count_, std::max<int64_t>(1, kGrain / (args_.chunk_rows * args_.n_cols)),
-                     [&](int64_t begin, int64_t end) { kernel(args_, begin, end); });
-  }
-
- private:
-  RmsNormBackward& args_;
-  int64_t count_;
-};
-
-std::tuple<Tensor, Tensor, Tensor> fwd_cpu(const Tensor& x_, const OptionalTensor& residual_,
-                                           const OptionalTensor& weight_, double eps, const WeightOptions& options,
-                                           bool save_rstd, const DropoutOptions& dropout) {
-  Tensor x = x_, residual = unwrap(residual_);
-  const Tensor weight = unwrap(weight_);
-  check_dropout(x, residual, dropout);
-  auto [y, h, rstd] = empty_fwd(x, residual, weight, options.round_before_weight, save_rstd);
-  if (x.numel() == 0) return {y, h, rstd};
-  advise_huge_pages(y);
-  if (residual.defined()) advise_huge_pages(h);
-
-  RmsNormForward args{};
-  set_forward(args, x, residual, y, h, rstd, eps, options.round_before_weight);
-  args.dropout = make_dropout(dropout);
-  const Tensor scale = float_weight(weight, options.weight_offset, reads_split(args.x_type, args.y_type));
-  args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
-  run_forward(args);
-  return {y, h, rstd};
-}
-
-// Returns (dx, dresidual, dw). Without dropout dresidual is dx itself.
-std::tuple<Tensor, Tensor, Tensor> run_bwd(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
-                                           const OptionalTensor& weight_, const Tensor& rstd,
-                                           const WeightOptions& options, bool need_dx, bool need_dw,
-                                           const Dropout& dropout) {
-  Tensor dy = dy_, dh = unwrap(dh_), x = x_;
-  const Tensor weight = unwrap(weight_);
-  auto [dx, dw] = empty_bwd(x, weight, need_dx, need_dw);
-  const Tensor dresidual = dropout.seed ? empty_dresidual(dx) : dx;
-  if (x.numel() == 0) return {dx, dresidual, dw.zero_()};
-  if (!need_dx && !need_dw) return {dx, dresidual, dw};
-  if (need_dx) advise_huge_pages(dx);
-  if (need_dx && dropout.seed) advise_huge_pages(dresidual);
-
-  RmsNormBackward args{};
-  set_backward(args, dy, dh, x, rstd, dx, options.round_before_weight);
-  args.dropout = dropout;
-  args.dresidual = dresidual.mutable_data_ptr();
-  const Tensor scale = float_weight(weight, options.weight_offset, reads_split(args.x_type, args.y_type));
-  args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
-  const Chunks chunks(args);
-  Tensor dw_chunks;
-  if (need_dw) {
-    dw_chunks = chunks.empty(x);
-    args.dw_chunks = dw_chunks.mutable_data_ptr<float>();
-  }
-  chunks.run();
-  if (need_dw) sum_chunks_into(dw, dw_chunks);
-  return {dx, dresidual, dw};
-}
-
-// A weight or bias, or a constant one if absent: these kernels always read one.
-Tensor float_vector(const Tensor& vector, const Tensor& x, float otherwise, bool split) {
-  if (vector.defined()) return float_weight(vector, 0.0, split);
+// A weight or bias. The kernels of layer_norm always read one: a constant if it is absent.
+Tensor float_vector(const Tensor& vector, const Tensor& x, double offset, float otherwise, bool centered, bool split) {
+  if (vector.defined() || !centered) return float_weight(vector, offset, split);
   return at::full({x.size(-1)}, otherwise, x.options().dtype(at::kFloat));
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> layer_fwd_cpu(const Tensor& x_, const OptionalTensor& residual_,
-                                                         const OptionalTensor& weight, const OptionalTensor& bias,
-                                                         double eps, bool save_stats, const DropoutOptions& dropout) {
-  Tensor x = x_, residual = unwrap(residual_);
-  check_dropout(x, residual, dropout);
-  auto [y, h, mean, rstd] = empty_layer_fwd(x, residual, unwrap(weight), unwrap(bias), save_stats);
-  if (x.numel() == 0) return {y, h, mean, rstd};
-  advise_huge_pages(y);
-  if (residual.defined()) advise_huge_pages(h);
+NormOutputs forward(const Tensor& x_, const Tensor& residual_, const Tensor& weight, const Tensor& bias, double eps,
+                    const WeightOptions& options, bool save, const DropoutOptions& dropout, bool centered) {
+  Tensor x = x_, residual = residual_;
+  NormOutputs out = meta_forward(x, residual, weight, bias, eps, options, save, dropout, centered);
+  if (x.numel() == 0) return out;
+  advise_huge_pages(out.y);
+  if (residual.defined()) advise_huge_pages(out.h);
 
   RmsNormForward args{};
-  set_forward(args, x, residual, y, h, rstd, eps, /*round_before_weight=*/false);
-  set_centered(args, mean);
+  set_forward(args, x, residual, out, eps, options.round_before_weight);
   args.dropout = make_dropout(dropout);
   const bool split = reads_split(args.x_type, args.y_type);
-  const Tensor scale = float_vector(unwrap(weight), x, 1.0f, split), shift = float_vector(unwrap(bias), x, 0.0f, split);
-  args.weight = scale.const_data_ptr<float>();
-  args.bias = shift.const_data_ptr<float>();
-  run_forward(args);
-  return {y, h, mean, rstd};
+  const Tensor scale = float_vector(weight, x, options.weight_offset, 1.0f, centered, split);
+  const Tensor shift = centered ? float_vector(bias, x, 0.0, 0.0f, centered, split) : Tensor();
+  args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
+  if (centered) args.bias = shift.const_data_ptr<float>();
+  in_parallel(FK_CHOOSE_ISA(rms_norm_forward), args, args.rows.count(), kGrain, args.n_cols);
+  return out;
 }
 
-// Returns (dx, dresidual, dw, db), as run_bwd.
-std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_bwd(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
-                                                         const OptionalTensor& weight_, const OptionalTensor& bias,
-                                                         const Tensor& mean, const Tensor& rstd, bool need_dx,
-                                                         bool need_dw, bool need_db, const Dropout& dropout) {
-  Tensor dy = dy_, dh = unwrap(dh_), x = x_;
-  const Tensor weight = unwrap(weight_);
-  auto [dx, dw, db] = empty_layer_bwd(x, weight, unwrap(bias), need_dx, need_dw, need_db);
-  const Tensor dresidual = dropout.seed ? empty_dresidual(dx) : dx;
-  if (x.numel() == 0) return {dx, dresidual, dw.zero_(), db.zero_()};
-  if (!need_dx && !need_dw && !need_db) return {dx, dresidual, dw, db};
-  if (need_dx) advise_huge_pages(dx);
-  if (need_dx && dropout.seed) advise_huge_pages(dresidual);
+NormGradients backward(NormSaved saved, const WeightOptions& options, bool need_dx, bool need_dw, bool need_db,
+                       const DropoutOptions& dropout_options) {
+  const Tensor& x = saved.x;
+  const Dropout dropout = make_dropout(dropout_options);
+  NormGradients out = meta_backward(saved, options, need_dx, need_dw, need_db, dropout_options);
+  if (x.numel() == 0) {
+    out.dw.zero_();
+    if (out.db.defined()) out.db.zero_();
+    return out;
+  }
+  if (!need_dx && !need_dw && !need_db) return out;
+  if (need_dx) advise_huge_pages(out.dx);
+  if (need_dx && dropout.seed) advise_huge_pages(out.dresidual);
 
   RmsNormBackward args{};
-  set_backward(args, dy, dh, x, rstd, dx, /*round_before_weight=*/false);
-  set_centered(args, mean);
+  set_backward(args, saved, out.dx, options.round_before_weight);
   args.dropout = dropout;
-  args.dresidual = dresidual.mutable_data_ptr();
-  const Tensor scale = float_weight(weight, 0.0, reads_split(args.x_type, args.y_type));
+  args.dresidual = out.dresidual.mutable_data_ptr();
+  const Tensor scale = float_weight(saved.weight, options.weight_offset, reads_split(args.x_type, args.y_type));
   args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
-  const Chunks chunks(args);
+  // One thread sums the gradients of weight and bias over a chunk of rows.
+  args.chunk_rows = rows_a_chunk(args.rows.count(), args.n_cols);
+  const int64_t n_chunks = (args.rows.count() + args.chunk_rows - 1) / args.chunk_rows;
+  const auto chunks = [&] { return at::empty({n_chunks, args.n_cols}, x.options().dtype(at::kFloat)); };
   Tensor dw_chunks, db_chunks;
-  if (need_dw) args.dw_chunks = (dw_chunks = chunks.empty(x)).mutable_data_ptr<float>();
-  if (need_db) args.db_chunks = (db_chunks = chunks.empty(x)).mutable_data_ptr<float>();
-  chunks.run();
-  if (need_dw) sum_chunks_into(dw, dw_chunks);
-  if (need_db) sum_chunks_into(db, db_chunks);
-  return {dx, dresidual, dw, db};
+  if (need_dw) args.dw_chunks = (dw_chunks = chunks()).mutable_data_ptr<float>();
+  if (need_db) args.db_chunks = (db_chunks = chunks()).mutable_data_ptr<float>();
+  in_parallel(FK_CHOOSE_ISA(rms_norm_backward), args, n_chunks, kGrain, args.chunk_rows * args.n_cols);
+  if (need_dw) sum_chunks_into(out.dw, dw_chunks);
+  if (need_db) sum_chunks_into(out.db, db_chunks);
+  return out;
 }
 
 }  // namespace rms_norm_cpu
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
-  m.impl("rms_norm_fwd", flat_kernel<&rms_norm_cpu::fwd_cpu>);
-  m.impl("rms_norm_bwd", flat_kernel<&norm_bwd<&rms_norm_cpu::run_bwd>>);
-  m.impl("rms_norm_dropout_bwd", flat_kernel<&norm_dropout_bwd<&rms_norm_cpu::run_bwd>>);
-  m.impl("layer_norm_fwd", flat_kernel<&rms_norm_cpu::layer_fwd_cpu>);
-  m.impl("layer_norm_bwd", &layer_bwd<&rms_norm_cpu::run_layer_bwd>);
-  m.impl("layer_norm_dropout_bwd", &layer_dropout_bwd<&rms_norm_cpu::run_layer_bwd>);
+  m.impl("rms_norm_fwd", flat_kernel<&norm_fwd<&rms_norm_cpu::forward>>);
+  m.impl("rms_norm_bwd", flat_kernel<&norm_bwd<&rms_norm_cpu::backward>>);
+  m.impl("rms_norm_dropout_bwd", flat_kernel<&norm_dropout_bwd<&rms_norm_cpu::backward>>);
+  m.impl("layer_norm_fwd", flat_kernel<&layer_fwd<&rms_norm_cpu::forward>>);
+  m.impl("layer_norm_bwd", &layer_bwd<&rms_norm_cpu::backward>);
+  m.impl("layer_norm_dropout_bwd", &layer_dropout_bwd<&rms_norm_cpu::backward>);
 }
 
 }  // namespace foundry

@@ -87,9 +87,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bwd_cpu(const OptionalTensor& dq_out,
     heads.dw_chunks = dw_chunks[side].mutable_data_ptr<float>();
   }
   if (count_heads(args.heads) > 0) {
-    const auto kernel = FK_CHOOSE_ISA(qk_norm_rope_backward);
-    at::parallel_for(0, n_chunks, std::max<int64_t>(1, kGrain / (args.chunk_tokens * of_a_token)),
-                     [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+    in_parallel(FK_CHOOSE_ISA(qk_norm_rope_backward), args, n_chunks, kGrain, args.chunk_tokens * of_a_token);
   }
   for (int side = 0; side < 2; ++side)
     if (dw_chunks[side].defined()) sum_chunks_into(call.dw[side], dw_chunks[side]);

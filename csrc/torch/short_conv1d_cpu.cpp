@@ -185,9 +185,7 @@ Tensor step_cpu(const Tensor& x, const Tensor& state, const Tensor& weight, cons
                       is_silu(activation),
                       dtype_of(x),
                       dtype_of(weight)};
-  const auto kernel = FK_CHOOSE_ISA(short_conv1d_step);
-  at::parallel_for(0, args.tiles(), std::max<int64_t>(1, kExpGrain / (args.n_rows * kConvStepTile)),
-                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  in_parallel(FK_CHOOSE_ISA(short_conv1d_step), args, args.tiles(), kExpGrain, args.n_rows * kConvStepTile);
   return y;
 }
 

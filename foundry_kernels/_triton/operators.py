@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -54,7 +55,8 @@ def define(
     checkpointing, DTensor and profilers know them by name. If the dispatcher would only call the launcher (no mode is
     active, and tensors are plain: no subclass, no lazy negation, no wrapper), the launcher is called directly, which
     takes less host time. `launcher` and `fake` return None for a result that is not requested; the operator, whose
-    results are all tensors, returns an empty tensor.
+    results are all tensors, returns an empty tensor. `fake` takes those of the launcher's arguments that it names, or
+    all of them if it has ``*args``.
 
     The operator takes the fields of `options`, classes whose `SCHEMA` is in the schema, one by one; the launcher, the
     fake and the returned function take one object for each class.
@@ -71,7 +73,9 @@ def define(
     _LIBRARY.impl(name, LAUNCHERS[name], "CPU" if INTERPRET else "CUDA")
     if INTERPRET:
         _ON_CPU.add(name)
-    torch.library.register_fake(f"foundry_kernels::{name}", _filled(_with_objects(fake, layout)), lib=_LIBRARY)
+    torch.library.register_fake(
+        f"foundry_kernels::{name}", _filled(_with_objects(_by_name(fake, launcher), layout)), lib=_LIBRARY
+    )
     tensors: list[tuple[int, int | None]] = []  # (argument, its field if it is an object)
     for i, kind in enumerate(layout):
         if kind is not None:
@@ -120,6 +124,14 @@ def _asked_by_position(tensors: list[tuple[int, int | None]]) -> Callable[[tuple
         return None if first is None else -1 if first.is_cpu else first.get_device()
 
     return usual_device
+
+
+def _by_name(fake: Callable[..., Any], launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """`fake` as a function of the launcher's arguments."""
+    parameters, names = inspect.signature(fake).parameters, list(inspect.signature(launcher).parameters)
+    if any(p.kind == p.VAR_POSITIONAL for p in parameters.values()):
+        return fake
+    return lambda *args: fake(**{name: x for name, x in zip(names, args, strict=False) if name in parameters})
 
 
 def _with_objects(function: Callable[..., Any], layout: list[type[Options] | None]) -> Callable[..., Any]:

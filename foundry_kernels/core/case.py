@@ -170,6 +170,10 @@ class Case:
     cotangent: str = "contiguous"
     interpreted: bool = True
 
+    def given(self, *names: str) -> list[Arg]:
+        """These arguments, which the case must have."""
+        return [arg for name in names if (arg := self.args[name]) is not None]
+
     def make(
         self, dtype: torch.dtype, device: str = "cpu", seed: int = 0, drawn_on: str = "cpu"
     ) -> dict[str, Tensor | None]:

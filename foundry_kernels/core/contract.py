@@ -23,9 +23,16 @@ from foundry_kernels.core.case import Arg, Case
 
 #: The size of the terms that a result sums, by argument (for its gradient) or "output 0", "output 1", ...
 Scales = Mapping[str, float]
-#: Arguments of a call by name. For `bench` they are on the meta device: shapes and dtypes without memory.
-Tensors = Mapping[str, Tensor | None]
+#: Arguments of a call by name: tensors, or None. For `bench` they are on the meta device: shapes and dtypes without
+#: memory. A module knows which of its operation's arguments every call has, so they are not typed as optional.
+Tensors = Mapping[str, Any]
 Options = Mapping[str, Any]
+#: The dimensions of each tensor of an operator's call, one letter each, and the letters along which work is sharded.
+Dims = tuple[Mapping[str, str], str]
+#: What a call does forward and backward, in bytes or in floating-point operations.
+Work = tuple[int, int]
+#: Other implementations by name, or the reason why one is not available.
+Peers = Mapping[str, Callable[..., Any] | str]
 
 
 #: The number of rows of a benchmark's result that are checked, if the result has more.
@@ -87,8 +94,8 @@ class Cases(Protocol):
 
     @abstractmethod
     def scales(self, args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
-        """The size of the terms that a gradient or output sums (float64 inputs). A result that cancels is judged by
-        this size and not by its own. For results that are left out, their own size counts."""
+        """The size of the terms that a gradient or output sums (float64 inputs without graphs). A result
+        that cancels is judged by this size and not by its own. For results that are left out, their own size counts."""
 
     #: By operation, the arguments that a call overwrites. The suites give each call copies of these, and what it wrote
     #: counts as further results.
@@ -137,15 +144,16 @@ class Bench(Protocol):
         Cases called "decode" are timed with cold caches only."""
 
     @abstractmethod
-    def bytes_moved(self, args: Tensors, direction: str) -> int:
-        """The bytes that a call of direction "forward", "backward" or "both" must at least read and write."""
-
-    @abstractmethod
-    def peers(self, op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any] | str]:
+    def peers(self, op: str, case: Case, device: str) -> Peers:
         """Other implementations of the case by name, or the reason why one is not available here. "eager" is also what
         torch.compile is given."""
 
-    def flops(self, args: Tensors, options: Options, direction: str) -> int | None:
+    def bytes_moved(self, args: Tensors) -> Work | None:
+        """The bytes that a call must at least read and write, forward and backward. None: forward the arguments and
+        results, backward the arguments, the results' gradients and those of the arguments."""
+        return None
+
+    def flops(self, args: Tensors, options: Options) -> Work | None:
         """Floating-point operations of the matmuls; None for an operation without matmuls."""
         return None
 
@@ -206,11 +214,18 @@ class Sharding(Protocol):
     #: `nn`.
     UNSHARDED: tuple[str, ...] = ()
 
-    def sharding(self, args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-        """Returns the dimensions of each tensor of a call, one letter each, and the letters along which the work may be
-        sharded. A gradient "dx" has the dimensions of "x"; "..." stands for any number of dimensions. Required if
-        `OPERATORS` is not empty."""
-        raise NotImplementedError
+    #: The dimensions of each tensor, one letter each. A gradient "dx" has the dimensions of "x"; "..." stands for any
+    #: number of dimensions.
+    DIMS: Mapping[str, str] = {}
+
+    #: The letters along which the work may be sharded.
+    ALONG: str = "..."
+
+    def sharding(self, args: Options) -> Dims:
+        """`DIMS` and `ALONG` of a call; an operation for which they depend on the call returns its own. By default
+        nothing is sharded with dropout: which elements are dropped depends on the number of a row and a column, and a
+        device does not know how many come before its own."""
+        return {"dropout_seed": "...", **self.DIMS}, self.ALONG if args.get("dropout_seed") is None else ""
 
 
 Module = TypeVar("Module")

@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
+from foundry_kernels.core.contract import Dims, Options
 from foundry_kernels.core.registry import OPS
 
 #: `sharding(args)` of an operation's `sharding` module, for the arguments of one call by name.
-Rule = Callable[[Mapping[str, Any]], tuple[dict[str, str], str]]
+Rule = Callable[[Options], Dims]
 
 #: One strategy of running an operator on one dimension of a mesh: the placements of its outputs and of its arguments
 #: (None for an argument that is no tensor).

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from foundry_kernels.testing import Arg, Values, normal
+from foundry_kernels.testing import Arg, Case, Values, normal
 
 #: Sizes at which kernels take other paths: 0, 1, primes, and powers of two with their neighbours.
 _EDGES = (0, 1, 2, 3, 5, 7, 8, 13, *(2**k + d for k in range(4, 13) for d in (-1, 0, 1)))
@@ -63,6 +64,18 @@ def tensors(
         draw(st.sampled_from(dtypes)),
         grad=draw(st.integers(0, 5)) != 5,
     )
+
+
+def laid_out(draw: st.DrawFn, case: Case, *, kept: str) -> Case:
+    """The case with other layouts, but that of the argument `kept`, and with inputs without gradient."""
+
+    def other(name: str, a: Arg | None) -> Arg | None:
+        if a is None or name == kept:
+            return a
+        return replace(a, layout=draw(layouts(len(a.shape))), grad=a.grad and draw(st.integers(0, 5)) != 5)
+
+    args = {name: other(name, a) for name, a in case.args.items()}
+    return replace(case, args=args, id="random", cotangent=draw(layouts(3)))
 
 
 @st.composite

@@ -138,6 +138,11 @@ def to_float64(args: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {k: convert(t) for k, t in args.items()}
 
 
+def detached(args: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """The arguments that `scales` of an operation takes."""
+    return {name: x if x is None else x.detach() for name, x in args.items()}
+
+
 def compare(
     name: str,
     actual: Tensor,
@@ -237,7 +242,7 @@ class Expected:
         args64 = to_float64(args)
         cotangents64 = tuple(c.double() for c in cotangents)
         oracle = run(op, args64, case.options, cotangents64, backend="reference")
-        scales = op.cases.scales(args64, options_on(device_of(args), case.options), cotangents64)
+        scales = op.cases.scales(detached(args64), options_on(device_of(args), case.options), cotangents64)
         return cls(op, case, dtype, args, cotangents, reference, oracle, scales)
 
     def _of_output(self, out: Tensor) -> dict[str, Tensor]:

@@ -33,8 +33,8 @@ def test_a_module_offers_what_is_written_of_it(package: str, kind: type) -> None
             parameters = list(inspect.signature(offered).parameters)
             assert parameters == list(inspect.signature(expected).parameters)[1:], f"{name}.{member}"
         elif offered is not None:
-            wanted = dict if member in ("CASES", "MUTATED", "SAVED") else tuple
-            assert type(offered) is wanted, f"{name}.{member}"
+            wanted = {"ALONG": str} | dict.fromkeys(("CASES", "DIMS", "MUTATED", "SAVED"), dict)
+            assert type(offered) is wanted.get(member, tuple), f"{name}.{member}"
 
 
 @over_kinds
@@ -47,14 +47,14 @@ def test_operations_are_public_functions() -> None:
     """Of the package; without what is for `nn` alone."""
     assert [name for name, op in fk.OPS.items() if getattr(fk, name, None) is not op.public] == ["decode_linear"]
     assert fk.OPS.keys() - {"decode_linear"} <= {*fk.__all__}
-    assert {package.rpartition(".")[2] for package in PACKAGES} == {*ops.__all__}
+    assert {package.rpartition(".")[2] for package in PACKAGES} == {*ops.FOLDERS}
 
 
 def test_a_module_that_lacks_a_member_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "half_op").mkdir()
     (tmp_path / "half_op" / "__init__.py").touch()
-    (tmp_path / "half_op" / "bench.py").write_text("def bytes_moved(args, direction):\n    return 1\n")
+    (tmp_path / "half_op" / "bench.py").write_text("def bytes_moved(args):\n    return 1, 1\n")
     with pytest.raises(TypeError, match=r"half_op\.bench must define bench_cases, peers: see .*contract\.Bench"):
         load(Bench, "half_op")
     spec = OpSpec("half", lambda x: x, (), "half_op")

@@ -18,10 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import foundry_kernels as fk
 from foundry_kernels import _triton
 from foundry_kernels.core import dropout
-from foundry_kernels.ops.bias_gelu.sharding import sharding as bias_sharding
-from foundry_kernels.ops.lora_linear.sharding import sharding as lora_sharding
-from foundry_kernels.ops.rms_norm.sharding import sharding as norm_sharding
-from foundry_kernels.ops.swiglu.sharding import sharding as gated_sharding
 
 NORMS = ("add_rms_norm", "add_layer_norm")
 #: They drop x and add it to another tensor; the others drop their result.
@@ -327,11 +323,13 @@ def test_the_bare_operators_check_too() -> None:
 
 def test_nothing_is_sharded_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     seed, x = torch.tensor(1), torch.ones(2, 8)
-    rules = (gated_sharding, "...n"), (bias_sharding, "...n"), (norm_sharding, "..."), (lora_sharding, "0km")
-    for rule, letters in rules:
-        assert rule({"up": x, "dropout_seed": None})[1] == letters
-        assert rule({"up": x, "dropout_seed": seed})[1] == ""
-    assert gated_sharding({"dropout_seed": seed})[1] == ""
+    along = {"swiglu": "...n", "bias_gelu": "...n", "rms_norm": "...", "lora_linear": "0km"}
+    for name, letters in along.items():
+        rules = fk.OPS[name].sharding
+        assert rules is not None
+        assert rules.sharding({"up": x, "dropout_seed": None})[1] == letters
+        assert rules.sharding({"up": x, "dropout_seed": seed})[1] == ""
+        assert rules.sharding({"dropout_seed": seed})[1] == ""
     monkeypatch.setattr(dropout, "is_dtensor", lambda tensor: True)
     ops: tuple[Callable[..., Any], ...] = (
         fk.reglu,

@@ -52,9 +52,6 @@ from foundry_kernels.testing import Arg, Case
 def bench_cases(op, device):
     return (Case("512x2048-cached", {"x": Arg((512, 2048))}),)
 
-def bytes_moved(args, direction):
-    return {"forward": 2, "backward": 3, "both": 5}[direction] * args["x"].nbytes
-
 def peers(op, case, device):
     return {"eager": lambda x: x * x}
 """,
@@ -71,9 +68,7 @@ def random_case(draw, op):
 """,
     "sharding.py": """
 OPERATORS = ("square_fwd", "square_bwd")
-
-def sharding(args):
-    return dict.fromkeys(("x", "y"), "..."), "..."
+DIMS = dict.fromkeys(("x", "y"), "...")
 """,
     "triton.py": """
 import torch
@@ -134,12 +129,9 @@ def square(x):
     return apply(_Square, x) if requires_grad(x) else _forward(x)
 """,
 }
-#: What other files get, after which text: an import and a name in `__all__`, twice, and a line of the reference.
+#: What other files get, after which text: names, an import and a line of the reference.
 INSERTED = {
-    "foundry_kernels/ops/__init__.py": {
-        "    short_conv1d,\n": "    square,\n",
-        '    "short_conv1d",\n': '    "square",\n',
-    },
+    "foundry_kernels/ops/__init__.py": {'    "short_conv1d",\n': '    "square",\n'},
     "foundry_kernels/__init__.py": {
         "import short_conv1d, short_conv1d_step\n": "from foundry_kernels.ops.square import square\n",
         '    "short_conv1d_step",\n': '    "square",\n',

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from foundry_kernels.core.contract import Sample, sample_rows
+from foundry_kernels.core.contract import Options, Sample, Tensors, Work, sample_rows
 from foundry_kernels.ops.cross_entropy.cases import targets
 from foundry_kernels.testing import Arg, Case, normal
 
@@ -44,19 +42,15 @@ def sample(case: Case) -> Sample | None:
     return sample_rows(case, dims, {"target": -100} if "target" in dims else {})
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
+def bytes_moved(args: Tensors) -> Work:
     """The least that must be read and written: forward all inputs but the targets, backward the student's and their
     gradients."""
     sizes = {n: x.numel() * x.element_size() for n, x in args.items() if x is not None and n != "target"}
-    forward, backward = sum(sizes.values()), 2 * (sizes["hidden"] + sizes["weight"])
-    return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
+    return sum(sizes.values()), 2 * (sizes["hidden"] + sizes["weight"])
 
 
-def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
+def flops(args: Tensors, options: Options) -> Work:
     """Counts a matmul of each side forward, and two of the student's backward."""
     hidden, weight, teacher = args["hidden"], args["weight"], args.get("teacher_hidden")
-    assert hidden is not None
-    assert weight is not None
     student, of_teacher = (0 if x is None else 2 * x.numel() * weight.shape[0] for x in (hidden, teacher))
-    forward = student + of_teacher
-    return {"forward": forward, "backward": 2 * student, "both": forward + 2 * student}[direction]
+    return student + of_teacher, 2 * student

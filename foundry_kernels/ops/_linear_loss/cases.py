@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from foundry_kernels.core.contract import Options, Tensors
 from foundry_kernels.ops._linear_loss.sizes import SMALL, SUMMED24
 from foundry_kernels.ops.cross_entropy.cases import IGNORED, class_weights, targets
 from foundry_kernels.testing import Arg, Case, normal
@@ -50,8 +50,8 @@ SIZES = ((1, 1, 1), (4, 8, 9), (7, 16, 33), (130, 8, 67), (9, 24, 129))
 
 def common_cases(
     case: Callable[..., Case],
-    results: Mapping[str, Any],
-    each: Mapping[str, Any],
+    results: Options,
+    each: Options,
     sizes: tuple[tuple[int, int, int], ...] = SIZES,
 ) -> tuple[Case, ...]:
     """Cases of every loss, made by its `case`. Options: those that request all `results`, and those for which `each`
@@ -86,11 +86,9 @@ def pair_cases(case: Callable[..., Case], note: str, **options: Any) -> tuple[Ca
     )
 
 
-def of_few(args: Mapping[str, Tensor | None], options: Mapping[str, Any]) -> int:
+def of_few(args: Tensors, options: Options) -> int:
     """Numbers that a direct call of few tokens on a CPU keeps: the logits and, if it is small, copies in float32."""
     hidden, weight = args["hidden"], args["weight"]
-    assert hidden is not None
-    assert weight is not None
     tokens, multiplications = hidden[..., 0].numel(), hidden.numel() * weight.shape[0]
     if tokens > SUMMED24 or (tokens > hidden.shape[-1] and multiplications > SMALL):
         return 0
@@ -98,7 +96,7 @@ def of_few(args: Mapping[str, Tensor | None], options: Mapping[str, Any]) -> int
     return tokens * weight.shape[0] + (copies if multiplications <= SMALL else 0)
 
 
-def tiles_cases(results: Mapping[str, Any]) -> tuple[Case, ...]:
+def tiles_cases(results: Options) -> tuple[Case, ...]:
     """Cases in blocks of classes; `results` as above."""
     tiles: dict[str, Any] = {"chunk_size": "tiles", **results}
     return (
@@ -115,25 +113,22 @@ def tiles_cases(results: Mapping[str, Any]) -> tuple[Case, ...]:
     )
 
 
-def magnitudes(args: Mapping[str, Tensor | None], options: Mapping[str, Any]) -> tuple[float, float, float] | None:
+def magnitudes(args: Tensors, options: Options) -> tuple[float, float, float] | None:
     """The largest sum of the sizes of the products that a logit sums, and the largest of hidden and of weight (float64
     inputs). None if no token counts. Each result is a difference of logits: it is as exact as they are."""
     hidden, weight, target = args["hidden"], args["weight"], args["target"]
-    assert hidden is not None
-    assert weight is not None
-    assert target is not None
     if not (target != options.get("ignore_index", IGNORED)).any():
         return None
-    x, w = hidden.detach().reshape(-1, hidden.shape[-1]).abs(), weight.detach().abs()
+    x, w = hidden.reshape(-1, hidden.shape[-1]).abs(), weight.abs()
     logits, low, up = x @ w.t(), args.get("low"), args.get("up")
     if low is not None and up is not None:
-        logits = logits + low.detach().reshape(-1, low.shape[-1]).abs() @ up.detach().abs().t()
+        logits = logits + low.reshape(-1, low.shape[-1]).abs() @ up.abs().t()
     return float(logits.max()), float(x.max()), float(w.max())
 
 
-def gradients_of_pair(args: Mapping[str, Tensor | None], dlogits: float) -> dict[str, float]:
+def gradients_of_pair(args: Tensors, dlogits: float) -> dict[str, float]:
     """The size of the terms that the gradients of low and up sum, from that of a logit's gradient."""
     low, up = args.get("low"), args.get("up")
     if low is None or up is None:
         return {}
-    return {"low": 2 * dlogits * float(up.detach().abs().max()), "up": dlogits * float(low.detach().abs().max())}
+    return {"low": 2 * dlogits * float(up.abs().max()), "up": dlogits * float(low.abs().max())}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Peers
 from foundry_kernels.testing import Arg, Case
 
 #: Shapes to time, by device: rows, width of the feed-forward layer, name.
@@ -19,7 +19,6 @@ _BENCH_SHAPES = {
 #: The one with dropout inside, by device.
 _DROPOUT_SHAPE = {"cpu": (512, 2048, "dropout-cached"), "cuda": (16384, 4096, "dropout-large")}
 
-#: Endings of the cases that are timed without --full.
 BENCH_QUICK = ("cached", "large", "16384x6400-gpt2-xl", "decode")
 
 
@@ -43,14 +42,6 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
     }
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
-    """The least that must be read and written. Forward: x and y. Backward: dy, x and dx. The bias is small and left
-    out."""
-    x = args["x"]
-    assert x is not None
-    return {"forward": 2, "backward": 3, "both": 5}[direction] * x.numel() * x.element_size()
-
-
 # What a linear layer and its activation do after the product:
 
 
@@ -69,7 +60,6 @@ def _eager_relu(x: Tensor, bias: Tensor) -> Tensor:
 _EAGER = {"bias_gelu": _eager, "bias_silu": _eager_silu, "bias_relu": _eager_relu}
 
 
-def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any]]:
-    """What else computes this, by name; "eager" is also what torch.compile is given."""
+def peers(op: str, case: Case, device: str) -> Peers:
     p, eager = case.options.get("dropout_p", 0.0), _EAGER[op]
     return {"eager": (lambda x, bias: torch.nn.functional.dropout(eager(x, bias), p)) if p else eager}

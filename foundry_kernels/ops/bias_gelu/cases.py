@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Options, Scales, Tensors
+from foundry_kernels.ops.swiglu.cases import dropped, saturated
 from foundry_kernels.testing import Arg, Case, normal
 
 #: No activation's derivative passes this.
 _STEEPEST = 1.13
-
-
-def _saturated(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """Normal values, every second one far out on either side, where GELU is 0 or the identity."""
-    x = torch.randn(shape, generator=g, dtype=torch.float64)
-    x.reshape(-1)[::2] *= 40.0
-    return x
 
 
 def _case(shape: tuple[int, ...], note: str = "", x: Arg | None = None, bias: Arg | str | None = "", **kw: Any) -> Case:
@@ -41,24 +35,19 @@ _NONE = (
     _case((8, 256), "frozen-bias", bias=Arg((256,), grad=False)),
     _case((8, 256), "frozen-input", Arg((8, 256), grad=False)),
     _case((8, 256), "bias-fp32", bias=Arg((256,), dtype=torch.float32)),
-    _case((8, 256), "saturated", Arg((8, 256), values=_saturated)),
+    _case((8, 256), "saturated", Arg((8, 256), values=saturated)),
     _case((8, 256), "cancels", Arg((8, 256), values=normal(1e-3, 300.0)), Arg((256,), values=normal(1e-3, -300.0))),
 )
 
 
-def _dropped(case: Case, p: float) -> Case:
-    options = {**case.options, "dropout_p": p, "dropout_seed": 0x123456789ABCDEF}
-    return replace(case, id=f"{case.id}-dropout", options=options)
-
-
 #: A width below four, of more than a block and of more than a tile; rows that are found by strides.
 _DROPOUT = (
-    _dropped(_case((3, 2)), 0.5),
-    _dropped(_case((9, 1041)), 0.1),
-    _dropped(_case((3, 9001), "no-bias", bias=None), 0.9),
-    _dropped(_case((2, 3, 5, 40), "swapped", Arg((2, 3, 5, 40), "swapped"), cotangent="swapped"), 0.25),
-    _dropped(_case((0, 64), "empty"), 0.5),
-    replace(_dropped(_case((1031, 256), "many-rows"), 0.1), interpreted=False),
+    dropped(_case((3, 2)), 0.5),
+    dropped(_case((9, 1041)), 0.1),
+    dropped(_case((3, 9001), "no-bias", bias=None), 0.9),
+    dropped(_case((2, 3, 5, 40), "swapped", Arg((2, 3, 5, 40), "swapped"), cotangent="swapped"), 0.25),
+    dropped(_case((0, 64), "empty"), 0.5),
+    replace(dropped(_case((1031, 256), "many-rows"), 0.1), interpreted=False),
 )
 #: Of the cases above those of the activations that came later: they share all but the activation.
 _SOME = (
@@ -79,9 +68,7 @@ CASES: dict[str, tuple[Case, ...]] = {
 }
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that a gradient sums (float64 inputs), by argument; what is left out has its own size.
 
     The derivative of GELU and SiLU is a sum that passes through 0, so a gradient may be far smaller than its terms.

@@ -156,10 +156,6 @@ def _p(dropout: DropoutOptions) -> float | None:
     return None if dropout.dropout_seed is None else dropout.dropout_p
 
 
-def _empty_fwd(x: Tensor, bias: Tensor | None, activation: str, dropout: DropoutOptions) -> Tensor:
-    return empty_like(x)
-
-
 def _fwd(x: Tensor, bias: Tensor | None, activation: str, dropout: DropoutOptions) -> Tensor:
     y = empty_like(x)
     if y.numel() == 0:
@@ -167,9 +163,7 @@ def _fwd(x: Tensor, bias: Tensor | None, activation: str, dropout: DropoutOption
     options = x.dtype, x.device, bias is not None, activation, _p(dropout)
     plan = _plan_fwd(x.shape, x.stride(), *options)
     if plan is None:
-        x = x.contiguous()
-        plan = _plan_fwd(x.shape, x.stride(), *options)
-        assert plan is not None
+        return _fwd(x.contiguous(), bias, activation, dropout)
     launch(bias_act_fwd_kernel, plan, x, contiguous(bias), y, dropout.dropout_seed)
     return y
 
@@ -206,15 +200,7 @@ def _plan_bwd(
     return sharing, Plan((sharing * n_tiles,), numbers, constants)
 
 
-def _empty_bwd(
-    dy: Tensor,
-    x: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    need_dx: bool,
-    need_dbias: bool,
-    dropout: DropoutOptions,
-) -> tuple[Tensor | None, Tensor | None]:
+def _empty_bwd(x: Tensor, bias: Tensor | None, need_dx: bool, need_dbias: bool) -> tuple[Tensor | None, Tensor | None]:
     return empty_like(x) if need_dx else None, empty_like(bias) if need_dbias and bias is not None else None
 
 
@@ -227,7 +213,7 @@ def _bwd(
     need_dbias: bool,
     dropout: DropoutOptions,
 ) -> tuple[Tensor | None, Tensor | None]:
-    dx, dbias = _empty_bwd(dy, x, bias, activation, need_dx, need_dbias, dropout)
+    dx, dbias = _empty_bwd(x, bias, need_dx, need_dbias)
     if x.numel() == 0:
         return dx, None if dbias is None else dbias.zero_()
     if dx is None and dbias is None:
@@ -236,9 +222,7 @@ def _bwd(
     options = x.dtype, x.device, bias is not None, activation, *needed, _p(dropout)
     found = _plan_bwd(x.shape, dy.stride(), x.stride(), *options)
     if found is None:
-        dy, x = dy.contiguous(), x.contiguous()
-        found = _plan_bwd(x.shape, dy.stride(), x.stride(), *options)
-        assert found is not None
+        return _bwd(dy.contiguous(), x.contiguous(), bias, activation, need_dx, need_dbias, dropout)
     sharing, plan = found
     partial = None
     if dbias is not None:
@@ -253,7 +237,7 @@ def _bwd(
 _bias_act_fwd = define(
     f"triton_bias_act_fwd(Tensor x, Tensor? bias, str activation, {DropoutOptions.SCHEMA}) -> Tensor",
     _fwd,
-    _empty_fwd,
+    empty_like,
     DropoutOptions,
 )
 _bias_act_bwd = define(

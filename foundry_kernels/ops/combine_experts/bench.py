@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Sample, sample_rows
+from foundry_kernels.core.contract import Peers, Sample, sample_rows
 from foundry_kernels.ops.combine_experts.cases import slots
 from foundry_kernels.testing import Arg, Case
 
@@ -63,17 +60,6 @@ def sample(case: Case) -> Sample | None:
     return sample_rows(case, {"weights": 0, "slots": 0})
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
-    """The least that must be read and written. Forward: the rows of x and y. Backward: dy, the rows of x and their
-    gradients. Weights and slots are small and left out."""
-    x, chosen = args["x"], args["slots"]
-    assert x is not None
-    assert chosen is not None
-    y = chosen.shape[0] * x.shape[1]
-    moved = {"forward": x.numel() + y, "backward": 2 * x.numel() + y, "both": 3 * x.numel() + 2 * y}
-    return moved[direction] * x.element_size()
-
-
 def _eager(x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
     """Combines the outputs of experts as models in Hugging Face's transformers do, but without their loop over
     experts."""
@@ -87,6 +73,5 @@ def _gather(x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
     return (x[slots] * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
-def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any]]:
-    """What else computes this, by name; "eager" is also what torch.compile is given."""
+def peers(op: str, case: Case, device: str) -> Peers:
     return {"eager": _eager, "gather and sum": _gather}

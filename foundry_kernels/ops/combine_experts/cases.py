@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Options, Scales, Tensors
 from foundry_kernels.testing import Arg, Case, normal
 
 
@@ -81,18 +81,14 @@ CASES: dict[str, tuple[Case, ...]] = {
 }
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that are summed (float64 inputs): the root of the sum of their squares."""
     x, weights, slots = args["x"], args["weights"], args["slots"]
-    assert x is not None
-    assert slots is not None
     if x.numel() == 0 or slots.numel() == 0:
         return {}
     some = (slots >= 0).unsqueeze(-1)
-    rows = torch.where(some, x.detach()[slots.clamp_min(0).long()], 0.0)
-    weighted = rows if weights is None else rows * weights.detach().unsqueeze(-1)
+    rows = torch.where(some, x[slots.clamp_min(0).long()], 0.0)
+    weighted = rows if weights is None else rows * weights.unsqueeze(-1)
     products = rows * cotangents[0].unsqueeze(1)
     return {
         "output 0": float(weighted.square().sum(1).max().sqrt()),

@@ -4,11 +4,6 @@ Tokens and columns may be sharded; the rows of x, which any token may name, may 
 of x is a sum over devices, with sharded columns that of the weights.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 OPERATORS = ("combine_experts_fwd", "combine_experts_bwd")
-
-
-def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    return {"x": "md", "weights": "tk", "slots": "tk", "y": "td"}, "td"
+DIMS = {"x": "md", "weights": "tk", "slots": "tk", "y": "td"}
+ALONG = "td"

@@ -140,12 +140,12 @@ def _plan_fwd(
     return Plan((grid,), (n_rows, n_tokens, n_cols, n_tiles, k, stride), constants)
 
 
-def _empty_fwd(x: Tensor, weights: Tensor | None, slots: Tensor) -> Tensor:
+def _empty_fwd(x: Tensor, slots: Tensor) -> Tensor:
     return x.new_empty(slots.shape[0], x.shape[1])
 
 
 def _fwd(x: Tensor, weights: Tensor | None, slots: Tensor) -> Tensor:
-    y = _empty_fwd(x, weights, slots)
+    y = _empty_fwd(x, slots)
     if y.numel() == 0:
         return y
     x = _row_stride(x)
@@ -177,7 +177,7 @@ def _plan_rest(shape: tuple[int, ...]) -> Plan:
 
 
 def _empty_bwd(
-    dy: Tensor, x: Tensor, weights: Tensor | None, slots: Tensor, need_dx: bool, need_dweights: bool
+    x: Tensor, weights: Tensor | None, need_dx: bool, need_dweights: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     dweights = weights.new_empty(weights.shape) if need_dweights and weights is not None else None
     return x.new_empty(x.shape) if need_dx else None, dweights
@@ -186,7 +186,7 @@ def _empty_bwd(
 def _bwd(
     dy: Tensor, x: Tensor, weights: Tensor | None, slots: Tensor, need_dx: bool, need_dweights: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    dx, dweights = _empty_bwd(dy, x, weights, slots, need_dx, need_dweights)
+    dx, dweights = _empty_bwd(x, weights, need_dx, need_dweights)
     if dx is None and dweights is None:
         return dx, dweights
     if x.numel() == 0 or slots.numel() == 0:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Sample, sample_rows
+from foundry_kernels.core.contract import Peers, Sample, sample_rows
 from foundry_kernels.ops.cross_entropy.cases import targets
 from foundry_kernels.testing import Arg, Case
 
@@ -19,7 +17,6 @@ _BENCH_SHAPES = {
     "cuda": ((8192, 32000, "llama-2"), (8192, 50257, "gpt-2"), (8192, 128256, "llama-3")),
 }
 
-#: Endings of the cases that are timed without --full.
 BENCH_QUICK = ("cached", "llama-2", "8192x128256-llama-3")
 
 
@@ -55,17 +52,9 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
     }
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
-    """The least that must be read and written: forward the logits, backward the logits and their gradient."""
-    logits = args["logits"]
-    assert logits is not None
-    return {"forward": 1, "backward": 2, "both": 3}[direction] * logits.numel() * logits.element_size()
-
-
 def _eager(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, target, weight)
 
 
-def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any]]:
-    """What else computes this, by name; "eager" is also what torch.compile is given."""
+def peers(op: str, case: Case, device: str) -> Peers:
     return {"eager": _eager}

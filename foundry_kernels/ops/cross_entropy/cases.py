@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Options, Saved, Tensors
+from foundry_kernels.core.contract import Options, Saved, Scales, Tensors
 from foundry_kernels.testing import Arg, Case, Values, normal
 
 IGNORED = -100
@@ -158,15 +157,12 @@ def scaled(args: Tensors, options: Options) -> int:
 SAVED = {"cross_entropy": Saved(outputs=(1,), per_row={"logits": 2}, more=scaled)}
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that a gradient sums (float64 inputs), by argument; what is left out has its own size.
 
     The target's p - 1 passes through 0 for a confident token.
     """
     target, weight = args["target"], args.get("weight")  # which a timed case does not name
-    assert target is not None
     counts = target != options.get("ignore_index", IGNORED)
     if not counts.any():
         return {}

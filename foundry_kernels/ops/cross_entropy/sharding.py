@@ -4,8 +4,7 @@ Tokens are independent of each other, each with all of its classes. A reduced lo
 function leaves to torch where the logits are sharded, so here it never is.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from foundry_kernels.core.contract import Dims, Options
 
 OPERATORS = ("cross_entropy_fwd", "cross_entropy_bwd")
 UNSHARDED = ("cross_entropy_bwd_classes_",)
@@ -13,6 +12,6 @@ UNSHARDED = ("cross_entropy_bwd_classes_",)
 _OF_TOKENS = ("target", "loss", "lse", "lse_low", "z_loss")
 
 
-def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+def sharding(args: Options) -> Dims:
     dims = {"logits": "...v", "weight": "v", "total_weight": "..."} | dict.fromkeys(_OF_TOKENS, "...")
     return dims, "..." if args.get("reduction", "mean") == "none" else ""

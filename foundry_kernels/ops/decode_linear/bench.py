@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from foundry_kernels.core.contract import Options, Peers, Tensors, Work
 from foundry_kernels.ops.decode_linear.cases import WEIGHTS, make_case
 from foundry_kernels.testing import Case
 
@@ -44,27 +44,23 @@ def parity_case(case: Case) -> Case:
     return case
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
+def bytes_moved(args: Tensors) -> Work:
     """The least that must be read and written: the weights, x and y."""
     x, weights = args["x"], [w for n in WEIGHTS if (w := args[n]) is not None]
-    assert x is not None
     rows = x.numel() // x.shape[-1]
-    return (x.numel() + sum(w.numel() + rows * w.shape[0] for w in weights)) * x.element_size()
+    return (x.numel() + sum(w.numel() + rows * w.shape[0] for w in weights)) * x.element_size(), 0
 
 
-def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
+def flops(args: Tensors, options: Options) -> Work:
     x = args["x"]
-    assert x is not None
-    return 2 * x.numel() * sum(w.shape[0] for n in WEIGHTS if (w := args[n]) is not None)
+    return 2 * x.numel() * sum(w.shape[0] for n in WEIGHTS if (w := args[n]) is not None), 0
 
 
-def _eager(**args: Tensor | None) -> Tensor:
+def _eager(**args: Any) -> Tensor:
     """A call of each layer."""
     x = args["x"]
-    assert x is not None
     return torch.cat([linear(x, w) for n in WEIGHTS if (w := args.get(n)) is not None], -1)
 
 
-def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any]]:
-    """What else computes this, by name; "eager" is also what torch.compile is given."""
+def peers(op: str, case: Case, device: str) -> Peers:
     return {"eager": _eager}

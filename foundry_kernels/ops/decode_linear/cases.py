@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
+from foundry_kernels.core.contract import Options, Scales, Tensors
 from foundry_kernels.testing import Arg, Case, normal
 
 WEIGHTS = ("weight", "weight2", "weight3", "weight4")
@@ -49,11 +47,8 @@ CASES: dict[str, tuple[Case, ...]] = {
 }
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """The root of the sum of the squares of the products that an output sums (float64 inputs)."""
     x = args["x"]
-    assert x is not None
     squares = [x.square() @ w.square().mT for n in WEIGHTS if (w := args[n]) is not None]
     return {"output 0": max((float(s.max().sqrt()) for s in squares if s.numel()), default=0.0)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foundry_kernels.core.contract import SAMPLED, Sample
+from foundry_kernels.core.contract import SAMPLED, Options, Peers, Sample, Tensors, Work
 from foundry_kernels.ops.flash_attention import bench_encoder, bench_masked, bench_paged
 from foundry_kernels.testing import Arg, Case
 
@@ -31,7 +31,6 @@ _PACKED = (1024, 512, 384, 128)
 _WHOLE_MATRIX = 4096
 #: Beyond this many tokens the reference, which materializes all scores, is given fewer.
 _CHECKED = 2048
-#: Endings of the cases that are timed without --full.
 BENCH_QUICK = (
     *("Hk=2 T=512 D=64-causal", "Hk=2 T=2048 D=64-causal", "Hk=2 T=1024 D=128-causal"),
     *("Hk=8 T=4096 D=128-causal", "Hk=8 T=16384 D=128-causal", "Hk=8 T=4096 D=64-causal"),
@@ -105,9 +104,7 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
 
 def parity_case(case: Case) -> Case:
     """`case`, or one sequence of `_CHECKED` tokens where the reference would materialize too many scores."""
-    q, k = case.args["q"], case.args["k"]
-    assert q is not None
-    assert k is not None
+    q, k = case.given("q", "k")
     if _packed(q) or max(q.shape[2], k.shape[2]) <= _CHECKED or q.shape[2] == 1:
         return case
     args = {n: a and replace(a, shape=(1, a.shape[1], _CHECKED, a.shape[3])) for n, a in case.args.items()}
@@ -116,8 +113,7 @@ def parity_case(case: Case) -> Case:
 
 def sample(case: Case) -> Sample | None:
     """All queries, or the last ones of long sequences, which see all keys."""
-    q = case.args["q"]
-    assert q is not None
+    (q,) = case.given("q")
     if _packed(q) or q.shape[2] <= _CHECKED:
         return None
     assert not case.options.get("dropout_p"), "what dropout leaves depends on a query's place"
@@ -143,9 +139,7 @@ def tokens_made(case: Case) -> int | None:
 
 def workspace_bytes(case: Case) -> int:
     """Returns what the check against the reference takes: it materializes some copies of the scores in float64."""
-    q, k = case.args["q"], case.args["k"]
-    assert q is not None
-    assert k is not None
+    q, k = case.given("q", "k")
     if bench_paged.is_decoding(case):
         return _COPIES * q.shape[0] * q.shape[1] * int(case.options["max_seqlen_k"])
     if _packed(q):
@@ -163,29 +157,25 @@ _MATERIALIZE = ("eager", "torch.compile", "torch.compile, max-autotune", "SDPA m
 
 def peer_bytes(case: Case, name: str) -> int:
     """Returns what a form takes that keeps all scores for a backward pass, in 16 bits and in float32."""
-    q, k = case.args["q"], case.args["k"]
-    assert q is not None
-    assert k is not None
+    q, k = case.given("q", "k")
     if name not in _MATERIALIZE or _packed(q):
         return 0
     return 16 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
+def bytes_moved(args: Tensors) -> Work:
     """The least that must be read and written. Forward: q, k, v and out once. Backward: these and dout are read, and
     dq, dk and dv written. lse, one number per row, is left out."""
-    q, k, v = (x for name in "qkv" if (x := args[name]) is not None)
+    q, k, v = (args[name] for name in "qkv")
     out = q.numel() // q.shape[-1] * v.shape[-1]
-    once = q.numel() + k.numel() + v.numel()
-    moved = {"forward": once + out, "backward": 2 * once + 2 * out}
-    moved["both"] = moved["forward"] + moved["backward"]
-    return moved[direction] * q.element_size()
+    once = (q.numel() + k.numel() + v.numel() + out) * q.element_size()
+    return once, 2 * once
 
 
-def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
+def flops(args: Tensors, options: Options) -> Work:
     """Counts the matmuls over the pairs of a query and a key that it sees, two per multiply-add. Forward: q k and p v.
     Backward: q k again, dout v, and those of dq, dk and dv; what a kernel computes twice counts once."""
-    q, k, v = (x for name in "qkv" if (x := args[name]) is not None)
+    q, k, v = (args[name] for name in "qkv")
     d, dv = q.shape[-1], v.shape[-1]
     if _packed(q) and options["max_seqlen_q"] == 1:
         pairs = bench_paged.pairs(q)
@@ -199,9 +189,7 @@ def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], directi
             pairs = b * h * bench_masked.pairs(mask)
         elif bench_encoder.is_padded(args):
             pairs = bench_encoder.pairs(q)
-    done = {"forward": 2 * pairs * (d + dv), "backward": 2 * pairs * (3 * d + 2 * dv)}
-    done["both"] = done["forward"] + done["backward"]
-    return done[direction]
+    return 2 * pairs * (d + dv), 2 * pairs * (3 * d + 2 * dv)
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -265,7 +253,7 @@ def _one_by_one(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any] | str]:
+def peers(op: str, case: Case, device: str) -> Peers:
     """What else computes this, by name, or the reason why it cannot here. "eager" is also what torch.compile is
     given."""
     if op != "flash_attention":
@@ -283,8 +271,7 @@ def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any] |
         return bench_encoder.peers(case, device)
     if bench_masked.is_masked(case):
         return bench_masked.peers(case, device)
-    causal, q = case.options["causal"], case.args["q"]
-    assert q is not None
+    causal, (q,) = case.options["causal"], case.given("q")
     too_long = None
     if q.shape[2] > _WHOLE_MATRIX:
         too_long = f"materializes the matrix of scores, left out beyond {_WHOLE_MATRIX} tokens"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Peers
 from foundry_kernels.ops.flash_attention import bench_masked
 from foundry_kernels.testing import Arg, Case
 
@@ -20,7 +20,6 @@ _BERT = (12, 512, 64)
 _BATCH = {"cpu": (1, 4), "cuda": (16, 32)}
 #: How much of each sequence in turn is no padding, in quarters.
 _FILLED = (4, 3, 2, 1)
-#: Endings of the cases that are timed without --full.
 QUICK = ("H=8 T=512 S=1500 D=64-cross", "-padded")
 
 
@@ -62,6 +61,6 @@ def pairs(q: Tensor) -> int:
     return heads * tokens * sum(_lengths(batch, tokens))
 
 
-def peers(case: Case, device: str) -> dict[str, Callable[..., Any] | str]:
+def peers(case: Case, device: str) -> Peers:
     """Returns the peers of the padded case."""
-    return bench_masked.peers(case, device) | {"FlexAttention": "makes a mask of blocks from the values of each batch"}
+    return {**bench_masked.peers(case, device), "FlexAttention": "makes a mask of blocks from the values of each batch"}

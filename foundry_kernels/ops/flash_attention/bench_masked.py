@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from foundry_kernels.core.contract import Peers
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.testing import Arg, Case
 
@@ -118,7 +119,7 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
     return _flex("mask")(q, k, v, block_mask=_block_mask(q.shape[2], str(q.device)))
 
 
-def peers(case: Case, device: str) -> dict[str, Callable[..., Any] | str]:
+def peers(case: Case, device: str) -> Peers:
     """Returns the peers that take such masks."""
     dropout_p, mask = case.options.get("dropout_p", 0.0), case.options.get("attn_mask")
     dense = None if mask is None else _dense(mask).to(device)

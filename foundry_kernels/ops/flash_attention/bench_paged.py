@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foundry_kernels.core.contract import Peers
 from foundry_kernels.testing import Arg, Case
 
 #: Sequences, keys of each, and sizes of pages; the heads are those of Llama-3-8B.
@@ -89,7 +90,7 @@ def _eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.transpose(2, 3) * q.shape[-1] ** -0.5, -1, dtype=torch.float32).to(q.dtype) @ v
 
 
-def peers() -> dict[str, Callable[..., Any]]:
+def peers() -> Peers:
     sdpa = partial(F.scaled_dot_product_attention, enable_gqa=True)
     return {"eager": partial(_gathered, attend=_eager), "gather and SDPA": partial(_gathered, attend=sdpa)}
 

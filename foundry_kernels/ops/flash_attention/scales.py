@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Options, Scales, Tensors
 from foundry_kernels.ops.flash_attention import reference
 from foundry_kernels.ops.flash_attention.checks import dense_options
 from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_scale
@@ -21,7 +22,7 @@ FROM_OUTPUT = ("q", "k", "sinks", "attn_mask")
 
 
 def of_output(
-    options: Mapping[str, Any], cotangents: tuple[Tensor, ...], error: Tensor
+    options: Options, cotangents: tuple[Tensor, ...], error: Tensor
 ) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
     """``delta = dout . out - dlse`` is all that a kernel makes of the output: it is off by as much as if lse's gradient
     were."""
@@ -38,25 +39,19 @@ def of_output(
 _ROUNDING = 1 / 16
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that each result sums (float64 inputs), by name: the root of the sum of their squares.
 
     In gradients ``dout . v - delta`` of each score cancels, and so do the sums over keys (q), queries (k, v) and both
     (sinks). In all results a score is itself a sum, and the exponential multiplies its error by ``p``: large scores
     that happen to leave a small or saturated result are not compared with the size of that result.
     """
-    tensors = {name: x if x is None else x.detach() for name, x in args.items()}
+    tensors = dict(args)
     cotangents = cotangents[: 2 if options.get("return_lse") else 1]  # statistics have none
     q, k, v = (tensors.pop(name) for name in "qkv")
-    assert q is not None
-    assert k is not None
-    assert v is not None
     if "cu_seqlens_q" not in tensors:
         return _scales(q, k, v, {**options, **tensors}, cotangents)
     cu_seqlens_q = tensors.pop("cu_seqlens_q")
-    assert cu_seqlens_q is not None
     keys = _keys_of_sequences(k, v, tensors)
     options = {name: value for name, value in options.items() if not name.startswith("max_seqlen")}
     score_mod = options.get("score_mod")
@@ -79,15 +74,13 @@ def _in_sequence(score_mod: Callable[..., Any], n: int, score: Any, b: Any, *pla
     return score_mod(score, b + n, *places)
 
 
-def _keys_of_sequences(k: Tensor, v: Tensor, tensors: dict[str, Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+def _keys_of_sequences(k: Tensor, v: Tensor, tensors: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """The keys and values of each packed sequence; takes what says where they are out of `tensors`."""
     cu_seqlens_k, table = tensors.pop("cu_seqlens_k"), tensors.pop("block_table", None)
     ends, begins = tensors.pop("seqused_k", None), tensors.pop("leftpad_k", None)
     if table is None:
-        assert cu_seqlens_k is not None
         return [(k[i:j], v[i:j]) for i, j in pairwise(cu_seqlens_k.tolist())]
     if ends is None:
-        assert cu_seqlens_k is not None
         ends = cu_seqlens_k.diff()
     begins = torch.zeros_like(ends) if begins is None else begins
     places = zip(table, begins.tolist(), ends.tolist(), strict=True)
@@ -104,7 +97,7 @@ def _distances(every: Tensor, lse: Tensor, unmasked: Tensor) -> Tensor:
 
 
 def _scales(
-    q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], cotangents: tuple[Tensor, ...], n: int = 0
+    q: Tensor, k: Tensor, v: Tensor, options: Options, cotangents: tuple[Tensor, ...], n: int = 0
 ) -> dict[str, float]:
     """Returns the scales of dense tensors. Their first sequence is sequence n for dropout."""
     group = q.shape[1] // k.shape[1]
@@ -170,7 +163,7 @@ def _scales(
 
 
 def _output_scales(
-    options: Mapping[str, Any], scores: Tensor, p: Tensor, error2: Tensor, out: Tensor, v: Tensor, factor: Tensor
+    options: Options, scores: Tensor, p: Tensor, error2: Tensor, out: Tensor, v: Tensor, factor: Tensor
 ) -> list[Tensor]:
     """The squares of what errors of the scores (the sink's last) leave in each output: ``p_j (z_j v_j - y)``, ``p_j``
     and ``p_j (log p_j + H)`` times that of score j, and that of the largest score itself."""

@@ -5,8 +5,9 @@ only heads may. What a score function reads is the same on all devices. A mask i
 the dimensions in which it is not broadcast.
 """
 
-from collections.abc import Mapping
 from typing import Any
+
+from foundry_kernels.core.contract import Dims, Options
 
 OPERATORS = ("flash_attention_fwd", "flash_attention_bwd")
 
@@ -19,7 +20,7 @@ _MASKS = ("attn_mask", "mask_tiles")
 _SAME = {"mask_bits": "nw", "dropout_seed": "...", "dscore": "..."}
 
 
-def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+def sharding(args: Options) -> Dims:
     packed, alibi_slopes = args.get("cu_seqlens_q") is not None, args.get("alibi_slopes")
     per_sequence = alibi_slopes is not None and alibi_slopes.ndim == 2
     if packed:

@@ -44,16 +44,6 @@ from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.gated_delta_rule import reference
 from foundry_kernels.ops.gated_delta_rule.checks import check_sequence, check_step
 
-__all__ = [
-    "GATED_DELTA_RULE",
-    "GATED_DELTA_RULE_STEP",
-    "GATED_LINEAR_ATTENTION",
-    "delta_rule",
-    "gated_delta_rule",
-    "gated_delta_rule_step",
-    "gated_linear_attention",
-]
-
 
 @overload
 def gated_delta_rule(

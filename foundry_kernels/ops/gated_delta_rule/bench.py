@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Sample
+from foundry_kernels.core.contract import Options, Peers, Sample, Tensors, Work
 from foundry_kernels.ops.gated_delta_rule.cases import sequence_case, step_case
 from foundry_kernels.testing import Case
 
@@ -89,36 +88,30 @@ def tokens_made(case: Case) -> int | None:
     return v.shape[0] if v is not None and len(v.shape) == 3 else None
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
+def bytes_moved(args: Tensors) -> Work:
     """The least that must be read and written: inputs and output, and with gradients these again and dout. A step
     reads and writes the state."""
     q, v, state = args["q"], args["v"], args.get("state")
-    assert q is not None
-    assert v is not None
     once = (2 * q.numel() + 2 * v.numel()) * v.element_size()
     if state is not None:
-        return once + 2 * state.numel() * state.element_size()
-    return {"forward": once, "backward": 2 * once, "both": 3 * once}[direction]
+        return once + 2 * state.numel() * state.element_size(), 0
+    return once, 2 * once
 
 
-def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
+def flops(args: Tensors, options: Options) -> Work:
     """The operations of the recurrence, two per multiply-add: a token reads the state for its key and its query and
     adds to it. Gradients take twice as many."""
     q, v = args["q"], args["v"]
-    assert q is not None
-    assert v is not None
     products = 3 if "beta" in args else 2
     forward = 2 * products * v.numel() * q.shape[-1]
-    return {"forward": forward, "backward": 2 * forward, "both": 3 * forward}[direction]
+    return forward, 2 * forward
 
 
-def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any] | str]:
+def peers(op: str, case: Case, device: str) -> Peers:
     """The functions of Hugging Face's transformers in plain PyTorch, on tensors of [B, T, H, D]."""
     if op == "gated_linear_attention":
         return {}
-    g, q = case.args["g"], case.args["q"]
-    assert g is not None
-    assert q is not None
+    g, q = case.given("g", "q")
     family = "qwen3_next" if len(g.shape) < len(q.shape) else "kimi_linear"
     try:
         model = importlib.import_module(f"transformers.models.{family}.modeling_{family}")

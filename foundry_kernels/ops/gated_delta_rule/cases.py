@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Options, Saved, Tensors
+from foundry_kernels.core.contract import Options, Saved, Scales, Tensors
 from foundry_kernels.ops.flash_attention.bench import CuSeqlens
 from foundry_kernels.ops.gated_delta_rule import reference
 from foundry_kernels.ops.gated_delta_rule.checks import MAX_HEAD_DIM
@@ -313,8 +312,6 @@ MUTATED = {"gated_delta_rule_step": ("state",)}
 def _states(args: Tensors, options: Options) -> int:
     """A matrix for each head and each chunk, of 16 tokens at least: its state, or its triangle's inverse."""
     v, k, ends = args["v"], args["k"], args.get("cu_seqlens")
-    assert v is not None
-    assert k is not None
     chunks = v.shape[2] // 16 + (1 if ends is None else ends.shape[0])
     return v.shape[0] * v.shape[1] * chunks * max(k.shape[3] * v.shape[3], 32 * 32)
 
@@ -322,7 +319,6 @@ def _states(args: Tensors, options: Options) -> int:
 def _parts(args: Tensors, options: Options) -> int:
     """Values that are too wide for one call run in two, each of which makes a gradient of what both share."""
     v = args["v"]
-    assert v is not None
     return max(x.numel() for x in args.values() if x is not None) if v.shape[3] > MAX_HEAD_DIM else 0
 
 
@@ -333,9 +329,7 @@ SAVED = dict.fromkeys(("gated_delta_rule", "gated_linear_attention"), Saved(more
 _TINY = 1e-32
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that a gradient sums (float64 inputs).
 
     Of a query or key that is divided by its length, the gradient loses its part along it, which may be nearly all: its
@@ -343,17 +337,14 @@ def scales(
     squares, also without the correction, which may cancel nearly all of the state. (Linear attention is taken for the
     delta rule without beta, whose terms are of the same size.)
     """
-    q, k, v, g, beta = (None if (x := args.get(n)) is None else x.detach() for n in ("q", "k", "v", "g", "beta"))
-    assert q is not None
-    assert k is not None
-    assert v is not None
+    (q, k, v), g, beta = (args[n] for n in "qkv"), args.get("g"), args.get("beta")
     tiny = dict.fromkeys((*args, "output 0", "output 1"), _TINY)
     if "state" in args or v.numel() == 0 or not (g is not None or options.get("qk_l2norm")):
         return tiny
     rate, bias, limit = args.get("A_log"), args.get("dt_bias"), options.get("beta_limit")
     if g is not None and rate is not None:
-        raw, rate = g if bias is None else g + bias.detach().unsqueeze(1), rate.detach()
-    g, beta = reference.opened(g, beta, rate, None if bias is None else bias.detach(), limit, q.dtype, tokens=True)
+        raw = g if bias is None else g + bias.unsqueeze(1)
+    g, beta = reference.opened(g, beta, rate, bias, limit, q.dtype, tokens=True)
     state, factors = args.get("initial_state"), {}
     if options.get("qk_l2norm"):
         factors = {n: torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS) for n, x in (("q", q), ("k", k))}
@@ -368,8 +359,7 @@ def scales(
     found = {}
     for delta in (True, False):
         call = DeltaRuleOptions(args.get("cu_seqlens"), scale, False, delta, None, None, final)
-        initial = None if state is None else state.detach()
-        outputs = reference.gated_delta_rule(q, k, v, g, beta, initial, None, None, call)
+        outputs = reference.gated_delta_rule(q, k, v, g, beta, state, None, None, call)
         results = [x for x in outputs if x is not None]
         grads = dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), cotangents), strict=True))
         if delta:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 from foundry_kernels.ops.gated_delta_rule.cases import Between, sequence_case, step_case
-from foundry_kernels.testing import Arg, Case, Values, normal
-from foundry_kernels.testing.fuzzing import layouts, sizes
+from foundry_kernels.testing import Case, Values, normal
+from foundry_kernels.testing.fuzzing import laid_out, sizes
 
 _DECAYS = st.sampled_from(
     [Between(-0.6, 0.0), Between(-1e-3, 0.0), Between(-0.3, 0.0, (-50.0, 0.0)), Between(-90.0, 0.0)]
@@ -38,7 +37,7 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
         beta, options["beta_limit"] = normal(2.0), draw(st.sampled_from([1.0, 2.0]))
     if op == "gated_delta_rule_step":
         case = step_case(batch, heads, dims, g=g, beta=beta, **options)
-        return _laid_out(draw, case, {"state"})
+        return laid_out(draw, case, kept="state")
     tokens: int | tuple[int, ...] = draw(sizes(20 if wide else 70))
     if draw(st.integers(0, 2)) == 0:
         batch, tokens = 1, tuple(draw(st.lists(sizes(40), max_size=4)))
@@ -57,16 +56,4 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
         return_final_state=draw(st.booleans()),
         **options,
     )
-    return _laid_out(draw, case, {"cu_seqlens"})
-
-
-def _laid_out(draw: st.DrawFn, case: Case, kept: set[str]) -> Case:
-    """The case with other layouts, and with inputs without gradient."""
-
-    def other(name: str, a: Arg | None) -> Arg | None:
-        if a is None or name in kept:
-            return a
-        return replace(a, layout=draw(layouts(len(a.shape))), grad=a.grad and draw(st.integers(0, 5)) != 5)
-
-    args = {name: other(name, a) for name, a in case.args.items()}
-    return replace(case, args=args, id="random", cotangent=draw(layouts(3)))
+    return laid_out(draw, case, kept="cu_seqlens")

@@ -4,8 +4,7 @@ Sequences and heads are independent of each other, the heads of v that share a h
 only heads may be sharded.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from foundry_kernels.core.contract import Dims, Options
 
 OPERATORS = ("gated_delta_rule_fwd", "gated_delta_rule_bwd", "gated_delta_rule_step")
 
@@ -13,7 +12,7 @@ _SEQUENCE = {"q": "bhtk", "k": "bhtk", "v": "bhtv", "out": "bhtv", "g": "bht", "
 _STEP = {"q": "bhk", "k": "bhk", "v": "bhv", "out": "bhv", "g": "bh", "beta": "bh", "state": "bhkv"}
 
 
-def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+def sharding(args: Options) -> Dims:
     channels = args.get("g") is not None and len(args["g"].shape) == len(args["q"].shape)
     gates = {"A_log": "h", "dt_bias": "hk" if channels else "h"}
     if "state" in args:

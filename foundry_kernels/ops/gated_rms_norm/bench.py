@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Peers
 from foundry_kernels.ops.gated_rms_norm.cases import gated_case
 from foundry_kernels.testing import Case
 
@@ -23,13 +21,6 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     return tuple(gated_case((rows, width), name, round_before_weight=True) for rows, width, name in _SHAPES[device])
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
-    """The least that must be read and written: x, the gate and y; x, the gate, dy and two gradients."""
-    x = args["x"]
-    assert x is not None
-    return {"forward": 3, "backward": 5, "both": 8}[direction] * x.numel() * x.element_size()
-
-
 def _eager(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     """Computes it as transformers does for Qwen3-Next."""
     wide = x.float()
@@ -38,5 +29,5 @@ def _eager(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     return (y * torch.nn.functional.silu(gate.float())).to(x.dtype)
 
 
-def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any] | str]:
+def peers(op: str, case: Case, device: str) -> Peers:
     return {"eager": _eager}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Saved
+from foundry_kernels.core.contract import Options, Saved, Scales, Tensors
 from foundry_kernels.testing import Arg, Case, Values, normal
 
 
@@ -64,13 +63,9 @@ CASES: dict[str, tuple[Case, ...]] = {
 SAVED = {"gated_rms_norm": Saved(per_row={"x": 1})}
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that a gradient sums (float64 inputs); what is left out has its own size."""
-    x, gate, weight = (None if (t := args.get(n)) is None else t.detach() for n in ("x", "gate", "weight"))
-    assert x is not None
-    assert gate is not None
+    x, gate, weight = (args[n] for n in ("x", "gate", "weight"))
     if x.numel() == 0:
         return {}
     act = gate.sigmoid() * (gate if options.get("activation", "silu") == "silu" else 1.0)

@@ -135,32 +135,27 @@ def _plan(
     return Plan((grid,), (*sizes, n1, n2, *(s for each in rows for s in each)), constants)
 
 
-def _empty_fwd(
-    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, activation: str, rounds: bool, save_rstd: bool
-) -> tuple[Tensor, Tensor | None]:
+def _empty_fwd(x: Tensor, save_rstd: bool) -> tuple[Tensor, Tensor | None]:
     return empty_like(x), x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype)) if save_rstd else None
 
 
 def _launch_fwd(
     x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, activation: str, rounds: bool, save_rstd: bool
 ) -> tuple[Tensor, Tensor | None]:
-    y, rstd = _empty_fwd(x, gate, weight, eps, activation, rounds, save_rstd)
+    y, rstd = _empty_fwd(x, save_rstd)
     if x.numel() == 0:
         return y, rstd
     options = x.dtype, x.device, eps, activation, rounds
     plan = _plan(x.shape, (x.stride(), gate.stride()), *options)
     if plan is None:
-        x, gate = x.contiguous(), gate.contiguous()
-        plan = _plan(x.shape, (x.stride(), gate.stride()), *options)
-    assert plan is not None
+        return _launch_fwd(x.contiguous(), gate.contiguous(), weight, eps, activation, rounds, save_rstd)
     launch(gated_rms_norm_fwd_kernel, plan, x, gate, contiguous(weight), y, rstd)
     return y, rstd
 
 
 def _empty_bwd(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, rstd: Tensor, activation: str, rounds: bool,
-    need_dx: bool, need_dgate: bool, need_dw: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    x: Tensor, weight: Tensor | None, need_dx: bool, need_dgate: bool, need_dw: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     dw = weight.new_empty(weight.shape) if need_dw and weight is not None else None
     return empty_like(x) if need_dx else None, empty_like(x) if need_dgate else None, dw
 
@@ -169,15 +164,14 @@ def _launch_bwd(
     dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, rstd: Tensor, activation: str, rounds: bool,
     need_dx: bool, need_dgate: bool, need_dw: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    dx, dgate, dw = _empty_bwd(dy, x, gate, weight, rstd, activation, rounds, need_dx, need_dgate, need_dw)
+    dx, dgate, dw = _empty_bwd(x, weight, need_dx, need_dgate, need_dw)
     if x.numel() == 0:
         return dx, dgate, dw if dw is None else dw.zero_()
     options = x.dtype, x.device, None, activation, rounds
     plan = _plan(x.shape, (dy.stride(), x.stride(), gate.stride()), *options)
     if plan is None:
         dy, x, gate = dy.contiguous(), x.contiguous(), gate.contiguous()
-        plan = _plan(x.shape, (dy.stride(), x.stride(), gate.stride()), *options)
-    assert plan is not None
+        return _launch_bwd(dy, x, gate, weight, rstd, activation, rounds, need_dx, need_dgate, need_dw)
     partial = None if dw is None else x.new_empty((plan.grid[0], x.shape[-1]), dtype=wide_dtype(x.dtype))
     launch(
         gated_rms_norm_bwd_kernel, plan,

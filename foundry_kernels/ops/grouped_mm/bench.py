@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from foundry_kernels.core.contract import Options, Peers, Tensors, Work
 from foundry_kernels.testing import Arg, Case, normal
 
 #: Shapes to time, by device: rows (tokens times experts of each), matrices, K, N, name. The first layers of experts.
@@ -60,32 +59,16 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
 
 def parity_case(case: Case) -> Case:
     """Returns the case with fewer rows, for the comparison with the reference in float64."""
-    x, offs = case.args["x"], case.args["offs"]
-    assert x is not None
-    assert offs is not None
+    x, offs = case.given("x", "offs")
     rows = min(x.shape[0], 4096)
     fewer = {"x": replace(x, shape=(rows, x.shape[1])), "offs": replace(offs, values=_Uneven(rows))}
     return replace(case, args=dict(case.args) | fewer)
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
-    """The least that must be read and written. Forward: x, weight and y. Backward: dy, x and weight, and the gradients
-    of the latter two."""
-    x, weight = args["x"], args["weight"]
-    assert x is not None
-    assert weight is not None
-    inputs, y = x.numel() + weight.numel(), x.shape[0] * weight.shape[2]
-    moved = {"forward": inputs + y, "backward": 2 * inputs + y}
-    moved["both"] = moved["forward"] + moved["backward"]
-    return moved[direction] * x.element_size()
-
-
-def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
+def flops(args: Tensors, options: Options) -> Work:
     """Counts one matmul forward and two backward."""
-    x, weight = args["x"], args["weight"]
-    assert x is not None
-    assert weight is not None
-    return {"forward": 2, "backward": 4, "both": 6}[direction] * x.numel() * weight.shape[2]
+    products = args["x"].numel() * args["weight"].shape[2]
+    return 2 * products, 4 * products
 
 
 def _eager(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
@@ -94,10 +77,7 @@ def _eager(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     return torch.cat([x[a:b] @ w for a, b, w in zip([0, *ends], ends, weight.unbind(0), strict=False)])
 
 
-def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any] | str]:
-    """What else computes this, by name; "eager" is also what torch.compile is given."""
-    if not hasattr(functional, "grouped_mm"):
-        return {"eager": _eager, "torch grouped_mm": "needs torch 2.10"}
+def peers(op: str, case: Case, device: str) -> Peers:
     return {"eager": _eager, "torch grouped_mm": _torch_grouped_mm}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Options, Scales, Tensors
 from foundry_kernels.ops.grouped_mm.reference import grouped_mm
 from foundry_kernels.testing import Arg, Case, normal
 
@@ -74,17 +74,12 @@ CASES: dict[str, tuple[Case, ...]] = {
 }
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the products that are summed (float64 inputs): the root of the sum of their squares."""
     x, weight, offs = (args[name] for name in ("x", "weight", "offs"))
-    assert x is not None
-    assert weight is not None
-    assert offs is not None
     if x.numel() == 0 or weight.numel() == 0:
         return {}
-    x2, weight2 = x.detach().square().requires_grad_(), weight.detach().square().requires_grad_()
+    x2, weight2 = x.square().requires_grad_(), weight.square().requires_grad_()
     y2 = grouped_mm(x2, weight2, offs)
     dx2, dweight2 = torch.autograd.grad(y2, (x2, weight2), cotangents[0].square())
     squares = {"output 0": y2.detach(), "x": dx2, "weight": dweight2}

@@ -5,13 +5,8 @@ tensors does not tell which groups' rows a device has. The inner dimension may n
 once.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 OPERATORS = ("grouped_mm_fwd", "grouped_mm_bwd")
 #: The matmul that other operators use on a CPU.
 UNSHARDED = ("matmul_",)
-
-
-def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    return {"x": "mk", "weight": "ekn", "offs": "e", "y": "mn"}, "n"
+DIMS = {"x": "mk", "weight": "ekn", "offs": "e", "y": "mn"}
+ALONG = "n"

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foundry_kernels.core.contract import Sample, sample_rows
+from foundry_kernels.core.contract import Peers, Sample, sample_rows
 from foundry_kernels.ops.cross_entropy.bench import parity_case
 from foundry_kernels.testing import Arg, Case
 
-__all__ = ["BENCH_QUICK", "bench_cases", "bytes_moved", "eager", "parity_case", "peers", "sample"]
+__all__ = ["BENCH_QUICK", "bench_cases", "eager", "parity_case", "peers", "sample"]
 
 #: Shapes to time, by device: tokens, vocabulary, name.
 _BENCH_SHAPES = {
@@ -22,7 +20,6 @@ _BENCH_SHAPES = {
     "cuda": ((8192, 32000, "llama-2"), (8192, 128256, "llama-3")),
 }
 
-#: Endings of the cases that are timed without --full.
 BENCH_QUICK = ("cached-forward", "llama-2-forward", "llama-2-jsd")
 
 DIVERGENCES = ("forward", "reverse", "jsd")
@@ -46,13 +43,6 @@ def sample(case: Case) -> Sample | None:
     return sample_rows(case, {"logits": 0, "teacher_logits": 0}, {})
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
-    """The least that must be read and written: forward both logits, backward these and the gradient."""
-    logits = args["logits"]
-    assert logits is not None
-    return {"forward": 2, "backward": 3, "both": 5}[direction] * logits.numel() * logits.element_size()
-
-
 def eager(logits: Tensor, teacher_logits: Tensor, direction: str) -> Tensor:
     """TRL's `GKDTrainer.generalized_jsd_loss`, with logits as they are."""
     log_q, log_p = (torch.log_softmax(x, -1) for x in (logits, teacher_logits))
@@ -69,6 +59,5 @@ def _kl(log_b: Tensor, log_a: Tensor) -> Tensor:
     return F.kl_div(log_b, log_a, reduction="none", log_target=True)
 
 
-def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any]]:
-    """What else computes this, by name; "eager" is also what torch.compile is given."""
+def peers(op: str, case: Case, device: str) -> Peers:
     return {"eager": partial(eager, direction=case.options["direction"])}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Saved
+from foundry_kernels.core.contract import Options, Saved, Scales, Tensors
 from foundry_kernels.ops.cross_entropy.cases import IGNORED, masked, shifted, targets
 from foundry_kernels.testing import Arg, Case, Values, normal
 from foundry_kernels.testing.policy import ARITHMETIC
@@ -125,26 +124,22 @@ CASES: dict[str, tuple[Case, ...]] = {
 SAVED = {"kl_div": Saved(per_row={"logits": 1})}
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that a gradient or the loss sums (float64 inputs).
 
     A term of the loss is a probability times a difference of log-probabilities, as large as the latter may be. A
     gradient is a difference of probabilities, or a probability times such a difference.
     """
     logits, teacher, target = args["logits"], args["teacher_logits"], args.get("target")
-    assert logits is not None
-    assert teacher is not None
     counts = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
     if target is not None:
         counts = target != options.get("ignore_index", IGNORED)
     if not counts.any():
         return {}
-    return terms(logits.detach()[counts], teacher.detach()[counts], options, cotangents[0])
+    return terms(logits[counts], teacher[counts], options, cotangents[0])
 
 
-def terms(logits: Tensor, teacher: Tensor, options: Mapping[str, Any], cotangent: Tensor) -> dict[str, float]:
+def terms(logits: Tensor, teacher: Tensor, options: Options, cotangent: Tensor) -> dict[str, float]:
     """The scales of the loss and of the logits' gradient, from the logits of the tokens that count."""
     temperature, direction = options.get("temperature", 1.0), options.get("direction", "forward")
     log_q, log_p = (torch.log_softmax(x / temperature, -1) for x in (logits, teacher))

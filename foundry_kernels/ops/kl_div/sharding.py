@@ -4,14 +4,13 @@ Tokens are independent of each other, each with all of its classes. The operator
 reduced loss is PyTorch's, which then needs the other devices.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from foundry_kernels.core.contract import Dims, Options
 
 OPERATORS = ("kl_div_fwd", "kl_div_bwd")
 UNSHARDED = ("kl_div_fwd_bwd_",)
 
 
-def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+def sharding(args: Options) -> Dims:
     return {"logits": "...v", "teacher_logits": "...v", "target": "...", "loss": "..."}, (
         "..." if args.get("reduction", "none") == "none" else ""
     )

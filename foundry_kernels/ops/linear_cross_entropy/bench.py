@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import cross_entropy, linear
 
+from foundry_kernels.core.contract import Peers
 from foundry_kernels.ops._linear_loss.bench import DIRECTIONS, bench_case, bytes_moved, flops, parity_case, sample
 from foundry_kernels.testing import Case
 
@@ -51,8 +49,7 @@ def _eager(
     return cross_entropy(linear(hidden, weight, bias), target, class_weight)
 
 
-def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any] | str]:
-    """What else computes this, by name; "eager" is also what torch.compile is given."""
+def peers(op: str, case: Case, device: str) -> Peers:
     if not hasattr(functional, "linear_cross_entropy"):
         return {"eager": _eager, "torch chunked": "needs torch 2.13"}
     return {"eager": _eager, "torch chunked": _torch_chunked}

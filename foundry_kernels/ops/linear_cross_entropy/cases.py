@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Saved
+from foundry_kernels.core.contract import Options, Saved, Scales, Tensors
 from foundry_kernels.ops._linear_loss.cases import (
     common_cases,
     gradients_of_pair,
@@ -87,9 +86,7 @@ SAVED = {
 }
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that a gradient or the loss sums (float64 inputs), by argument.
 
     A logit sums products, and the loss is a difference of logits: it is as exact as they are.
@@ -98,7 +95,6 @@ def scales(
     if sizes is None:
         return {}
     logits, x, w = sizes
-    assert target is not None
     counts = target != options.get("ignore_index", IGNORED)
     found = {"output 0": logits, "output 1": logits}
     ones = torch.ones(counts.shape, dtype=torch.float64, device=target.device)

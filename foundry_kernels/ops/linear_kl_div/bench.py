@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from foundry_kernels.core.contract import Peers
 from foundry_kernels.ops._linear_loss.bench import DIRECTIONS, bytes_moved, flops, parity_case, sample
 from foundry_kernels.ops.kl_div.bench import DIVERGENCES, eager
 from foundry_kernels.ops.linear_kl_div.cases import listed
@@ -66,8 +65,7 @@ def _eager_listed(hidden: Tensor, weight: Tensor, teacher_ids: Tensor, teacher_l
     return torch.nn.functional.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
 
 
-def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any]]:
-    """What else computes this, by name; "eager" is also what torch.compile is given."""
+def peers(op: str, case: Case, device: str) -> Peers:
     if "teacher_ids" in case.args:
         return {"eager": _eager_listed}
     return {"eager": partial(_eager, direction=case.options["direction"])}

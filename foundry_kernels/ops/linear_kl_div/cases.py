@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Saved
+from foundry_kernels.core.contract import Options, Saved, Scales, Tensors
 from foundry_kernels.ops._linear_loss.cases import common_cases, gradients_of_pair, of_few
 from foundry_kernels.ops._linear_loss.cases import linear_case as linear_loss_case
 from foundry_kernels.ops.cross_entropy.cases import IGNORED
@@ -188,24 +187,20 @@ SAVED = {
 }  # fmt: skip
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that a gradient or the loss sums (float64 inputs), by argument.
 
     A logit sums products, and the loss is made of differences of logits: it is as exact as they are.
     """
     hidden, weight, target = args["hidden"], args["weight"], args.get("target")
-    assert hidden is not None
-    assert weight is not None
     counts = None if target is None else target != options.get("ignore_index", IGNORED)
     if hidden.numel() == 0 or (counts is not None and not counts.any()):
         return {}
 
     def counting(rows: Tensor) -> Tensor:  # the meta device has no number of rows for a mask
-        return rows.detach().reshape(-1, rows.shape[-1]) if counts is None else rows.detach()[counts]
+        return rows.reshape(-1, rows.shape[-1]) if counts is None else rows[counts]
 
-    x, w = counting(hidden), weight.detach()
+    x, w = counting(hidden), weight
     logits, size = _logits(x, w, args.get("bias"))
     low, up = args.get("low"), args.get("up")
     if low is not None and up is not None:
@@ -213,26 +208,24 @@ def scales(
         logits, size = logits + of_pair, size + more
     factor = abs(options.get("logit_scale", 1.0))
     logits, size = capped(logits * options.get("logit_scale", 1.0), options.get("softcap")), size * factor
-    ids, of_teacher, head = args.get("teacher_ids"), args.get("teacher_hidden"), args.get("teacher_weight")
+    ids, of_teacher = args.get("teacher_ids"), args.get("teacher_hidden")
     if ids is not None:
         given, t = args["teacher_log_probs"], options.get("temperature", 1.0)
-        assert given is not None
         of_ids = Listed.of(counting(ids), counting(given), x.new_ones(x.shape[0], dtype=torch.bool), w.shape[0])
         others = torch.ones_like(logits, dtype=torch.bool).scatter(1, of_ids.ids, False)
         rest = (logits / t).masked_fill(~others, -torch.inf).logsumexp(1, keepdim=True)
         q, p = of_ids.buckets((logits / t).gather(1, of_ids.ids), rest if options.get("add_tail", True) else None)
         found = terms(t * q, t * p, options, cotangents[0])
     elif of_teacher is not None:
-        assert head is not None
-        of_teacher_logits, of_teacher_size = _logits(counting(of_teacher), head, args.get("teacher_bias"))
+        of_teacher_logits, of_teacher_size = _logits(
+            counting(of_teacher), args["teacher_weight"], args.get("teacher_bias")
+        )
         scale = options.get("teacher_logit_scale", 1.0)
         size = max(size, abs(scale) * of_teacher_size)
         of_teacher_logits = capped(scale * of_teacher_logits, options.get("teacher_softcap"))
         found = terms(logits, of_teacher_logits, options, cotangents[0])
     else:
-        teacher = args["teacher_logits"]
-        assert teacher is not None
-        found = terms(logits, counting(teacher), options, cotangents[0])
+        found = terms(logits, counting(args["teacher_logits"]), options, cotangents[0])
     many = x.shape[0] if options.get("reduction", "mean") == "sum" else 1
     size /= options.get("temperature", 1.0)
     # An error of the logits is one of the distances that the gradient's terms contain.
@@ -249,8 +242,8 @@ def scales(
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, float]:
     """The logits, and the size of the products that they sum."""
-    y = x @ weight.detach().t()
-    return y if bias is None else y + bias.detach(), float((x.abs() @ weight.detach().abs().t()).max())
+    y = x @ weight.t()
+    return y if bias is None else y + bias, float((x.abs() @ weight.abs().t()).max())
 
 
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from foundry_kernels.core.contract import Peers
 from foundry_kernels.ops._linear_loss.bench import DIRECTIONS, bench_case, bytes_moved, flops, parity_case, sample
 from foundry_kernels.ops.log_probs.bench import picked_of
 from foundry_kernels.testing import Case
@@ -37,6 +37,5 @@ def _eager(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None =
     return picked_of(torch.log_softmax(linear(hidden, weight, bias).float(), -1), target, return_entropy)
 
 
-def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any]]:
-    """What else computes this, by name; "eager" is also what torch.compile is given."""
+def peers(op: str, case: Case, device: str) -> Peers:
     return {"eager": partial(_eager, return_entropy=case.options["return_entropy"])}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Saved
+from foundry_kernels.core.contract import Options, Saved, Scales, Tensors
 from foundry_kernels.ops._linear_loss.cases import (
     common_cases,
     gradients_of_pair,
@@ -47,9 +46,7 @@ CASES: dict[str, tuple[Case, ...]] = {
 SAVED = {"linear_log_probs": Saved(outputs=(1, 2), per_row={"hidden": 2}, more=of_few, made=of_few)}
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that a gradient or a result sums (float64 inputs), by argument.
 
     A logit sums products, and each result is a difference of logits: it is as exact as they are.

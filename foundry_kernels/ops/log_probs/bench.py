@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Sample, sample_rows
-from foundry_kernels.ops.cross_entropy.bench import bytes_moved, parity_case
+from foundry_kernels.core.contract import Peers, Sample, sample_rows
+from foundry_kernels.ops.cross_entropy.bench import parity_case
 from foundry_kernels.ops.cross_entropy.cases import targets
 from foundry_kernels.testing import Arg, Case
 
-__all__ = ["BENCH_QUICK", "bench_cases", "bytes_moved", "parity_case", "peers", "picked_of", "sample"]
+__all__ = ["BENCH_QUICK", "bench_cases", "parity_case", "peers", "picked_of", "sample"]
 
 #: Shapes to time, by device: tokens, vocabulary, name.
 _BENCH_SHAPES = {
@@ -22,7 +21,6 @@ _BENCH_SHAPES = {
     "cuda": ((8192, 32000, "llama-2"), (8192, 128256, "llama-3")),
 }
 
-#: Endings of the cases that are timed without --full.
 BENCH_QUICK = ("cached", "llama-2", "llama-2-entropy")
 
 
@@ -56,6 +54,5 @@ def _eager(logits: Tensor, target: Tensor, return_entropy: bool) -> Any:
     return picked_of(torch.log_softmax(logits, -1), target, return_entropy)
 
 
-def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any]]:
-    """What else computes this, by name; "eager" is also what torch.compile is given."""
+def peers(op: str, case: Case, device: str) -> Peers:
     return {"eager": partial(_eager, return_entropy=case.options["return_entropy"])}

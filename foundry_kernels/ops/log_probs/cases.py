@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Saved
+from foundry_kernels.core.contract import Options, Saved, Scales, Tensors
 from foundry_kernels.ops.cross_entropy.cases import IGNORED, masked, shifted, targets
 from foundry_kernels.testing import Arg, Case, Values, normal
 
@@ -75,24 +74,20 @@ CASES: dict[str, tuple[Case, ...]] = {
 SAVED = {"log_probs": Saved(outputs=(1, 2), per_row={"logits": 2})}
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that a gradient or the entropy sums (float64 inputs).
 
     The target's 1 - p passes through 0 for a confident token. The entropy has the digits of a sum of exponentials that
     is 1 or more, of which it takes the logarithm: it may be far below 1.
     """
     target = args["target"]
-    assert target is not None
     if not (target != options.get("ignore_index", IGNORED)).any():
         return {}
     largest = sum(float(c.abs().max()) for c in cotangents if c.numel())
     found = {"logits": abs(options.get("logit_scale", 1.0)) * largest}
     logits = args["logits"]
-    assert logits is not None
     sizes = [1.0] * options.get("return_entropy", False) + [0.0] * options.get("return_lse", False)
     if options.get("return_stats"):
-        mean = float(logits.detach().nan_to_num(neginf=0.0).abs().max()) * abs(options.get("logit_scale", 1.0))
+        mean = float(logits.nan_to_num(neginf=0.0).abs().max()) * abs(options.get("logit_scale", 1.0))
         sizes += [0.0, mean, 1.0]
     return found | {f"output {i}": size for i, size in enumerate(sizes, 1)}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout, linear
 
+from foundry_kernels.core.contract import Options, Peers, Tensors, Work
 from foundry_kernels.ops.lora_linear.cases import make_case
 from foundry_kernels.testing import Case
 
@@ -39,10 +39,7 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
 
 def workspace_bytes(case: Case) -> int:
     """The reference keeps x and y in float64, and the weight."""
-    x, a, b = (case.args[name] for name in ("x", "lora_a", "lora_b"))
-    assert x is not None
-    assert a is not None
-    assert b is not None
+    x, a, b = case.given("x", "lora_a", "lora_b")
     rows, k, m = math.prod(x.shape[:-1]), a.shape[1], b.shape[0]
     return 8 * (rows * (k + m) + k * m)
 
@@ -56,29 +53,20 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
     }
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
+def bytes_moved(args: Tensors) -> Work:
     """The least that must be read and written. Forward: x, the weight and y. Backward: dy, x, the weight and dx. The
     adapter is small and left out."""
     x, weight, b = args["x"], args["weight"], args["lora_b"]
-    assert x is not None
-    assert weight is not None
-    assert b is not None
-    rows = x.numel() // x.shape[-1]
-    moved = {"forward": x.numel() + rows * b.shape[0], "backward": 2 * x.numel() + rows * b.shape[0]}
-    moved["both"] = moved["forward"] + moved["backward"] + weight.numel()
-    return (moved[direction] + weight.numel()) * x.element_size()
+    y, size = x.numel() // x.shape[-1] * b.shape[0], x.element_size()
+    return (x.numel() + weight.numel() + y) * size, (2 * x.numel() + weight.numel() + y) * size
 
 
-def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
+def flops(args: Tensors, options: Options) -> Work:
     """Counts one matmul with the weight in each direction, one with each adapter matrix forward and two backward."""
     x, a, b = args["x"], args["lora_a"], args["lora_b"]
-    assert x is not None
-    assert a is not None
-    assert b is not None
     rows, thin = x.numel() // x.shape[-1], a.numel() + b.numel()
     frozen = x.shape[-1] * b.shape[0]
-    forward, backward = 2 * rows * (frozen + thin), 2 * rows * (frozen + 2 * thin)
-    return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
+    return 2 * rows * (frozen + thin), 2 * rows * (frozen + 2 * thin)
 
 
 def _peft(x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, p: float) -> Tensor:
@@ -88,7 +76,7 @@ def _peft(x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: floa
     return (result + linear(linear(wide, lora_a), lora_b) * scale).to(result.dtype)
 
 
-def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any]]:
+def peers(op: str, case: Case, device: str) -> Peers:
     """What else computes this, by name; "eager", which is PEFT's forward pass, is also what torch.compile is given."""
     scale, p = case.options["scale"], case.options.get("dropout_p", 0.0)
 

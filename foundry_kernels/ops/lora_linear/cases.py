@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Saved
+from foundry_kernels.core.contract import Options, Saved, Scales, Tensors
 from foundry_kernels.testing import Arg, Case, normal
-from foundry_kernels.testing.policy import to_float64
 
 
 def make_case(
@@ -66,25 +64,18 @@ CASES: dict[str, tuple[Case, ...]] = {
 }
 
 
-def _saved(args: Mapping[str, Tensor | None], options: Mapping[str, Any]) -> int:
+def _saved(args: Tensors, options: Options) -> int:
     """x A^T."""
     x, a = args["x"], args["lora_a"]
-    assert x is not None
-    assert a is not None
     return math.prod(x.shape[:-1]) * a.shape[0]
 
 
 SAVED = {"lora_linear": Saved(never=("bias", "base"), more=_saved, made=_saved)}
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the products that are summed (float64 inputs): the root of the sum of their squares."""
-    squares = {n: None if v is None else v.square() for n, v in to_float64(args).items()}
-    names = [n for n, v in squares.items() if v is not None]
-    leaves = [squares[n].detach().requires_grad_() for n in names]  # type: ignore[union-attr]
-    given = dict(zip(names, leaves, strict=True))
+    given = {n: x.square().requires_grad_() for n, x in args.items() if x is not None}
     kept = given["x"] / (1.0 - options.get("dropout_p", 0.0)) ** 2
     y = options.get("scale", 1.0) ** 2 * (kept @ given["lora_a"].mT) @ given["lora_b"].mT
     for name in ("bias", "base"):
@@ -93,8 +84,8 @@ def scales(
         y = y + given["x"] @ given["weight"].mT
     if y.numel() == 0:
         return {}
-    found = torch.autograd.grad(y, leaves, cotangents[0].square())
-    sizes = {"output 0": y, **dict(zip(names, found, strict=True))}
+    found = torch.autograd.grad(y, list(given.values()), cotangents[0].square())
+    sizes = {"output 0": y, **dict(zip(given, found, strict=True))}
     return {n: float(each.detach().max().sqrt()) for n, each in sizes.items() if each.numel()}
 
 

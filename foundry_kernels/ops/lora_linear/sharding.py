@@ -5,15 +5,14 @@ Rows may be sharded, and so may the wide side, in both ways of tensor parallelis
 it is r wide. With dropout nothing is sharded: which elements are dropped depends on the number of a row and a column.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from foundry_kernels.core.contract import Dims, Options
 
 OPERATORS = ("lora_down", "lora_up", "lora_outer")
 #: Overwrites its first argument; DTensors take `lora_up`.
 UNSHARDED = ("lora_up_",)
 
 
-def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+def sharding(args: Options) -> Dims:
     dims = {"x": "...k", "a": "rk", "t": "...r", "down": "...r", "base": "...m", "y": "...m", "b": "mr"}
     dims |= {"weight": "mk", "lora_a": "rk", "lora_b": "mr", "bias": "m", "dropout_seed": "..."}
     dims["douter"] = "kr" if args.get("transposed") else "rk"

@@ -209,12 +209,12 @@ def _plan_down(
     return Plan((grid,), numbers, _common(dtype, dropout_p) | {"WHOLE": shape[1] % tile["BLOCK_COLS"] == 0} | tile)
 
 
-def _empty_down(x: Tensor, a: Tensor, scale: float, dropout_p: float = 0.0, seed: Tensor | None = None) -> Tensor:
+def _empty_down(x: Tensor, a: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], a.shape[0]), dtype=wide_dtype(x.dtype))
 
 
 def _down(x: Tensor, a: Tensor, scale: float, dropout_p: float = 0.0, seed: Tensor | None = None) -> Tensor:
-    t = _empty_down(x, a, scale)
+    t = _empty_down(x, a)
     if t.numel() == 0:
         return t
     x = _rows(x)
@@ -234,14 +234,8 @@ def _plan_up(
     return Plan((grid,), numbers, _common(dtype, dropout_p) | tile)
 
 
-def _empty_up(
-    base: Tensor, t: Tensor, b: Tensor, scale: float, dropout_p: float = 0.0, seed: Tensor | None = None
-) -> Tensor:
-    return base.new_empty(base.shape)
-
-
 def _up(base: Tensor, t: Tensor, b: Tensor, scale: float, dropout_p: float = 0.0, seed: Tensor | None = None) -> Tensor:
-    y = _empty_up(base, t, b, scale)
+    y = base.new_empty(base.shape)
     if y.numel() == 0:
         return y
     base, t = _rows(base), _rows(t)
@@ -266,16 +260,14 @@ def _plan_outer(
     return parts, Plan((parts * tiles,), numbers, _common(dtype, dropout_p) | tile)
 
 
-def _empty_outer(
-    t: Tensor, x: Tensor, scale: float, transposed: bool, dropout_p: float = 0.0, seed: Tensor | None = None
-) -> Tensor:
+def _empty_outer(t: Tensor, x: Tensor, transposed: bool) -> Tensor:
     return t.new_empty((x.shape[1], t.shape[1]) if transposed else (t.shape[1], x.shape[1]))
 
 
 def _outer(
     t: Tensor, x: Tensor, scale: float, transposed: bool, dropout_p: float = 0.0, seed: Tensor | None = None
 ) -> Tensor:
-    out = _empty_outer(t, x, scale, transposed)
+    out = _empty_outer(t, x, transposed)
     if out.numel() == 0 or x.shape[0] == 0:
         return out.zero_()
     t, x = _rows(t), _rows(x)
@@ -294,7 +286,7 @@ _THIN = f"Tensor t, Tensor b, float scale, {_DROPOUT}"
 
 _PRODUCTS = autograd.Products(
     define(f"triton_lora_down(Tensor x, Tensor a, float scale, {_DROPOUT} -> Tensor down", _down, _empty_down),
-    define(f"triton_lora_up(Tensor base, {_THIN} -> Tensor", _up, _empty_up),
+    define(f"triton_lora_up(Tensor base, {_THIN} -> Tensor", _up, lambda base: base.new_empty(base.shape)),
     define(
         f"triton_lora_outer(Tensor t, Tensor x, float scale, bool transposed, {_DROPOUT} -> Tensor douter",
         _outer,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Peers, Tensors, Work
 from foundry_kernels.testing import Arg, Case
 
 
@@ -43,7 +44,6 @@ _DROPOUT_SHAPES = {
 }
 
 
-#: Endings of the cases that are timed without --full.
 BENCH_QUICK = ("cached", "large", "llama-8b", "llama-8b-dropout", "decode")
 
 
@@ -64,15 +64,12 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
     }
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
+def bytes_moved(args: Tensors) -> Work:
     """The least that must be read and written. Forward: each input once, each output once (weight and rstd, which are
     small, are left out). Backward: x (or the sum h), dy and, for the sum, dh are read and one dx is written (the second
     one of dropout is not counted)."""
-    x = args["x"]
-    assert x is not None
-    tensors = {"forward": 2, "backward": 3} if "residual" not in args else {"forward": 4, "backward": 4}
-    tensors["both"] = tensors["forward"] + tensors["backward"]
-    return tensors[direction] * x.numel() * x.element_size()
+    once = args["x"].numel() * args["x"].element_size()
+    return (2 * once, 3 * once) if "residual" not in args else (4 * once, 4 * once)
 
 
 def _eager(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -114,8 +111,7 @@ _PEERS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
-def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any] | str]:
-    """What else computes this, by name; "eager" is also what torch.compile is given."""
+def peers(op: str, case: Case, device: str) -> Peers:
     p = case.options.get("dropout_p", 0.0)
     if not p:
         return {**_PEERS[op]}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Options, Saved, Tensors
+from foundry_kernels.core.contract import Options, Saved, Scales, Tensors
 from foundry_kernels.core.dropout import dropout
 from foundry_kernels.testing import Arg, Case, normal
 
@@ -102,8 +102,7 @@ _LAYER_NORM = (
 
 
 def _with_residual(case: Case) -> Case:
-    x = case.args["x"]
-    assert x is not None
+    (x,) = case.given("x")
     vectors = {name: arg for name, arg in case.args.items() if name != "x"}
     return replace(case, args={"x": x, "residual": x, **vectors})
 
@@ -175,8 +174,6 @@ CASES: dict[str, tuple[Case, ...]] = {
 def _wide_sum(args: Tensors, options: Options) -> int:
     """The factors of dropout before a residual of another dtype, which PyTorch multiplies by."""
     x, residual = args["x"], args["residual"]
-    assert x is not None
-    assert residual is not None
     return x.numel() + x[..., 0].numel() if x.dtype != residual.dtype else 0
 
 
@@ -188,19 +185,15 @@ SAVED = {
 }
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that a gradient sums (float64 inputs), by argument; what is left out has its own size."""
     x, weight = args["x"], args.get("weight")
-    assert x is not None
-    x, p = x.detach(), options.get("dropout_p", 0.0)
+    p = options.get("dropout_p", 0.0)
     if p:
         x = dropout(x, p, torch.tensor(options["dropout_seed"], device=x.device))
     if "residual" in args:
         residual = args["residual"]
-        assert residual is not None
-        x = x + residual.detach()
+        x = x + residual
     if x.numel() == 0:
         return {}
     dims = len(options.get("normalized_shape", (0,)))
@@ -212,7 +205,7 @@ def scales(
     eps = options.get("eps", 1e-5 if centered else None) or 0.0  # that of None is as small as rounding
     rstd = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     terms = cotangents[0] * x * rstd
-    w = 1.0 if weight is None else weight.detach() + options.get("weight_offset", 0.0)
+    w = 1.0 if weight is None else weight + options.get("weight_offset", 0.0)
     into = float((cotangents[0] * w * rstd).abs().max())
     if len(cotangents) > 1:
         into = max(into, float(cotangents[1].abs().max()))

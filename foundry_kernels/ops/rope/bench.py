@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Sample, sample_rows
+from foundry_kernels.core.contract import Peers, Sample, Tensors, Work, sample_rows
 from foundry_kernels.ops.rope.cases import _case, _normed
 from foundry_kernels.testing import Case
 
@@ -39,7 +39,6 @@ def _bench(op: str, b: int, h: int, kv_heads: int, t: int, d: int, name: str) ->
     return _normed(case, round_before_weight=True) if op == "qk_norm_rope" else case
 
 
-#: Endings of the cases that are timed without --full.
 BENCH_QUICK = ("qwen3-0.6b-cached", "large", "llama-8b", "decode")
 
 
@@ -58,12 +57,11 @@ def sample(case: Case) -> Sample | None:
     return sample_rows(case, {"q": 2, "k": 2, "cos": 0, "sin": 0})
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
+def bytes_moved(args: Tensors) -> Work:
     """The least that must be read and written (tables, weights and 1 / rms, which are small, are left out): each of q
     and k is read and its result written; backward a gradient is read and one written, and with norms q and k too."""
-    tensors = {"forward": 2, "backward": 3 if "q_weight" in args else 2}
-    tensors["both"] = tensors["forward"] + tensors["backward"]
-    return tensors[direction] * sum(t.numel() * t.element_size() for t in (args["q"], args["k"]) if t is not None)
+    once = sum(args[n].numel() * args[n].element_size() for n in "qk")
+    return 2 * once, (3 if "q_weight" in args else 2) * once
 
 
 def _eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,6 +100,5 @@ _PEERS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
-def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any]]:
-    """What else computes this, by name; "eager" is also what torch.compile is given."""
+def peers(op: str, case: Case, device: str) -> Peers:
     return dict(_PEERS[op])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Saved
+from foundry_kernels.core.contract import Options, Saved, Scales, Tensors
 from foundry_kernels.ops.rope import rope
 from foundry_kernels.testing import Arg, Case, Values, normal
 
@@ -125,8 +124,7 @@ def _normed(
     case: Case, note: str = "", q_weight: Arg | str | None = "", k_weight: Arg | str | None = "", **options: Any
 ) -> Case:
     """Returns the case with norms before the rotation; weights of "" are [D] around 1."""
-    q = case.args["q"]
-    assert q is not None
+    (q,) = case.given("q")
     default = Arg((q.shape[-1],), values=normal(0.3, 1.0))
     weights = {
         "q_weight": default if isinstance(q_weight, str) else q_weight,
@@ -172,9 +170,7 @@ CASES: dict[str, tuple[Case, ...]] = {"rope": _ROPE, "qk_norm_rope": _QK_NORM_RO
 SAVED = {"rope": Saved(never=("q", "k")), "qk_norm_rope": Saved(per_row={"q": 1, "k": 1})}
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that a gradient sums (float64 inputs), by argument.
 
     Of q and k: the largest cotangent, with norms rotated back and times weight and 1 / rms. Of a weight: the root of
@@ -183,20 +179,16 @@ def scales(
     if "q_weight" not in args:
         return {name: float(dy.abs().max()) for name, dy in zip("qk", cotangents, strict=True) if dy.numel() > 0}
     cos, sin = args["cos"], args["sin"]
-    assert cos is not None
-    assert sin is not None
     dq, dk = cotangents
     pairing, positions = options.get("interleaved", False), args.get("positions")
     rotated_back = rope(dq, dk, cos, -sin, interleaved=pairing, positions=positions, backend="reference")
     found: dict[str, float] = {}
     for name, dy in zip("qk", rotated_back, strict=True):
         x, weight = args[name], args[name + "_weight"]
-        assert x is not None
         if x.numel() == 0:
             continue
-        x = x.detach()
         rstd = (x.square().mean(-1, keepdim=True) + (options.get("eps") or 0.0)).rsqrt()
-        w = 1.0 if weight is None else weight.detach() + options.get("weight_offset", 0.0)
+        w = 1.0 if weight is None else weight + options.get("weight_offset", 0.0)
         found[name] = float((dy * w * rstd).abs().max())
         found[name + "_weight"] = float((dy * x * rstd).square().sum((0, 1, 2)).sqrt().max())
     return found

@@ -4,8 +4,7 @@ Sequences and heads may be sharded; tokens only where each brings its own positi
 none would count from 0.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from foundry_kernels.core.contract import Dims, Options
 
 OPERATORS = ("rope_apply", "qk_norm_rope_fwd", "qk_norm_rope_bwd")
 UNSHARDED = ("rope_append", "position_rows")
@@ -17,7 +16,7 @@ _DIMS = (
 )
 
 
-def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+def sharding(args: Options) -> Dims:
     cos, positions = args["cos"], args.get("positions")
     tables = "btr" if cos.ndim == 3 else "pr"
     position_dims = "bt" if positions is not None and positions.ndim == 2 else "t"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Peers
 from foundry_kernels.ops.short_conv1d.cases import make_case
 from foundry_kernels.testing import Case
 
@@ -18,7 +17,6 @@ _BENCH_SHAPES = {
     "cuda": ((8, 2048, 2048, "large"), (4, 4096, 8192, "qwen3-next")),
 }
 
-#: Endings of the cases that are timed without --full.
 BENCH_QUICK = ("cached", "large", "4x4096x8192-W=4-qwen3-next")
 
 
@@ -49,17 +47,7 @@ def workspace_bytes(case: Case) -> int:
     return 0 if x is None else 3 * 8 * math.prod(x.shape)
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
-    """The least that must be read and written. Forward: x, the residual and y. Backward: dy, which is the residual's
-    gradient too, x and dx. The filter is small and left out."""
-    x, added = args["x"], args.get("residual") is not None
-    assert x is not None
-    return {"forward": 2 + added, "backward": 3, "both": 5 + added}[direction] * x.numel() * x.element_size()
-
-
-def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any]]:
-    """What else computes this, by name; "eager" is also what torch.compile is given."""
-
+def peers(op: str, case: Case, device: str) -> Peers:
     def eager(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, **absent: None
     ) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Options, Scales, Tensors
 from foundry_kernels.testing import Arg, Case, normal
 
 #: SiLU's derivative does not pass this.
@@ -124,25 +125,21 @@ CASES: dict[str, tuple[Case, ...]] = {
 }  # fmt: skip
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that a result sums (float64 inputs): the root of the sum of their squares, or a bound of it.
     The activation's slope may be far smaller than 1, so these are the sizes before it."""
     x, weight, bias = args["x"], args["weight"], args["bias"]
-    assert x is not None
-    assert weight is not None
     if x.numel() == 0:
         return {}
-    x, filters, taps = x.detach(), weight.detach().square().sum(1).sqrt(), weight.shape[1]
+    x, filters, taps = x, weight.square().sum(1).sqrt(), weight.shape[1]
     dy = _STEEPEST * cotangents[0]
     into_weight = [
         (dy[:, k:] * x[:, : x.shape[1] - k]).square().sum((0, 1)).max() for k in range(min(taps, x.shape[1]))
     ]
     into_x = float((dy.abs().amax((0, 1)) * filters).max())
-    shift = 0.0 if bias is None else float(bias.detach().abs().max())
+    shift = 0.0 if bias is None else float(bias.abs().max())
     residual = args.get("residual")
-    added = 0.0 if residual is None else float(residual.detach().abs().max())
+    added = 0.0 if residual is None else float(residual.abs().max())
     return {
         "output 0": float((x.abs().amax((0, 1)) * filters).max()) + shift + added,
         "x": into_x,

@@ -4,14 +4,13 @@ Rows of a batch and channels are independent. A gradient of the filter is a sum 
 row, so only channels are sharded; the states have a document's index in place of the row's.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from foundry_kernels.core.contract import Dims, Options
 
 OPERATORS = ("short_conv1d_fwd", "short_conv1d_bwd")
 UNSHARDED = ("short_conv1d_step", "triton_short_conv1d_step")
 
 
-def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+def sharding(args: Options) -> Dims:
     packed = args.get("cu_seqlens") is not None
     state = "ncs" if packed else "bcs"
     dims = {

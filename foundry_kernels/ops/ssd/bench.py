@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Sample
+from foundry_kernels.core.contract import Options, Peers, Sample, Tensors, Work
 from foundry_kernels.ops.ssd.cases import sequence_case, step_case
 from foundry_kernels.testing import Case
 
@@ -82,9 +82,7 @@ def workspace_bytes(case: Case) -> int:
 
 def peer_bytes(case: Case, name: str) -> int:
     """transformers' form has a number for each pair of tokens of a chunk and state entry, or nearly so."""
-    x, B = case.args["x"], case.args["B"]
-    assert x is not None
-    assert B is not None
+    x, B = case.given("x", "B")
     return 0 if len(x.shape) == 3 else 32 * x.shape[0] * x.shape[1] * x.shape[2] * (256 + B.shape[-1])
 
 
@@ -93,29 +91,25 @@ def tokens_made(case: Case) -> int | None:
     return x.shape[0] if x is not None and len(x.shape) == 3 else None
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
+def bytes_moved(args: Tensors) -> Work:
     """The least that must be read and written: inputs and output, and with gradients these again and dy. A step reads
     and writes the state."""
     x, B, state = args["x"], args["B"], args.get("state")
-    assert x is not None
-    assert B is not None
     once = (2 * x.numel() + 2 * B.numel()) * x.element_size()
     if state is not None:
-        return once + 2 * state.numel() * state.element_size()
-    return {"forward": once, "backward": 2 * once, "both": 3 * once}[direction]
+        return once + 2 * state.numel() * state.element_size(), 0
+    return once, 2 * once
 
 
-def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
+def flops(args: Tensors, options: Options) -> Work:
     """The operations of the recurrence, two per multiply-add: a token adds to the state and reads it. Gradients take
     twice as many."""
     x, B = args["x"], args["B"]
-    assert x is not None
-    assert B is not None
     forward = 4 * x.numel() * B.shape[-1]
-    return {"forward": forward, "backward": 2 * forward, "both": 3 * forward}[direction]
+    return forward, 2 * forward
 
 
-def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any] | str]:
+def peers(op: str, case: Case, device: str) -> Peers:
     """The functions of Hugging Face's transformers in plain PyTorch, and mamba_ssm's Triton kernels."""
     found = {"transformers": _transformers(), "mamba_ssm": _mamba_ssm(device)}
     made = _step_of if op == "ssd_step" else _sequence_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.contract import Options, Saved, Tensors
+from foundry_kernels.core.contract import Options, Saved, Scales, Tensors
 from foundry_kernels.ops.flash_attention.bench import CuSeqlens
 from foundry_kernels.ops.gated_delta_rule.cases import Between
 from foundry_kernels.ops.gated_delta_rule.reference import gated_delta_rule
@@ -167,8 +167,6 @@ MUTATED = {"ssd_step": ("state",)}
 def _states(args: Tensors, options: Options) -> int:
     """What linear attention saves, what was read from the states where z needs it, and step sizes."""
     x, B, ends = args["x"], args["B"], args.get("cu_seqlens")
-    assert x is not None
-    assert B is not None
     chunks = x.shape[1] // 16 + (1 if ends is None else ends.shape[0])
     read = 0 if args.get("z") is None else x.numel()
     return read + x.shape[0] * x.shape[2] * chunks * max(x.shape[3] * B.shape[3], 32 * 32)
@@ -177,22 +175,20 @@ def _states(args: Tensors, options: Options) -> int:
 def _rows(args: Tensors, options: Options) -> int:
     """The gradients of decays and of values' factors lead to those of dt, its bias and A."""
     dt = args["dt"]
-    assert dt is not None
     return 2 * dt.numel()
 
 
 SAVED = {"ssd": Saved(more=_states, made=_rows)}
 
 
-def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that a gradient sums (float64 inputs). That of a decay is a sum over the state: its size is the
     root of the sum of squares. In the sums over tokens for A and the bias sizes add up, as errors do: what a token
     reads is a term of all decays before it. A decay's own gradient is as exact as the largest one.
     """
-    x, dt, A, B, C, D, z, bias = (
-        None if (t := args.get(n)) is None else t.detach() for n in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias")
-    )
-    if "state" in args or x is None or dt is None or A is None or B is None or C is None or x.numel() == 0:
+    x, dt, A, B, C = (args[n] for n in ("x", "dt", "A", "B", "C"))
+    D, z, bias = (args.get(n) for n in ("D", "z", "dt_bias"))
+    if "state" in args or x.numel() == 0:
         return {}
     least, most = options.get("dt_limit", (0.0, math.inf))
     softplus = bool(options.get("dt_softplus"))
@@ -210,7 +206,7 @@ def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> d
         (x * values).transpose(1, 2),
         spread,
         None,
-        None if initial is None else initial.detach().mT,
+        None if initial is None else initial.mT,
         None,
         None,
         call,

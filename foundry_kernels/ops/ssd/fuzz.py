@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +9,8 @@ from hypothesis import strategies as st
 
 from foundry_kernels.ops.gated_delta_rule.cases import Between
 from foundry_kernels.ops.ssd.cases import RATES, sequence_case, step_case
-from foundry_kernels.testing import Arg, Case, normal
-from foundry_kernels.testing.fuzzing import layouts, sizes
+from foundry_kernels.testing import Case, normal
+from foundry_kernels.testing.fuzzing import laid_out, sizes
 
 _RATES = st.sampled_from([RATES, Between(-1e-3, 0.0), Between(-60.0, 0.0)])
 _SIZES = st.sampled_from([normal(1.0, -3.0), normal(2.0), Between(-10.0, 30.0)])
@@ -35,7 +34,7 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
         "dt_softplus": True,
     }
     if op == "ssd_step":
-        return _laid_out(draw, step_case(batch, heads, dims, **options), {"state"})
+        return laid_out(draw, step_case(batch, heads, dims, **options), kept="state")
     tokens: int | tuple[int, ...] = draw(sizes(20 if wide else 70))
     if draw(st.integers(0, 2)) == 0:
         batch, tokens = 1, tuple(draw(st.lists(sizes(40), max_size=4)))
@@ -51,16 +50,4 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
         return_final_states=draw(st.booleans()),
         **options,
     )
-    return _laid_out(draw, case, {"cu_seqlens"})
-
-
-def _laid_out(draw: st.DrawFn, case: Case, kept: set[str]) -> Case:
-    """The case with other layouts, and with inputs without gradient."""
-
-    def other(name: str, a: Arg | None) -> Arg | None:
-        if a is None or name in kept:
-            return a
-        return replace(a, layout=draw(layouts(len(a.shape))), grad=a.grad and draw(st.integers(0, 5)) != 5)
-
-    args = {name: other(name, a) for name, a in case.args.items()}
-    return replace(case, args=args, id="random", cotangent=draw(layouts(4)))
+    return laid_out(draw, case, kept="cu_seqlens")

@@ -1,13 +1,12 @@
 """The dimensions of the tensors of the step's operator, from which `foundry_kernels.distributed` makes rules; and those
 of sequences, which run on the operators of linear attention, with the rules of these."""
 
-from collections.abc import Mapping
-from typing import Any
+from foundry_kernels.core.contract import Dims, Options
 
 OPERATORS = ("ssd_step",)
 
 
-def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+def sharding(args: Options) -> Dims:
     """Heads are not sharded: those of a group share B and C."""
     of_heads = {"A": "h", "D": "h" if args.get("D") is None or len(args["D"].shape) == 1 else "hp", "dt_bias": "h"}
     if "state" in args:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Peers
 from foundry_kernels.testing import Arg, Case
 
 #: Shapes to time, by operation and device: rows, width of the feed-forward layer, name. GEGLU is Gemma's, with tanh.
@@ -34,7 +35,6 @@ _BENCH_PACKED = ("cached", "llama-8b")
 _DROPOUT_SHAPE = {"cpu": (512, 2048, "dropout-cached"), "cuda": (16384, 4096, "dropout-large")}
 
 
-#: Endings of the cases that are timed without --full.
 BENCH_QUICK = ("cached", "large", "16384x14336-llama-8b", "16384x16384-gemma-2b", "decode")
 
 
@@ -66,15 +66,6 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
     }
 
 
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
-    """The least that must be read and written. Forward: gate and up, and y. Backward: dy, gate and up, and their two
-    gradients."""
-    gate, up = args["gate"], args["up"]
-    assert gate is not None
-    tensors = {"forward": 3, "backward": 5, "both": 8}[direction]
-    return tensors * (gate.numel() if up is not None else gate.numel() // 2) * gate.element_size()
-
-
 def _eager(gate: Tensor, up: Tensor | None) -> Tensor:
     """Computes it as models in Hugging Face's transformers do."""
     if up is None:
@@ -102,8 +93,7 @@ _PEERS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
-def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any]]:
-    """What else computes this, by name; "eager" is also what torch.compile is given."""
+def peers(op: str, case: Case, device: str) -> Peers:
     if not (p := case.options.get("dropout_p", 0.0)):
         return dict(_PEERS[op])
 

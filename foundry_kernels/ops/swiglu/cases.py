@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.contract import Options, Scales, Tensors
 from foundry_kernels.testing import Arg, Case, normal
 
 #: No activation's derivative passes this.
 _STEEPEST = 1.13
 
 
-def _saturated(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+def saturated(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
     """Normal values, every second one far out on either side, where the activation is 0 or the identity."""
     x = torch.randn(shape, generator=g, dtype=torch.float64)
     x.reshape(-1)[::2] *= 40.0
@@ -68,8 +68,8 @@ _BOTH = (
     ),
     _case((6, 100), "frozen-gate", gate=Arg((6, 100), grad=False)),
     _case((6, 100), "frozen-up", up=Arg((6, 100), grad=False)),
-    _case((8, 256), "saturated", gate=Arg((8, 256), values=_saturated)),
-    _packed((8, 256), "saturated", gate=Arg((8, 256), values=_saturated)),
+    _case((8, 256), "saturated", gate=Arg((8, 256), values=saturated)),
+    _packed((8, 256), "saturated", gate=Arg((8, 256), values=saturated)),
     _case((8, 256), "grid", gate=Arg((8, 256), values=_grid)),
     _case((8, 256), "large", Arg((8, 256), values=normal(2e3)), Arg((8, 256), values=normal(1e-2))),
     _case((8, 256), "small", Arg((8, 256), values=normal(1e-4)), Arg((8, 256), values=normal(1e-1))),
@@ -125,24 +125,24 @@ _SOME = (
 _FEW = tuple(case for case in _BOTH if case.id in _SOME)
 
 
-def _dropped(case: Case, p: float) -> Case:
+def dropped(case: Case, p: float) -> Case:
     options = {**case.options, "dropout_p": p, "dropout_seed": 0x123456789ABCDEF}
     return replace(case, id=f"{case.id}-dropout", options=options)
 
 
 #: A width below four, of more than a block and of more than a tile; rows that are found by strides, packed or not.
 _DROPOUT = (
-    _dropped(_case((3, 2)), 0.5),
-    _dropped(_case((5, 1041)), 0.1),
-    _dropped(_packed((3, 2 * 9001)), 0.9),
-    _dropped(_packed((2, 3, 5, 40), "swapped", Arg((2, 3, 5, 40), "swapped"), "swapped"), 0.25),
-    replace(_dropped(_case((300, 2048), "threads"), 0.1), interpreted=False),
+    dropped(_case((3, 2)), 0.5),
+    dropped(_case((5, 1041)), 0.1),
+    dropped(_packed((3, 2 * 9001)), 0.9),
+    dropped(_packed((2, 3, 5, 40), "swapped", Arg((2, 3, 5, 40), "swapped"), "swapped"), 0.25),
+    replace(dropped(_case((300, 2048), "threads"), 0.1), interpreted=False),
 )
 _OPTIONS_DROPOUT = (
-    _dropped(_oss(_packed((5, 2 * 1041)), interleaved=True), 0.5),
-    _dropped(_with(_packed((9, 6)), interleaved=True), 0.25),
-    _dropped(_oss(_case((6, 100), "frozen-gate", Arg((6, 100), values=_bounds, grad=False))), 0.5),
-    _dropped(_case((0, 64), "empty"), 0.5),
+    dropped(_oss(_packed((5, 2 * 1041)), interleaved=True), 0.5),
+    dropped(_with(_packed((9, 6)), interleaved=True), 0.25),
+    dropped(_oss(_case((6, 100), "frozen-gate", Arg((6, 100), values=_bounds, grad=False))), 0.5),
+    dropped(_case((0, 64), "empty"), 0.5),
 )
 
 CASES: dict[str, tuple[Case, ...]] = {
@@ -153,23 +153,19 @@ CASES: dict[str, tuple[Case, ...]] = {
 }
 
 
-def scales(
-    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
-) -> dict[str, float]:
+def scales(args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
     """Size of the terms that a gradient sums (float64 inputs), by argument; what is left out has its own size.
 
     The derivative of the activation is a sum that passes through 0, so the gate's gradient may be far smaller than its
     terms.
     """
     gate, up = args["gate"], args["up"]
-    assert gate is not None
     if gate.numel() == 0:
         return {}
-    packed, gate = up is None, gate.detach()
+    packed = up is None
     if up is None:
         half = gate.shape[-1] // 2
         gate, up = (gate[..., ::2], gate[..., 1::2]) if options.get("interleaved") else gate.split([half, half], -1)
-    up = up.detach()
     if (limit := options.get("limit")) is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     dy = cotangents[0] / (1.0 - options.get("dropout_p", 0.0))

@@ -5,13 +5,12 @@ sharded: which elements are dropped depends on the number of a row and a column,
 come before its own.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from foundry_kernels.core.contract import Dims, Options
 
 OPERATORS = ("glu_fwd", "glu_bwd")
 
 
-def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+def sharding(args: Options) -> Dims:
     packed, drops = args.get("up") is None, args.get("dropout_seed") is not None
     dims = {"gate": "...p", "y": "...n"} if packed else dict.fromkeys(("gate", "up", "y"), "...n")
     return dims | {"dropout_seed": "..."}, "" if drops else "..." if packed else "...n"

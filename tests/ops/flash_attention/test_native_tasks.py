@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from built import needs_native
+from schedules import Task
+from schedules import of_tasks as load_imbalance
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import foundry_kernels as fk
 from benchmarks.measure import peak_bytes
 from foundry_kernels.core import extension
-from foundry_kernels.testing.schedules import Task
-from foundry_kernels.testing.schedules import of_tasks as load_imbalance
 
 pytestmark = needs_native
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import foundry_kernels as fk
 from foundry_kernels.core import extension
-from foundry_kernels.ops.flash_attention.score_program import OPS, trace
+from foundry_kernels.ops.flash_attention.score_program.program import OPS
+from foundry_kernels.ops.flash_attention.score_program.trace import trace
 
 pytestmark = needs_native
 

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from foundry_kernels import _triton
-from foundry_kernels.ops.flash_attention.score_program import Program, derive, evaluate, trace
+from foundry_kernels.ops.flash_attention.score_program.derive import derive
+from foundry_kernels.ops.flash_attention.score_program.evaluate import evaluate
+from foundry_kernels.ops.flash_attention.score_program.program import Program
+from foundry_kernels.ops.flash_attention.score_program.trace import trace
 
 if _triton.MISSING is not None or not _triton.INTERPRET:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)

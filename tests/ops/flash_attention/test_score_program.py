@@ -14,8 +14,11 @@ from score_functions import EXAMPLES, Sizes, whole
 from score_random import FUNCTIONS, INTEGERS, TABLE, RandomFunction
 from torch import Tensor
 
-from foundry_kernels.ops.flash_attention.score_program import Program, derive, evaluate, trace
 from foundry_kernels.ops.flash_attention.score_program.arguments import check_indices
+from foundry_kernels.ops.flash_attention.score_program.derive import derive
+from foundry_kernels.ops.flash_attention.score_program.evaluate import evaluate
+from foundry_kernels.ops.flash_attention.score_program.program import Program
+from foundry_kernels.ops.flash_attention.score_program.trace import trace
 
 CPU = torch.device("cpu")
 SIZES = Sizes()

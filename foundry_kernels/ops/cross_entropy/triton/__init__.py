@@ -124,9 +124,7 @@ def _fwd(
     target, weight = target.contiguous(), contiguous(weight)
     plan = _plan_fwd(logits.shape, logits.stride(), logits.dtype, logits.device, options)
     if plan is None:
-        logits = logits.contiguous()
-        plan = _plan_fwd(logits.shape, logits.stride(), logits.dtype, logits.device, options)
-        assert plan is not None
+        return _fwd(logits.contiguous(), target, weight, *args)
     reduces, mean = options.reduction != "none", options.reduction == "mean"
     losses = loss.new_empty(n_rows) if reduces else loss
     zs = (loss.new_empty(n_rows) if reduces else z) if save_z_loss else None
@@ -175,9 +173,7 @@ def _bwd(
     target, weight = target.contiguous(), contiguous(weight)
     plan = _plan_bwd(logits.shape, logits.stride(), logits.dtype, logits.device, options)
     if plan is None:
-        logits = logits.contiguous()
-        plan = _plan_bwd(logits.shape, logits.stride(), logits.dtype, logits.device, options)
-        assert plan is not None
+        return _bwd(dloss, logits.contiguous(), target, weight, lse, lse_low, total_weight, *args)
     launch(
         cross_entropy_bwd_kernel, plan,
         dloss.contiguous(), logits, target, weight, _sum_of(weight, options.label_smoothing, lse.dtype),

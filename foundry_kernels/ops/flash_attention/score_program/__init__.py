@@ -61,36 +61,3 @@ derivative is.
 """
 
 from foundry_kernels.ops.flash_attention.score_program import functions  # noqa: F401  (fills `trace.FUNCTIONS`)
-from foundry_kernels.ops.flash_attention.score_program.derive import derive
-from foundry_kernels.ops.flash_attention.score_program.evaluate import evaluate
-from foundry_kernels.ops.flash_attention.score_program.program import (
-    KINDS,
-    ON_B,
-    ON_H,
-    ON_K,
-    ON_Q,
-    ON_SCORE,
-    OPS,
-    Builder,
-    Instruction,
-    Program,
-    Slot,
-)
-from foundry_kernels.ops.flash_attention.score_program.trace import trace
-
-__all__ = [
-    "KINDS",
-    "ON_B",
-    "ON_H",
-    "ON_K",
-    "ON_Q",
-    "ON_SCORE",
-    "OPS",
-    "Builder",
-    "Instruction",
-    "Program",
-    "Slot",
-    "derive",
-    "evaluate",
-    "trace",
-]

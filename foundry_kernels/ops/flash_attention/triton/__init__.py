@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,27 +15,11 @@ from foundry_kernels.ops.flash_attention.score_program.gradients import split_ds
 from foundry_kernels.ops.flash_attention.triton.backward_launch import launch_bwd
 from foundry_kernels.ops.flash_attention.triton.launch import empty_bwd, empty_fwd, fake_rows, launch_fwd, refuse_wide
 
-
-def _fake_fwd(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, save_lse: bool, save_stats: bool
-) -> tuple[Tensor | None, ...]:
-    return empty_fwd(q, v, options, save_lse, save_stats, fake_rows)
-
-
-def _fake_bwd(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    options: AttentionOptions, need_dq: bool, need_dk: bool, need_dv: bool, need_dsinks: bool, need_dbias: bool,
-    dscore_slots: Sequence[int],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    needed = need_dq, need_dk, need_dv, need_dsinks, need_dbias, dscore_slots
-    return empty_bwd(q, k, v, options, *needed, fake_rows)
-
-
 flash_attention_fwd = define(
     f"triton_flash_attention_fwd(Tensor q, Tensor k, Tensor v, {AttentionOptions.SCHEMA}, "
     "bool save_lse, bool save_stats) -> (Tensor out, Tensor lse, Tensor entropy, Tensor max_logit)",
     launch_fwd,
-    _fake_fwd,
+    partial(empty_fwd, rows=fake_rows),
     AttentionOptions,
 )
 flash_attention_bwd = define(
@@ -43,7 +27,7 @@ flash_attention_bwd = define(
     f"{AttentionOptions.SCHEMA}, bool need_dq, bool need_dk, bool need_dv, bool need_dsinks, bool need_dbias, "
     "int[] dscore_slots) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias, Tensor dscore)",
     launch_bwd,
-    _fake_bwd,
+    partial(empty_bwd, rows=fake_rows),
     AttentionOptions,
 )
 

@@ -13,8 +13,8 @@ from foundry_kernels._triton.launch import Plan, launch
 from foundry_kernels._triton.plans import planned
 from foundry_kernels.core.registry import BackendUnavailable
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
-from foundry_kernels.ops.flash_attention.score_program import ON_K, ON_Q, ON_SCORE, Program
 from foundry_kernels.ops.flash_attention.score_program.differentiable import _gathered, _indices
+from foundry_kernels.ops.flash_attention.score_program.program import ON_K, ON_Q, ON_SCORE, Program
 from foundry_kernels.ops.flash_attention.triton.bias_gradient import flash_attention_dbias_kernel
 from foundry_kernels.ops.flash_attention.triton.bias_launch import dbias_config
 from foundry_kernels.ops.flash_attention.triton.bundles import PairStrides

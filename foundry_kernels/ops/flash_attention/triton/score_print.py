@@ -15,7 +15,8 @@ import threading
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from foundry_kernels.ops.flash_attention.score_program import ON_K, ON_Q, ON_SCORE, Builder, Program, derive
+from foundry_kernels.ops.flash_attention.score_program.derive import derive
+from foundry_kernels.ops.flash_attention.score_program.program import ON_K, ON_Q, ON_SCORE, Builder, Program
 
 _HEAD = """import triton
 import triton.language as tl

@@ -111,7 +111,7 @@ def _dweight(dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     return dweight
 
 
-def _empty_fwd(x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool) -> Tensor:
+def _empty_fwd(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
@@ -124,9 +124,7 @@ def _by_pytorch(x: Tensor, weight: Tensor, batch_invariant: bool) -> bool:
     return by_pytorch.is_faster(x.dtype, arch, x.shape[0], weight.shape, batch_invariant)
 
 
-def _empty_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool, need_dx: bool, need_dweight: bool
-) -> tuple[Tensor | None, Tensor | None]:
+def _empty_bwd(x: Tensor, weight: Tensor, need_dx: bool, need_dweight: bool) -> tuple[Tensor | None, Tensor | None]:
     return x.new_empty(x.shape) if need_dx else None, empty_dweight(weight) if need_dweight else None
 
 

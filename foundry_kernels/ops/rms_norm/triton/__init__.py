@@ -19,9 +19,8 @@ __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
 
 def _empty_fwd(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, options: WeightOptions, save_rstd: bool,
-    dropout: DropoutOptions,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, options: WeightOptions, save_rstd: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     promotes = options.round_before_weight and weight is not None
     y_dtype = torch.promote_types(x.dtype, weight.dtype) if promotes and weight is not None else x.dtype
     y, h, _, rstd = empty_forward(x, residual, y_dtype, save_mean=False, save_rstd=save_rstd)
@@ -32,15 +31,12 @@ def _fwd(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, options: WeightOptions, save_rstd: bool,
     dropout: DropoutOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    y, h, rstd = _empty_fwd(x, residual, weight, eps, options, save_rstd, dropout)
+    y, h, rstd = _empty_fwd(x, residual, weight, options, save_rstd)
     forward(x, residual, weight, None, eps, options, dropout, (y, h, None, rstd))
     return y, h, rstd
 
 
-def _empty_bwd(
-    dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, options: WeightOptions,
-    need_dx: bool, need_dw: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+def _empty_bwd(x: Tensor, weight: Tensor | None, need_dx: bool, need_dw: bool) -> tuple[Tensor | None, Tensor | None]:
     return empty_backward(x, weight, None, need_dx, need_dw, False)[:2]
 
 
@@ -54,9 +50,8 @@ def _bwd(
 
 
 def _empty_dropout_bwd(
-    dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, options: WeightOptions,
-    need_dx: bool, need_dw: bool, dropout_p: float, dropout_seed: Tensor,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    x: Tensor, weight: Tensor | None, need_dx: bool, need_dw: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     dx, dw, _ = empty_backward(x, weight, None, need_dx, need_dw, False)
     return dx, empty_like(x) if need_dx else None, dw
 
@@ -96,11 +91,8 @@ _rms_norm_dropout_bwd = define(
 )
 
 
-def _gradients(
-    x: Tensor | None, residual: Tensor | None, weight: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-    """Returns the gradients in the order of `_RMSNorm.forward`; eps and the options have none."""
-    return x, residual, weight, None, None, None
+#: The gradients of eps and the options.
+_REST = None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -134,12 +126,12 @@ class _RMSNorm(torch.autograd.Function):
             dx, dres, dw = _rms_norm_dropout_bwd(
                 dy, dh, x, weight, rstd, ctx.options, need_dx, need_dw, ctx.dropout_p, seed
             )
-            return _gradients(dx if need_x else None, dres if need_residual else None, dw if need_dw else None)
+            return dx if need_x else None, dres if need_residual else None, dw if need_dw else None, *_REST
         if dy is None:  # only the sum has a gradient, the weight has none
-            return _gradients(dh if need_x else None, dh if need_residual else None)
+            return dh if need_x else None, dh if need_residual else None, None, *_REST
         dx, dw = _rms_norm_bwd(dy, dh, x, weight, rstd, ctx.options, need_dx, need_dw)
         # Both terms of the sum have the same gradient.
-        return _gradients(dx if need_x else None, dx if need_residual else None, dw if need_dw else None)
+        return dx if need_x else None, dx if need_residual else None, dw if need_dw else None, *_REST
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_weight: bool) -> Tensor:

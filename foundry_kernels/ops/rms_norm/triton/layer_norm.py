@@ -22,10 +22,7 @@ from foundry_kernels.ops.rms_norm.triton.launch import (
 )
 
 
-def _empty_fwd(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, save_stats: bool,
-    dropout: DropoutOptions,
-) -> Forward:  # fmt: skip
+def _empty_fwd(x: Tensor, residual: Tensor | None, save_stats: bool) -> Forward:
     return empty_forward(x, residual, x.dtype, save_mean=save_stats, save_rstd=save_stats)
 
 
@@ -33,16 +30,9 @@ def _fwd(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, save_stats: bool,
     dropout: DropoutOptions,
 ) -> Forward:  # fmt: skip
-    results = _empty_fwd(x, residual, weight, bias, eps, save_stats, dropout)
+    results = _empty_fwd(x, residual, save_stats)
     forward(x, residual, weight, bias, eps, PLAIN_WEIGHT, dropout, results, centered=True)
     return results
-
-
-def _empty_bwd(
-    dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor,
-    need_dx: bool, need_dw: bool, need_db: bool,
-) -> Backward:  # fmt: skip
-    return empty_backward(x, weight, bias, need_dx, need_dw, need_db)
 
 
 def _bwd(
@@ -59,9 +49,8 @@ _DropoutBackward = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | N
 
 
 def _empty_dropout_bwd(
-    dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor,
-    need_dx: bool, need_dw: bool, need_db: bool, dropout_p: float, dropout_seed: Tensor,
-) -> _DropoutBackward:  # fmt: skip
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, need_dx: bool, need_dw: bool, need_db: bool
+) -> _DropoutBackward:
     dx, dw, db = empty_backward(x, weight, bias, need_dx, need_dw, need_db)
     return dx, empty_like(x) if need_dx else None, dw, db
 
@@ -87,7 +76,7 @@ _layer_norm_bwd = define(
     "triton_layer_norm_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
     "bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dw, Tensor db)",
     _bwd,
-    _empty_bwd,
+    empty_backward,
 )
 _layer_norm_dropout_bwd = define(
     "triton_layer_norm_dropout_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, "

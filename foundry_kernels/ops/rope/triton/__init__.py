@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,11 @@ Dense = Callable[[Tensor, list[int] | None], Tensor]
 
 
 def _empty_rope(
-    q: Tensor | None, k: Tensor | None, q_order: list[int] | None, k_order: list[int] | None, dense: Dense = _dense
+    q: Tensor | None,
+    k: Tensor | None,
+    q_order: list[int] | None = None,
+    k_order: list[int] | None = None,
+    dense: Dense = _dense,
 ) -> tuple[Tensor | None, Tensor | None]:
     return None if q is None else dense(q, q_order), None if k is None else dense(k, k_order)
 
@@ -62,25 +67,17 @@ def _apply(
     return q_out, k_out
 
 
-def _apply_fake(
-    q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, options: RopeOptions, inverse: bool,
-    q_order: list[int] | None = None, k_order: list[int] | None = None,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    return _empty_rope(q, k, q_order, k_order, _dense_fake)
-
-
 _rope_apply = define(
     f"triton_rope_apply(Tensor? q, Tensor? k, Tensor cos, Tensor sin, {RopeOptions.SCHEMA}, bool inverse, "
     "int[]? q_order=None, int[]? k_order=None) -> (Tensor q_out, Tensor k_out)",
     _apply,
-    _apply_fake,
+    partial(_empty_rope, dense=_dense_fake),
     RopeOptions,
 )
 
 
-def _rope_gradients(q: Tensor | None, k: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-    """Returns the gradients in the order of `_Rope.forward`; cos and what follows it have none."""
-    return q, k, None, None, None
+#: The gradients of cos and what follows it in the arguments of `_Rope.forward`.
+_ROPE_REST = None, None, None
 
 
 class _Rope(torch.autograd.Function):
@@ -100,14 +97,14 @@ class _Rope(torch.autograd.Function):
         need_dq, need_dk, *_ = ctx.needs_input_grad
         dq_out, dk_out = dq_out if need_dq else None, dk_out if need_dk else None
         if dq_out is None and dk_out is None:
-            return _rope_gradients(None, None)
+            return None, None, *_ROPE_REST
         cos, sin, positions = ctx.saved_tensors
         options = RopeOptions(ctx.interleaved, positions)
         if dq_out is None:  # the first tensor must not be None: DTensor in torch 2.11 takes the mesh from it
             dk, _ = _rope_apply(dk_out, None, cos, sin, options, True, ctx.k_order, ctx.q_order)
-            return _rope_gradients(None, dk)
+            return None, dk, *_ROPE_REST
         dq, dk = _rope_apply(dq_out, dk_out, cos, sin, options, True, ctx.q_order, ctx.k_order)
-        return _rope_gradients(dq, None if dk_out is None else dk)
+        return dq, None if dk_out is None else dk, *_ROPE_REST
 
 
 # --- qk_norm_rope ---------------------------------------------------------------------------------------------------
@@ -122,7 +119,7 @@ Results = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def _empty_fwd(q: Tensor, k: Tensor, save_q_rstd: bool, save_k_rstd: bool, dense: Dense = _dense) -> Results:
-    q_out, k_out = _empty_rope(q, k, None, None, dense)
+    q_out, k_out = _empty_rope(q, k, dense=dense)
     return q_out, k_out, _empty_rstd(q) if save_q_rstd else None, _empty_rstd(k) if save_k_rstd else None
 
 
@@ -134,13 +131,6 @@ def _fwd(
     norms = Norms(unit_stride(q_weight), unit_stride(k_weight), q_rstd, k_rstd, eps, weight_options)
     launch_forward(q, k, q_out, k_out, cos, sin, options, norms=norms)
     return q_out, k_out, q_rstd, k_rstd
-
-
-def _fwd_fake(
-    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float,
-    weight_options: WeightOptions, options: RopeOptions, save_q_rstd: bool, save_k_rstd: bool,
-) -> Results:  # fmt: skip
-    return _empty_fwd(q, k, save_q_rstd, save_k_rstd, _dense_fake)
 
 
 def _empty_bwd(
@@ -181,22 +171,12 @@ def _bwd(
     return gradients
 
 
-def _bwd_fake(
-    dq_out: Tensor | None, dk_out: Tensor | None, q: Tensor | None, k: Tensor | None,
-    q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
-    q_rstd: Tensor | None, k_rstd: Tensor | None, weight_options: WeightOptions, options: RopeOptions,
-    need_dq: bool, need_dk: bool, need_dq_weight: bool, need_dk_weight: bool,
-) -> Results:  # fmt: skip
-    needed = need_dq, need_dk, need_dq_weight, need_dk_weight
-    return _empty_bwd(q, k, q_weight, k_weight, *needed, _dense_fake)
-
-
 _qk_norm_rope_fwd = define(
     "triton_qk_norm_rope_fwd(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, "
     f"float eps, {WeightOptions.SCHEMA}, {RopeOptions.SCHEMA}, bool save_q_rstd, bool save_k_rstd) "
     "-> (Tensor q_out, Tensor k_out, Tensor q_rstd, Tensor k_rstd)",
     _fwd,
-    _fwd_fake,
+    partial(_empty_fwd, dense=_dense_fake),
     WeightOptions,
     RopeOptions,
 )
@@ -206,7 +186,7 @@ _qk_norm_rope_bwd = define(
     f"{WeightOptions.SCHEMA}, {RopeOptions.SCHEMA}, bool need_dq, bool need_dk, "
     "bool need_dq_weight, bool need_dk_weight) -> (Tensor dq, Tensor dk, Tensor dq_weight, Tensor dk_weight)",
     _bwd,
-    _bwd_fake,
+    partial(_empty_bwd, dense=_dense_fake),
     WeightOptions,
     RopeOptions,
 )

@@ -112,10 +112,7 @@ def _with_channels(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 or x.shape[2] <= 1 else x.contiguous()
 
 
-def _empty_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, cu_seqlens: Tensor | None,
-    initial_state: Tensor | None, residual: Tensor | None, need_state: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def _empty_fwd(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, need_state: bool) -> tuple[Tensor, Tensor | None]:
     documents = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final_state = x.new_empty(documents, x.shape[2], weight.shape[1] - 1) if need_state else None
     return empty_like(x), final_state
@@ -125,7 +122,7 @@ def _fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, cu_seqlens: Tensor | None,
     initial_state: Tensor | None, residual: Tensor | None, need_state: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    y, final_state = _empty_fwd(x, weight, bias, activation, cu_seqlens, initial_state, residual, need_state)
+    y, final_state = _empty_fwd(x, weight, cu_seqlens, need_state)
     x, cu_seqlens, taps = _with_channels(x), contiguous(cu_seqlens), weight.shape[1]
     state = contiguous(initial_state) if taps > 1 else None
     strides = x.stride()[:2]
@@ -143,9 +140,8 @@ def _fwd(
 
 
 def _empty_bwd(
-    dy: Tensor, dfinal_state: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str,
-    cu_seqlens: Tensor | None, initial_state: Tensor | None, need_dx: bool, need_dweight: bool, need_dbias: bool,
-    need_dinitial_state: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, need_dx: bool, need_dweight: bool,
+    need_dbias: bool, need_dinitial_state: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     given = (x, need_dx), (weight, need_dweight), (bias, need_dbias), (initial_state, need_dinitial_state)
     dx, dweight, dbias, dinitial_state = (empty_like(t) if needed and t is not None else None for t, needed in given)
@@ -158,9 +154,7 @@ def _bwd(
     need_dinitial_state: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     needed = need_dx, need_dweight, need_dbias, need_dinitial_state
-    dx, dweight, dbias, dinitial_state = results = _empty_bwd(
-        dy, dfinal_state, x, weight, bias, activation, cu_seqlens, initial_state, *needed
-    )
+    dx, dweight, dbias, dinitial_state = results = _empty_bwd(x, weight, bias, initial_state, *needed)
     x, dy, cu_seqlens, taps = _with_channels(x), _with_channels(dy), contiguous(cu_seqlens), weight.shape[1]
     silu, strides = activation == "silu", (*x.stride()[:2], *dy.stride()[:2])
     state, dstate = (contiguous(t) if taps > 1 else None for t in (initial_state, dfinal_state))
@@ -207,10 +201,6 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def _empty_step(x: Tensor, *_: object) -> Tensor:
-    return empty_like(x)
-
-
 def _step(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Tensor:
@@ -227,4 +217,4 @@ def _step(
 short_conv1d = make_backend(
     "triton_", define(f"triton_{FWD}", _fwd, _empty_fwd), define(f"triton_{BWD}", _bwd, _empty_bwd)
 )
-short_conv1d_step = define(f"triton_{STEP}", _step, _empty_step)
+short_conv1d_step = define(f"triton_{STEP}", _step, empty_like)

@@ -145,9 +145,7 @@ def _fwd(gate: Tensor, up: Tensor | None, activation: str, options: GatedOptions
     wanted = gate.dtype, gate.device, activation, _of_plan(options)
     plan = _plan_fwd(y.shape, gate.stride(), strides_of(up), *wanted)
     if plan is None:
-        gate, up = gate.contiguous(), contiguous(up)
-        plan = _plan_fwd(y.shape, gate.stride(), strides_of(up), *wanted)
-        assert plan is not None
+        return _fwd(gate.contiguous(), contiguous(up), activation, options)
     launch(glu_fwd_kernel, plan, gate, up, y, options.dropout_seed)
     return y
 
@@ -212,33 +210,17 @@ def _bwd(
     return dgate, dup
 
 
-def _fwd_fake(gate: Tensor, up: Tensor | None, activation: str, options: GatedOptions) -> Tensor:
-    return _empty_fwd(gate, up)
-
-
-def _bwd_fake(
-    dy: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    activation: str,
-    need_dgate: bool,
-    need_dup: bool,
-    options: GatedOptions,
-) -> tuple[Tensor | None, Tensor | None]:
-    return _empty_bwd(gate, up, need_dgate, need_dup)
-
-
 _glu_fwd = define(
     f"triton_glu_fwd(Tensor gate, Tensor? up, str activation, {GatedOptions.SCHEMA}) -> Tensor",
     _fwd,
-    _fwd_fake,
+    _empty_fwd,
     GatedOptions,
 )
 _glu_bwd = define(
     "triton_glu_bwd(Tensor dy, Tensor gate, Tensor? up, str activation, bool need_dgate, bool need_dup, "
     f"{GatedOptions.SCHEMA}) -> (Tensor dgate, Tensor dup)",
     _bwd,
-    _bwd_fake,
+    _empty_bwd,
     GatedOptions,
 )
 
