@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foundry_kernels.compat import (
     flash_attn_func,
+    flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     scaled_dot_product_attention,
@@ -61,11 +62,6 @@ def test_flash_attn_varlen_func(backend: str, options: dict[str, Any]) -> None:
         close(lse[:, tq], expected_lse, tolerance)
 
 
-def test_gradients_flow_in_flash_attn_layout() -> None:
-    q, k, v = (draw(2, 5, h, 8, seed=h).requires_grad_() for h in (4, 2, 2))
-    assert torch.autograd.gradcheck(lambda *a: flash_attn_func(*a, causal=True, window_size=(3, -1)), (q, k, v))
-
-
 q, k = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 2, 8)
 packed = torch.ones(6, 2, 8)
 cu_seqlens = torch.tensor([0, 6])
@@ -80,7 +76,6 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "window": (lambda: flash_attn_func(q, k, k, window_size=(-2, 0)), ValueError, r"window_size must hold ints >= 0"),
     "window pair": (lambda: flash_attn_func(q, k, k, window_size=3), TypeError, r"window_size must be a pair"),  # type: ignore[arg-type]
     "causal": (lambda: flash_attn_func(q, k, k, causal="yes"), TypeError, r"causal must be a bool; got 'yes'"),  # type: ignore[arg-type]
-    "causal list": (lambda: flash_attn_func(q, k, k, causal=[]), TypeError, r"causal must be a bool; got \[\]"),  # type: ignore[arg-type]
     "causal of two": (
         lambda: flash_attn_func(q, k, k, causal=torch.tensor([True, False])),  # type: ignore[arg-type]
         TypeError,
@@ -95,11 +90,6 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: flash_attn_func(q, k, k, window_size=torch.tensor([1, 2, 3])),
         TypeError,
         r"window_size must be a pair",
-    ),
-    "window of floats": (
-        lambda: flash_attn_func(q, k, k, window_size=torch.tensor([1.0, 2.0])),
-        ValueError,
-        r"window_size must hold ints",
     ),
     "window of bools": (
         lambda: flash_attn_func(q, k, k, window_size=torch.tensor([True, True])),
@@ -120,11 +110,6 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: flash_attn_varlen_func(packed, packed, packed, cu_seqlens, cu_seqlens, 6, 6, block_table=cu_seqlens),
         ValueError,
         r"k must be \[num_blocks, page_block_size, Hk, D\] with block_table",
-    ),
-    "varlen dropout": (
-        lambda: flash_attn_varlen_func(packed, packed, packed, cu_seqlens, cu_seqlens, 6, 6, -0.5),
-        ValueError,
-        r"dropout_p must be in \[0, 1\); got -0.5",
     ),
     "mask": (
         lambda: scaled_dot_product_attention(q, q, q, torch.ones(4, 3, dtype=torch.bool)),
@@ -150,11 +135,6 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: scaled_dot_product_attention(q[None], q[None], q[None], torch.ones(3, 1, 1, 4, 4)),
         ValueError,
         r"attn_mask must broadcast to the batch \(1, 2\); got shape \(3, 1, 1, 4, 4\)",
-    ),
-    "mask of more dimensions": (
-        lambda: scaled_dot_product_attention(q, q, q, torch.ones(1, 2, 1, 4, 4)),
-        ValueError,
-        r"attn_mask must broadcast to \[B, H, T, S\] = \(2, 3, 4, 4\)",
     ),
     "sdpa dropout": (
         lambda: scaled_dot_product_attention(q, q, q, dropout_p=1.5),
@@ -213,36 +193,18 @@ def test_bad_input(what: str) -> None:
 
 
 @over_backends
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("shape", "kv_shape", "options"),
-    [
-        ((2, 4, 7, 16), (2, 4, 9, 16), {}),
-        ((2, 4, 7, 16), (2, 4, 9, 16), {"is_causal": True}),
-        ((2, 4, 9, 16), (2, 4, 7, 16), {"is_causal": True, "scale": 0.3}),
-        ((2, 4, 7, 16), (2, 2, 7, 16), {"is_causal": True, "enable_gqa": True}),
-        ((2, 3, 2, 7, 16), (2, 3, 2, 9, 16), {"is_causal": True}),
-        ((3, 7, 16), (3, 9, 16), {"is_causal": True}),
-        ((7, 16), (9, 16), {}),
-        ((2, 4, 7, 16), (2, 4, 9, 16), {"scale": -0.3, "is_causal": True}),
-        ((2, 4, 7, 16), (2, 4, 9, 16), {"scale": 0.0}),
-        ((2, 4, 7, 16), (2, 4, 9, 16), {"scale": 0.0, "is_causal": True}),
-    ],
-    ids=str,
-)
-def test_sdpa_is_torchs(
-    backend: str, dtype: torch.dtype, shape: tuple[int, ...], kv_shape: tuple[int, ...], options: dict[str, Any]
-) -> None:
-    agrees_with_torch(backend, dtype, (shape, kv_shape, (*kv_shape[:-1], 8)), options)
-
-
-GQA = {"enable_gqa": True}
-
-
-@over_backends
+@pytest.mark.parametrize("tokens", [(7, 9), (9, 7)], ids=str)
 @pytest.mark.parametrize(
     ("q", "k", "v", "options"),
     [
+        ((2, 4), (2, 4), (2, 4), {}),
+        ((2, 4), (2, 4), (2, 4), {"is_causal": True, "scale": 0.3}),
+        ((2, 4), (2, 4), (2, 4), {"scale": -0.3, "is_causal": True}),
+        ((2, 4), (2, 4), (2, 4), {"scale": 0.0}),
+        ((2, 4), (2, 4), (2, 4), {"scale": 0.0, "is_causal": True}),
+        ((2, 3, 2), (2, 3, 2), (2, 3, 2), {"is_causal": True}),
+        ((3,), (3,), (3,), {"is_causal": True}),
+        ((), (), (), {}),
         ((2, 4), (1, 4), (1, 4), {}),
         ((1, 4), (2, 4), (2, 4), {"is_causal": True}),
         ((1, 4), (1, 4), (2, 4), {}),
@@ -253,39 +215,37 @@ GQA = {"enable_gqa": True}
         ((2, 4), (2, 1), (2, 1), {}),
         ((2, 4), (2, 4), (2, 1), {}),
         ((2, 1), (2, 4), (1, 1), {}),
-        ((2, 12), (2, 4), (2, 6), {"is_causal": True, **GQA}),
-        ((2, 4), (2, 1), (2, 4), GQA),
-        ((2, 4), (1, 2), (2, 1), GQA),
-        ((2, 3, 4), (3, 2), (1, 1, 2), GQA),
-        ((4,), (2,), (2,), GQA),
+        ((2, 12), (2, 4), (2, 6), {"is_causal": True, "enable_gqa": True}),
+        ((2, 4), (2, 1), (2, 4), {"enable_gqa": True}),
+        ((2, 4), (1, 2), (2, 1), {"enable_gqa": True}),
+        ((2, 3, 4), (3, 2), (1, 1, 2), {"enable_gqa": True}),
+        ((4,), (2,), (2,), {"enable_gqa": True}),
     ],
     ids=str,
 )
 def test_sdpa_broadcasts_as_torch_does(
-    backend: str, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], options: dict[str, Any]
+    backend: str,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    options: dict[str, Any],
+    tokens: tuple[int, int],
 ) -> None:
-    agrees_with_torch(backend, torch.float32, ((*q, 7, 16), (*k, 9, 16), (*v, 9, 8)), options)
-
-
-def agrees_with_torch(
-    backend: str, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...], options: dict[str, Any]
-) -> None:
-    """Output and gradients, against torch's in float64."""
-    given = [draw(*s, seed=i).to(dtype) for i, s in enumerate(shapes)]
+    """Output and gradients, against torch's in float64. Other dtypes: `test_use_sdpa.py`."""
+    t, s = tokens
+    given = [draw(*x, seed=i).float() for i, x in enumerate(((*q, t, 16), (*k, s, 16), (*v, s, 8)))]
     results = []
     for function, cast in (
-        (lambda *a, **o: scaled_dot_product_attention(*a, **o, backend=backend), dtype),
+        (lambda *a, **o: scaled_dot_product_attention(*a, **o, backend=backend), torch.float32),
         (F.scaled_dot_product_attention, torch.float64),
     ):
         inputs = [x.to(cast).requires_grad_() for x in given]
         out = function(*inputs, **options)
-        cotangent = draw(*out.shape, seed=3).to(dtype)
-        results.append((out, *torch.autograd.grad(out, inputs, cotangent.to(cast))))
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+        results.append((out, *torch.autograd.grad(out, inputs, draw(*out.shape, seed=3).to(cast))))
     for a, e in zip(*results, strict=True):
-        assert a.dtype == dtype
+        assert a.dtype == torch.float32
         assert a.shape == e.shape
-        close(a, e, tolerance)
+        close(a, e, 1e-5)
 
 
 @over_backends
@@ -336,31 +296,16 @@ def test_numbers_of_other_kinds(form: str) -> None:
 def test_layouts_are_views() -> None:
     """A transposition is no copy: attention sees the caller's memory, and the output is laid out like the query."""
     q, k = torch.randn(2, 300, 4, 16), torch.randn(2, 300, 2, 16)
+    qkv = torch.randn(2, 300, 3, 4, 16)
     with torch.no_grad(), Allocations() as made:
         out = flash_attn_func(q, k, k, backend=BACKENDS[-1])
+        packed = flash_attn_qkvpacked_func(qkv, backend=BACKENDS[-1])
     assert out.is_contiguous()
+    assert packed.shape == out.shape
     if BACKENDS[-1] == "native":  # the reference makes the scores
         assert made.largest <= out.numel()
     heads_first = scaled_dot_product_attention(q.transpose(1, 2), q.transpose(1, 2), q.transpose(1, 2))
     assert heads_first.transpose(1, 2).is_contiguous()
-
-
-@pytest.mark.parametrize("backend", rest_slow([*reversed(BACKENDS)]))
-def test_flash_attn_func_compiles(backend: str) -> None:
-    q, k = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8)
-    compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(
-        compiled(q, k, k, causal=True, backend=backend), flash_attn_func(q, k, k, causal=True, backend=backend)
-    )
-    sdpa = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
-    args = (q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2))
-    torch.testing.assert_close(
-        sdpa(*args, enable_gqa=True, backend=backend),
-        scaled_dot_product_attention(*args, enable_gqa=True, backend=backend),
-    )
-    other: dict[str, Any] = {"enable_gqa": True, "scale": -0.5, "backend": backend}
-    args = (args[0], args[1][:1], args[2][0, :1])
-    torch.testing.assert_close(sdpa(*args, **other), scaled_dot_product_attention(*args, **other))
 
 
 @pytest.mark.parametrize("backend", rest_slow([*reversed(BACKENDS)]))

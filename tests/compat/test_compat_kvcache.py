@@ -185,13 +185,10 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"k_cache is full: sequence 1 has 14 of 16 positions \(cache_seqlens\), 3 more do not fit",
     ),
-    "full int": (kv(cache_seqlens=14), ValueError, r"k_cache is full: sequence 0"),
     "negative length": (kv(cache_seqlens=torch.tensor([4, -1])), ValueError, r"cache_seqlens must be in 0 .. 16.*-1"),
-    "long": (kv(k=None, v=None, cache_seqlens=17), ValueError, r"cache_seqlens must be in 0 .. 16.*got 17"),
     "length shape": (kv(cache_seqlens=torch.tensor([4])), ValueError, r"cache_seqlens must have shape \(2,\)"),
     "length dtype": (kv(cache_seqlens=torch.tensor([4.0, 5.0])), TypeError, r"cache_seqlens must be int32 or int64"),
     "no length": (kv(cache_seqlens=None), ValueError, r"cache_seqlens must be given with k and v"),
-    "row": (kv(cache_batch_idx=torch.tensor([0, 2])), ValueError, r"cache_batch_idx must be in 0 .. 1.*got 2"),
     "negative row": (kv(cache_batch_idx=torch.tensor([0, -1])), ValueError, r"cache_batch_idx must be in 0 .. 1"),
     "row twice": (kv(cache_batch_idx=torch.tensor([1, 1])), ValueError, r"cache_batch_idx must name no row twice"),
     "leftpad": (kv(cache_leftpad=torch.tensor([0, 6])), ValueError, r"cache_leftpad must be in 0 .. cache_seqlens=5"),
@@ -223,11 +220,6 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"with new keys k to be rotated",
     ),
-    "rotary short": (
-        kv(rotary_cos=cos[:7], rotary_sin=cos[:7], causal=True),
-        ValueError,
-        r"rotary_cos must have a row for each of 8 positions",
-    ),
     "rotary wide": (
         kv(rotary_cos=torch.ones(16, 5), rotary_sin=torch.ones(16, 5)),
         ValueError,
@@ -236,7 +228,6 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "rotary shapes": (kv(rotary_cos=cos, rotary_sin=cos[:9]), ValueError, r"rotary_sin must have shape \(16, 4\)"),
     "splits": (kv(num_splits=-1), ValueError, r"num_splits must be an int >= 0"),
     "slopes": (kv(alibi_slopes=torch.ones(3)), ValueError, r"alibi_slopes must be \[H\]"),
-    "backend": (kv(backend="fast"), ValueError, r"backend must be one of"),
     "unserved": (
         kv(
             backend="native",
@@ -247,11 +238,6 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ),
         fk.BackendUnavailable,
         r"backend 'native' does not support float64",
-    ),
-    "wide": (
-        kv(q=torch.ones(2, 3, 4, 600), k_cache=torch.ones(2, 16, 2, 600), k=torch.ones(2, 3, 2, 600)),
-        ValueError,
-        r"q must have a head dimension of 1 to 512; got 600",
     ),
     "wide values": (
         kv(v_cache=torch.ones(2, 16, 2, 600), v=torch.ones(2, 3, 2, 600)),

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_loops import BACKENDS, EXACT, close, draw, over_backends
-from slow import rest_slow
+from attention_loops import EXACT, close, draw, over_backends
 from torch import Tensor
 
 from foundry_kernels.compat import flash_attn_3, varlen_attn
@@ -258,19 +257,6 @@ def test_varlen_attn_has_torchs_signature() -> None:
 # --- compiled, signatures, refusals -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", rest_slow([*reversed(BACKENDS)]))
-def test_compiles(backend: str) -> None:
-    q, k, v = (x.detach() for x in inputs_of(backend, (16, 4, 8), (17, 2, 8), (17, 2, 5)))
-    options: dict[str, Any] = {"causal": True, "attention_chunk": 4, "backend": backend}
-    used = {"seqused_q": torch.tensor([2, 0, 9, 1]), "seqused_k": torch.tensor([6, 0, 3, 3])}
-    compiled = torch.compile(flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
-    args = (q, k, v, CU_Q, CU_K, 9, 7)
-    torch.testing.assert_close(compiled(*args, **used, **options), flash_attn_varlen_func(*args, **used, **options))
-    dense = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
-    x, qv = q[None, :, :2], draw(1, 16, 2, 8, dtype=q.dtype)
-    torch.testing.assert_close(dense(x, x, x, qv=qv, **options), flash_attn_func(x, x, x, qv=qv, **options))
-
-
 DESCALE = "q_descale=None k_descale=None v_descale=None"
 SIGNATURES = {
     flash_attn_func: (
@@ -329,7 +315,6 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "chunk": (lambda: varlen(attention_chunk=-1), ValueError, r"attention_chunk must be >= 0; got -1"),
     "chunk of floats": (lambda: cached(attention_chunk=1.5), TypeError, r"attention_chunk must be an int; got 1.5"),
     "rank": (lambda: flash_attn_func(x[0], x, x), ValueError, r"q must be \[B, tokens, heads, head_dim\]"),
-    "qv shape": (lambda: flash_attn_func(x, x, x, qv=x[:1]), ValueError, r"qv must have shape \(2, 3, 4, 8\)"),
     "qv dtype": (lambda: varlen(qv=packed.double()), ValueError, r"qv must have q's dtype"),
     "qv and softcap": (
         lambda: flash_attn_func(*[torch.ones(1, 2, 1, 300)] * 3, qv=torch.ones(1, 2, 1, 300), softcap=1.0),
@@ -342,7 +327,6 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"q must have a multiple of k's 3 heads; got 4",
     ),
     "used": (lambda: varlen(seqused_k=torch.tensor([7])), ValueError, r"seqused_k must be in 0 .. 6, .* got 7"),
-    "used below 0": (lambda: varlen(seqused_q=torch.tensor([-1])), ValueError, r"seqused_q must be in 0 .. 6"),
     "used shape": (lambda: varlen(seqused_q=one), ValueError, r"seqused_q must have shape \(1,\)"),
     "used dtype": (lambda: varlen(seqused_q=torch.ones(1)), TypeError, r"seqused_q must be int32 or int64"),
     "packed heads": (
@@ -362,7 +346,6 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"key must have query's 4 heads unless enable_gqa=True; got 2",
     ),
-    "varlen_attn rank": (lambda: varlen_attn(x, x, x, one, one, 6, 6), ValueError, r"query must be \[total_q, H, D\]"),
     "varlen_attn scale": (lambda: torchs(one, one, scale="1"), TypeError, r"scale must be a float; got '1'"),
 }
 

@@ -219,7 +219,7 @@ SCRIPTED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is (deprecated|not supported)")
-@pytest.mark.parametrize("what", SCRIPTED)
+@pytest.mark.parametrize("what", rest_slow(list(SCRIPTED), 2))
 def test_torchscript_is_left_alone(what: str, served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripted while a switch is on, it is what it is without: the same code, which calls torch's function."""
     # Else what another test has compiled would be taken.

@@ -148,22 +148,6 @@ def test_dynamic_frequencies_are_those_of_transformers(length):
         torch.testing.assert_close(mine, other[0, :, :4], rtol=1e-4, atol=1e-5)
 
 
-@torch.no_grad()
-def test_a_model_of_transformers_goes_on_beyond_its_positions_too():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, intermediate_size=48,
-        vocab_size=11, max_position_embeddings=SHORT, initializer_range=0.4, eos_token_id=None,
-    )  # fmt: skip
-    theirs = transformers.LlamaForCausalLM(config).eval()
-    ours, tokens = Transformer.from_hf(theirs), draw(2, 30)
-    assert ours.config.max_seq_len == SHORT
-    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
-    prompt = tokens[:, :6]
-    found = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
-    assert torch.equal(torch.stack(ours.generate(prompt, 12)), found)
-
-
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 

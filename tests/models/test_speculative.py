@@ -57,15 +57,15 @@ def test_greedy_tokens_are_those_without_a_draft(name: str, backend: str) -> Non
         "hybrid": {"layer_types": HYBRID},
     }
     model = model_of(replace(CONFIG, **changes[name]), backend=backend)
-    rates, expected = set(), model.generate(PROMPTS, 21)
-    for draft, counts in ((model, (4,)), (like(model, 0.05), (1, 4, 30)), (model_of(SMALL, 2), (1, 4))):
+    rates, expected = set(), model.generate(PROMPTS, 12)
+    for draft, counts in ((model, (4,)), (like(model, 0.05), (1, 4, 30)), (model_of(SMALL, 2), (4,))):
         for count in counts:
-            rows, stats = model.generate(PROMPTS, 21, draft=draft, draft_tokens=count, return_stats=True)
+            rows, stats = model.generate(PROMPTS, 12, draft=draft, draft_tokens=count, return_stats=True)
             assert all(map(torch.equal, rows, expected))
             rates.add(stats.acceptance_rate)
     assert max(rates) == 1.0, "the model accepts all of its own"
     assert min(rates) < 0.5
-    assert len(rates) > 4, "the other drafts are right at times"
+    assert len(rates) > 3, "the other drafts are right at times"
 
 
 @pytest.mark.parametrize("kinds", rest_slow([HYBRID, None]))
@@ -73,16 +73,16 @@ def test_the_end_of_rows(kinds: tuple[str, ...] | None) -> None:
     """Each number of new tokens, and each stop token, which rows meet at different times."""
     model = model_of(replace(CONFIG, layer_types=kinds))
     draft, whole = like(model, 0.05), model.generate(PROMPTS, 12)
-    for count in (0, 1, 2, 6):
+    for count in (0, 1, 6):
         rows = model.generate(PROMPTS, count, draft=draft)
         assert all(torch.equal(row, long[: len(p) + count]) for row, long, p in zip(rows, whole, PROMPTS, strict=True))
     lengths = set()
-    for stop in range(0, CONFIG.vocab_size, 3):
+    for stop in range(0, CONFIG.vocab_size, 6):
         expected = model.generate(PROMPTS, 12, stop_token=stop)
         rows = model.generate(PROMPTS, 12, stop_token=stop, draft=draft)
         assert all(map(torch.equal, rows, expected))
         lengths |= {len(row) - len(prompt) for row, prompt in zip(rows, PROMPTS, strict=True)}
-    assert len(lengths) > 4
+    assert len(lengths) > 3
     assert model.generate([], 3, draft=draft) == []
 
 
@@ -94,12 +94,10 @@ def test_one_of_the_two_has_linear_attention(hybrid: str, monkeypatch: pytest.Mo
     readers: list[_Reader] = []
     init = _Reader.__init__
     monkeypatch.setattr(_Reader, "__init__", lambda self, *given: (readers.append(self), init(self, *given))[1])
-    expected = model.generate(PROMPTS, 20)
-    for count in (1, 5):
-        rows, stats = model.generate(PROMPTS, 20, draft=draft, draft_tokens=count, return_stats=True)
-        assert all(map(torch.equal, rows, expected))
-        assert 0.0 < stats.acceptance_rate < 1.0
-    assert len(readers) == 4
+    rows, stats = model.generate(PROMPTS, 20, draft=draft, draft_tokens=4, return_stats=True)
+    assert all(map(torch.equal, rows, model.generate(PROMPTS, 20)))
+    assert 0.0 < stats.acceptance_rate < 1.0
+    assert len(readers) == 2
     for reader in readers:
         assert len(reader.cache.sequences) == 4, "a copy is freed"
 
