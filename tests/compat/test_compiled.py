@@ -58,7 +58,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda q, k, v, qv: flash_attn_3.flash_attn_func(q, k, v, qv=qv, causal=True, attention_chunk=4),
         (*QKV, normal(2, 5, 4, 8, seed=3)),
     ),
-    "flash_attn_combine": (lambda *parts: flash_attn_3.flash_attn_combine(*parts)[0], (normal(2, 3, 5, 2, 4), normal(2, 3, 5, 2))),
+    "flash_attn_combine": (
+        lambda *parts: flash_attn_3.flash_attn_combine(*parts)[0],
+        (normal(2, 3, 5, 2, 4), normal(2, 3, 5, 2)),
+    ),
     "rotary": (lambda x: apply_rotary_emb(x, COS, SIN, seqlen_offsets=3), (normal(2, 5, 3, 8),)),
     "rotary, packed": (
         lambda x: apply_rotary_emb(x, COS, SIN, seqlen_offsets=OFFSETS, cu_seqlens=CU, max_seqlen=3),

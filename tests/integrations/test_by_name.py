@@ -53,7 +53,8 @@ def test_the_package_first() -> None:
 
 
 def test_transformers_first() -> None:
-    assert run("from transformers import LlamaForCausalLM\nimport foundry_kernels", MODEL) == "works\n"
+    registered = "from transformers import AttentionInterface\nprint('foundry' in AttentionInterface())"
+    assert run("from transformers import modeling_utils\nimport foundry_kernels", registered) == "True\n"
 
 
 @pytest.mark.slow

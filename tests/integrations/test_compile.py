@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.adapters.table import LLAMA_LIKE
+from foundry_kernels.integrations.adapters.table import PATCHED
 from foundry_kernels.integrations.adapters.tiny import tiny_model
 
 IDS = torch.randint(3, 128, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -161,7 +161,7 @@ def test_export_for_any_length() -> None:
 
 
 #: Quickly for one with a norm, an MLP and attention of other kinds than Llama's, which the tests above have.
-@pytest.mark.parametrize("family", rest_slow(["gpt_oss", *(f for f in LLAMA_LIKE if f != "gpt_oss")]))
+@pytest.mark.parametrize("family", rest_slow(["gpt_oss", *(f for f in PATCHED if f != "gpt_oss")]))
 def test_every_family_in_one_graph(family: str) -> None:
     """Tracing only, with recomputation and dynamic shapes: what differs between families is Python."""
     model = tiny_model(family).train()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from patching import IDS, close, logits
-from slow import rest_slow
 from torch import Tensor, nn
 
 import foundry_kernels as fk
@@ -227,13 +225,3 @@ def test_dense_masks_and_weights(family: str, options: dict[str, Any]) -> None:
         for a, e in zip(ours.attentions, expected.attentions or (), strict=not options):
             assert close(a * where, e * where)
         assert all(close(a.sum(-1)[:, 0][real], torch.ones(int(real.sum()))) for a in ours.attentions)
-
-
-@pytest.mark.parametrize("family", rest_slow(list(GPT_LIKE)))
-def test_copies_and_compiles(family: str) -> None:
-    model = tiny_model(family)
-    expected = logits(model)
-    with fk.patch(model):
-        assert close(logits(copy.deepcopy(model)), expected)
-        compiled: nn.Module = torch.compile(model, backend="aot_eager", fullgraph=True)
-        assert close(logits(compiled), expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import pickle
 from typing import Any
 
@@ -379,18 +378,3 @@ def test_bfloat16_is_no_farther_from_float32(inference: bool) -> None:
             errors.append(float((y - exact).detach().square().mean().sqrt()))
             fk.patch(low) if len(errors) == 1 else None
     assert errors[1] <= 1.2 * errors[0]
-
-
-def test_every_option_of_attention() -> None:
-    """In a model's own modules; tests/nn/test_multihead.py has the arithmetic."""
-    for batch_first, weights, more in itertools.product(
-        (True, False), (True, False), ({}, {"kdim": 12, "vdim": 20}, {"add_bias_kv": True}, {"add_zero_attn": True})
-    ):
-        attention = filled(nn.MultiheadAttention(E, 4, batch_first=batch_first, **more))
-        shapes = [(B, T, E), (B, S, more.get("kdim", E)), (B, S, more.get("vdim", E))]
-        q, k, v = (draw(*s) if batch_first else draw(*s).transpose(0, 1) for s in shapes)
-        expected = attention(q, k, v, PADDING, need_weights=weights)
-        with fk.patch(attention):
-            found = attention(q, k, v, PADDING, need_weights=weights)
-        assert (found[1] is None) == (expected[1] is None) == (not weights)
-        check_close([x for x in found if x is not None], [x for x in expected if x is not None])

@@ -8,7 +8,6 @@ import pytest
 import torch
 from slow import rest_slow
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import foundry_kernels as fk
 from foundry_kernels.nn import Attention, RotaryEmbedding, attention
@@ -179,22 +178,6 @@ def test_packed_sequences_drop_what_a_padded_batch_does(backend: str) -> None:
     y = block(packed, cu_seqlens=torch.nn.functional.pad(LENGTHS.cumsum(0), (1, 0)), max_seqlen=T)
     expected = torch.cat([row[:n] for row, n in zip(padded, LENGTHS.tolist(), strict=True)])
     torch.testing.assert_close(y[0], expected, rtol=1e-4, atol=1e-5)
-
-
-@over_backends
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-def test_checkpointing_drops_the_same_again(backend: str, reentrant: bool) -> None:
-    block, bias = make(backend, dropout=0.5), BIAS.clone().requires_grad_()
-    found = []
-    for wrap in (lambda f, *a: f(*a), lambda f, *a: checkpoint(f, *a, use_reentrant=reentrant)):
-        x = draw(B, T, 16).requires_grad_()
-        torch.manual_seed(1)
-        y = wrap(lambda x, bias: block(x, attn_mask=bias), x, bias)
-        bias.grad = None
-        y.square().sum().backward()
-        found.append((y, x.grad, bias.grad))
-    for actual, expected in zip(*found, strict=True):
-        assert torch.equal(actual, expected)
 
 
 # --- compiled, plain, refused -----------------------------------------------------------------------------------------

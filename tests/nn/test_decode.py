@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from table import cpu_setting
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foundry_kernels as fk
@@ -294,36 +293,3 @@ def test_weights_of_another_class_are_left_to_it(model: Transformer) -> None:
     before = layer(x)
     layer.w2.weight = nn.Parameter(layer.w2.weight.as_subclass(Lowered), requires_grad=False)
     assert (layer(x) - before).abs().max() > 1e-4
-
-
-class Linears(TorchFunctionMode):
-    """Counts calls of F.linear."""
-
-    count = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.count += func is F.linear
-        return func(*args, **(kwargs or {}))
-
-
-@torch.no_grad()
-def test_a_cache_of_ones_own_is_appended_to(model: Transformer) -> None:
-    """`Attention` asks no more of a cache than `KeyValueStore` says."""
-
-    class Store:
-        def __init__(self) -> None:
-            self.k, self.v = torch.zeros(2, 2, 0, 8), torch.zeros(2, 2, 0, 8)
-
-        @property
-        def length(self) -> int:
-            return self.k.shape[2]
-
-        def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            self.k, self.v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
-            return self.k, self.v
-
-    attention, store, x = model.layers[0].attention, Store(), draw(2, 5, 32)
-    with Linears() as seen:
-        steps = torch.cat([attention(x[:, n : n + 1], cache=store) for n in range(5)], 1)
-    assert seen.count == 0
-    torch.testing.assert_close(steps, attention(x))
