@@ -154,33 +154,6 @@ def test_a_selection_bias_is_moved_by_one_process_alone(text_file):
 # --- interruption -----------------------------------------------------------------------------------------------------
 
 
-def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text_file, tmp_path):
-    text, path = train_text.read_text(text_file, 16), tmp_path / "checkpoint.pt"
-    whole = train_loop.train(recipe(), "reference", text, None, progress=False)
-    first = train_loop.train(recipe(), "reference", text, path, stop=lambda step: step == 3, progress=False)
-    assert first.losses == whole.losses[:3]
-    second = train_loop.train(recipe(), "reference", text, path, resume=True, progress=False)
-    assert second.losses == whole.losses
-    assert second.held_out == whole.held_out
-    for a, b in zip(second.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_killed_run_loses_at_most_one_interval(text_file, tmp_path):
-    text, path = train_text.read_text(text_file, 16), tmp_path / "checkpoint.pt"
-
-    def kill(step: int) -> bool:
-        if step == 5:
-            raise KeyboardInterrupt  # stands for any end that leaves no time to save
-        return False
-
-    every_two = recipe(arguments=["--checkpoint-every", "2"])
-    with pytest.raises(KeyboardInterrupt):
-        train_loop.train(every_two, "reference", text, path, stop=kill, progress=False)
-    state = train_checkpoint.load(path, every_two.settings("reference", text))
-    assert len(state["losses"]) == 4
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_ctrl_c_saves_and_says_how_to_go_on(text_file, tmp_path):

@@ -58,8 +58,9 @@ def test_what_differs_in_one_detail_is_left(name: str) -> None:
 
 def test_there_are_enough_of_them() -> None:
     assert len(LEFT) >= 50
-    assert isinstance(recognised(planted.Norm()), Adapter)
-    assert isinstance(recognised(planted.Mlp()), Adapter)
+    for found in (planted.Norm(), planted.made(planted.Norm, planted.NORM), planted.Mlp(),
+                  planted.made(planted.Mlp, planted.MLP)):  # fmt: skip
+        assert isinstance(recognised(found), Adapter)
 
 
 # Forms -------------------------------------------------------------------------------------------------------------

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import foundry_kernels as fk
 from foundry_kernels.core.registry import OPS
 from foundry_kernels.models import Generator, KVCache, ModelConfig, OutOfPages, PagedKVCache, Transformer
 from foundry_kernels.models import generator as generator_module
@@ -310,36 +308,6 @@ def test_random_prefixes_and_cancels_leak_nothing(seed: int, name: str) -> None:
     assert done.keys() == asked.keys()
     for number, (prompt, count) in asked.items():
         assert torch.equal(done[number], model.generate([prompt], count)[0][: len(done[number])])
-
-
-@pytest.mark.skipif(not NATIVE, reason="batch-invariant linear layers need the compiled extension")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_logits_have_the_same_bits_in_any_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, lengths = model_of(dtype=dtype), (21, 1, 9, 34, 2)
-    choose, draw_all = generator_module.choose, generator_module._draw
-    alone: list[list[Tensor]] = []
-    found: list[list[Tensor]] = [[] for _ in lengths]
-
-    def see_one(logits: Tensor, *options: Any) -> Tensor:
-        alone[-1].append(logits[0])
-        return choose(logits, *options)
-
-    def see_all(logits: Tensor, read: list[tuple[int, Any]]) -> list[int]:
-        for row, request in read:
-            found[request.number].append(logits[row])
-        return draw_all(logits, read)
-
-    monkeypatch.setattr(sys.modules["foundry_kernels.models.generate"], "choose", see_one)
-    monkeypatch.setattr(generator_module, "_draw", see_all)
-    with fk.batch_invariant():
-        generator = Generator(model, n_pages=40, page_size=4, chunk_size=8)
-        for n in lengths:
-            alone.append([])
-            model.generate([draw(n, n)], 6)
-            generator.add(draw(n, n), 6)
-        generator.run()
-    for of_row, expected in zip(found, alone, strict=True):
-        assert torch.equal(torch.stack(of_row), torch.stack(expected))
 
 
 @torch.no_grad()

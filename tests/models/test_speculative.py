@@ -15,7 +15,7 @@ import foundry_kernels as fk
 from foundry_kernels.core.registry import OPS
 from foundry_kernels.models import EncoderDecoder, GenerationStats, ModelConfig, Transformer
 from foundry_kernels.models.sampling import Sampling
-from foundry_kernels.models.speculative import _Reader, _verify
+from foundry_kernels.models.speculative import _Reader
 
 NATIVE = "native" in OPS["flash_attention"].backends("cpu")
 BACKENDS = ("reference", *(("auto",) if NATIVE else ()))
@@ -213,28 +213,6 @@ def test_sampled_tokens_have_the_models_distribution(name: str, draft_tokens: in
     assert 0.2 < stats.acceptance_rate < 0.9, "both ways are taken"
     assert chi_square(seen, expected) < 4.0
     assert chi_square(seen, exact(draft, [1, 2], 3, sampling._replace(top_k=None, top_p=None))) > 20.0, "it can tell"
-
-
-def test_rejection_by_given_probabilities() -> None:
-    """The pair of the first two tokens behind a row, for a p and a q that share only some tokens."""
-    p = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.0, 0.3, 0.6], [0.25, 0.25, 0.25, 0.25]])
-    q = torch.tensor([[0.1, 0.1, 0.2, 0.6], [0.7, 0.1, 0.1, 0.1]])
-    draws, generator = 40000, torch.Generator().manual_seed(0)
-    tokens = torch.stack([torch.multinomial(one, draws, True, generator=generator) for one in q], 1)
-    lengths = torch.arange(draws) % 3  # none, one or two of the drafted tokens count
-    sampling = Sampling(1.0, None, None, generator)
-    taken, behind = _verify(p.log().expand(draws, -1, -1), tokens, q.expand(draws, -1, -1), lengths, sampling)
-    assert bool((taken <= lengths).all())
-    drawn = torch.cat([tokens, behind.unsqueeze(1)], 1).scatter(1, taken.unsqueeze(1), behind.unsqueeze(1))
-    for place in range(3):
-        for length in range(3):
-            there = drawn[(taken >= place) & (lengths == length), place]
-            if place <= length:
-                frequencies = torch.bincount(there, minlength=4) / len(there)
-                deviation = (p[place] * (1 - p[place]) / len(there)).sqrt()
-                assert bool(((frequencies - p[place]).abs() <= 5 * deviation).all())
-            else:
-                assert len(there) == 0
 
 
 def test_sampling_repeats_with_its_generator() -> None:

@@ -16,7 +16,7 @@ from processes import SIZE, Collectives, full
 
 def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
     """Up to three cases for each letter that the rule shards, two of operations with the kernels of another one; in the
-    interpreter the two smallest in total, because Triton's operators have the same rule. Each is the case, the axis of
+    interpreter the smallest alone, because Triton's operators have the same rule. Each is the case, the axis of
     each tensor with the letter, and a name."""
     from table import is_twin
 
@@ -48,7 +48,7 @@ def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
             kinds.setdefault(letter, {}).setdefault(kind, (case, axes, f"{row.id} {case.id} {letter}"))
     most = 2 if is_twin(row.op) else 3
     chosen = [each for found in kinds.values() for each in [*found.values()][:: -(-len(found) // most)][:most]]
-    return chosen if row.backend != "triton" else sorted(chosen, key=lambda each: numel(each[0]))[:2]
+    return chosen if row.backend != "triton" else sorted(chosen, key=lambda each: numel(each[0]))[:1]
 
 
 def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
