@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from table import saved_tensors
 from torch import Tensor
 
-from foundry_kernels.compat import cross_entropy, linear_cross_entropy, probabilities
+from foundry_kernels.compat import cross_entropy, probabilities
 
 SHAPES = [(7,), (5, 7), (3, 7, 4), (0, 7), (2, 7, 0)]
 
@@ -80,19 +80,3 @@ def test_second_derivatives_are_the_references() -> None:
         torch.autograd.grad(probabilities._InParts.apply(x, t, weight, 0.1).sum(), x, create_graph=True)
     hessian = torch.func.hessian(lambda a: cross_entropy(a, t.detach()))(x.detach())
     torch.testing.assert_close(hessian, torch.func.hessian(lambda a: F.cross_entropy(a, t.detach()))(x.detach()))
-
-
-def test_the_linear_form() -> None:
-    """Heads and a bias; the target's gradient too."""
-    x, target = torch.randn(5, 6, requires_grad=True), draw((5, 7, 2))[1]
-    weight, bias = torch.randn(7, 2, 6, requires_grad=True), torch.randn(7, 2, requires_grad=True)
-    leaves = [x, weight, target, bias]
-    logits = F.linear(x, weight.flatten(0, 1), bias.flatten()).view(5, 7, 2)
-    for y in zip(
-        *(
-            (loss, *torch.autograd.grad(loss, leaves))
-            for loss in (linear_cross_entropy(x, weight, target, linear_bias=bias), F.cross_entropy(logits, target))
-        ),
-        strict=True,
-    ):
-        torch.testing.assert_close(*y)

@@ -10,7 +10,7 @@ from slow import rest_slow
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.nn import Attention, RotaryEmbedding, attention
+from foundry_kernels.nn import Attention, RotaryEmbedding
 from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_scale
 
 BACKENDS = ("reference", *(("native",) if "native" in fk.OPS["flash_attention"].backends("cpu") else ()))
@@ -159,16 +159,6 @@ def test_dropout_is_that_of_the_operation_with_a_seed_from_the_generator(backend
 
 
 @over_backends
-def test_rows_are_those_before_dropout(backend: str) -> None:
-    block, x = make(backend, dropout=0.5), draw(B, T, 16)
-    dropped = block(x, return_lse=True, return_stats=True)
-    whole = block.eval()(x, return_lse=True, return_stats=True)
-    assert not torch.allclose(dropped[0], whole[0])
-    for a, e in zip(dropped[1:], whole[1:], strict=True):
-        torch.testing.assert_close(a, e)
-
-
-@over_backends
 def test_packed_sequences_drop_what_a_padded_batch_does(backend: str) -> None:
     block, x = make(backend, dropout=0.5), draw(B, T, 16)
     packed = torch.cat([row[:n] for row, n in zip(x, LENGTHS.tolist(), strict=True)])[None]
@@ -190,19 +180,3 @@ def test_masks_compile(backend: str) -> None:
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     for name in ("bool", "tiles", "bias", "lengths", "bias, lengths"):
         torch.testing.assert_close(compiled(x, **MASKS[name][0]), block(x, **MASKS[name][0]))
-
-
-def test_a_plain_call_has_neither_mask_nor_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In evaluation and without dropout nothing is drawn from the generator."""
-    call, seen = attention.flash_attention, []
-
-    def spy(*args: Any, **options: Any) -> Any:
-        seen.append((options.get("attn_mask"), options["dropout_p"]))
-        return call(*args, **options)
-
-    monkeypatch.setattr(attention, "flash_attention", spy)
-    block = make(dropout=0.5).eval()
-    before = torch.get_rng_state()
-    block(draw(B, T, 16))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert seen == [(None, 0.0)]

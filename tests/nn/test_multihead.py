@@ -299,6 +299,3 @@ def test_packed_sequences() -> None:
     parts = [draw(n, E, seed=n) for n in LENGTHS]
     y = ours.forward_packed(torch.cat(parts), torch.tensor([0, 7, 11, 13]), 7)
     torch.testing.assert_close(y, torch.cat([theirs(p, p, p)[0] for p in parts]), rtol=1e-4, atol=2e-5)
-
-
-# Bad input ------------------------------------------------------------------------------------------------------------

@@ -64,19 +64,6 @@ def test_serving_resolves_auto_and_keeps_names():
 # --- RotaryEmbedding --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double()], ids=["to", "half", "double"]
-)
-def test_rotary_tables_stay_float32(cast):
-    embedding = nn.RotaryEmbedding(8, 32)
-    expected = embedding.cos.clone(), embedding.sin.clone()
-    cast(torch.nn.Sequential(embedding))
-    for table, before in zip((embedding.cos, embedding.sin), expected, strict=True):
-        assert table.dtype == torch.float32
-        assert torch.equal(table, before)
-    assert not embedding.state_dict()
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_positions_as_int_tensor_and_table(interleaved):
     embedding = nn.RotaryEmbedding(8, 32, interleaved=interleaved)
