@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_loops import EXACT, attend, close, draw, over_backends, over_options
+from attention_loops import EXACT, close, draw, over_backends, over_options
 from torch import Tensor
 
 import foundry_kernels as fk
@@ -146,20 +146,6 @@ def test_padding_of_nothing() -> None:
         assert max_seqlen == 0
         assert seqused.tolist() == [0] * batch
         assert not pad_input(packed, indices, batch, 3).any()
-
-
-@over_backends
-def test_from_a_padded_batch_and_back(backend: str) -> None:
-    """The three together, as callers of flash-attn use them."""
-    x, mask = torch.randn(4, 5, 3, 2, 8), MASK.bool()
-    packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, mask)
-    out = flash_attn_varlen_qkvpacked_func(packed, cu_seqlens, max_seqlen, causal=True, backend=backend)
-    assert isinstance(out, Tensor)
-    out = pad_input(out, indices, 4, 5)
-    for row in range(4):
-        q, k, v = x[row, mask[row]].unbind(1)
-        close(out[row, mask[row]], attend(q, k, v, causal=True)[0], 2e-5)
-    assert not out[~mask].any()
 
 
 # Rotary embedding --------------------------------------------------------------------------------------------------

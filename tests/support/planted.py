@@ -100,6 +100,7 @@ MLPS = {
     "a dropout of its own": "return F.dropout(super().forward(x), 0.1, self.training)",
     "a layer that is not called": "return F.linear(self.act(self.gate(x)) * self.up(x), self.down.weight)",
     "another slope": "gate = self.gate(x); return self.down(gate * torch.sigmoid(1.01 * gate) * self.up(x))",
+    "an attribute that is not there": MLP + " * self.multiplier",
     "two results": "return super().forward(x), x",
 }
 
