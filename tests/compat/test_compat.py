@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_loops import BACKENDS, EXACT, attend, close, draw, for_loop, over_backends, over_options
+from attention_loops import BACKENDS, EXACT, close, draw, of_sequence, over_backends, over_options, plain
 from slow import rest_slow
 from table import Allocations
 from torch import Tensor
@@ -39,7 +39,7 @@ def test_flash_attn_func(backend: str, options: dict[str, Any], tokens: tuple[in
     assert none is None
     assert out.is_contiguous()
     for n in range(3):
-        expected, expected_lse = attend(q[n], k[n], v[n], **for_loop(options, n))
+        expected, expected_lse = plain(q[n], k[n], v[n], **of_sequence(options, n))
         close(out[n], expected, tolerance)
         close(lse[n], expected_lse, tolerance)
 
@@ -57,7 +57,7 @@ def test_flash_attn_varlen_func(backend: str, options: dict[str, Any]) -> None:
     assert none is None
     for n in range(3):
         tq, tk = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
-        expected, expected_lse = attend(q[tq], k[tk], v[tk], **for_loop(options, n))
+        expected, expected_lse = plain(q[tq], k[tk], v[tk], **of_sequence(options, n))
         close(out[tq], expected, tolerance)
         close(lse[:, tq], expected_lse, tolerance)
 

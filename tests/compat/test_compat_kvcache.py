@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_loops import EXACT, attend, close, draw, for_loop, over_backends, over_options
+from attention_loops import EXACT, close, draw, of_sequence, over_backends, over_options, plain
 from table import Allocations
 from torch import Tensor
 
@@ -92,7 +92,7 @@ def test_kvcache(backend: str, options: dict[str, Any], call: dict[str, Any]) ->
             kn = rotate(kn, cos, sin, [length + i for i in range(new)], rotary)
         k_after[row, length : length + new], v_after[row, length : length + new] = kn, v[n]
         keys, values = k_after[row, begin : length + new], v_after[row, begin : length + new]
-        expected.append(attend(qn, keys, values, **for_loop(options, n)))
+        expected.append(plain(qn, keys, values, **of_sequence(options, n)))
 
     inputs = {"q": q.clone(), "k": k.clone(), "v": v.clone()}
     out, lse = flash_attn_with_kvcache(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_loops import EXACT, close, draw, over_backends
+from attention_loops import EXACT, close, draw, over_backends, plain
 from torch import Tensor
 
 from foundry_kernels.compat import flash_attn_3, varlen_attn
@@ -18,35 +18,6 @@ from foundry_kernels.compat.flash_attn_3 import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-
-
-def plain(
-    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, *, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, attention_chunk: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q [T, H, D], k [S, Hk, D], v [S, Hk, Dv], qv [T, H, Dv]: (out [T, H, Dv], lse [H, T]), in float64."""
-    repeats = q.shape[1] // k.shape[1]
-    q, k, v = q.double(), *(x.double().repeat_interleave(repeats, 1) for x in (k, v))
-    scores = torch.einsum("thd,shd->hts", q, k)
-    width = q.shape[2]
-    if qv is not None:
-        scores, width = scores + torch.einsum("thd,shd->hts", qv.double(), v), width + v.shape[2]
-    scores = scores * (width**-0.5 if softmax_scale is None else softmax_scale)
-    scores = softcap * (scores / softcap).tanh() if softcap else scores
-    i, j = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))
-    seen = (j <= i) | torch.tensor(not causal)
-    if window_size[0] >= 0:
-        seen = seen & (j >= i - window_size[0])
-    if window_size[1] >= 0:
-        seen = seen & (j <= i + window_size[1])
-    if attention_chunk:
-        seen = seen & (j // attention_chunk == i.div(attention_chunk, rounding_mode="floor"))
-    none = ~seen.any(-1, keepdim=True)
-    scores = scores.masked_fill(~(seen | none), -torch.inf)
-    weights = scores.softmax(-1) if len(k) else scores
-    out = torch.einsum("hts,shd->thd", weights.masked_fill(none, 0.0), v)
-    return out, (scores.logsumexp(-1) if len(k) else scores.sum(-1)).masked_fill(none[..., 0], -torch.inf)
-
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -213,66 +213,38 @@ def refused(capsys, *arguments) -> str:
     return line
 
 
-def corrupt(path: Path, state: dict) -> None:
-    path.write_bytes(b"PK\x03\x04 this was a checkpoint once")
-
-
-def truncate(path: Path, state: dict) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-
-
-def empty(path: Path, state: dict) -> None:
-    path.write_bytes(b"")
-
-
-def foreign(path: Path, state: dict) -> None:
-    torch.save({"model": {"weight": torch.zeros(3)}}, path)
-
-
-def pickled(path: Path, state: dict) -> None:
-    torch.save({"format": train_checkpoint.FORMAT, "state": Path("code")}, path)
-
-
-def newer(path: Path, state: dict) -> None:
-    torch.save(state | {"version": 99}, path)
-
-
-def older(path: Path, state: dict) -> None:
-    """The checkpoint lacks the schedule's state, and has the shape of the model alone."""
-    torch.save(state | {"version": 1}, path)
-
-
-def without_model(path: Path, state: dict) -> None:
-    torch.save(state | {"state": {k: v for k, v in state["state"].items() if k != "model"}}, path)
-
-
-def other_weights(path: Path, state: dict) -> None:
-    model = {name: value[:1] for name, value in state["state"]["model"].items()}
-    torch.save(state | {"state": state["state"] | {"model": model}}, path)
-
-
 CORRUPT = "is corrupt or not a checkpoint"
+OF_VERSION_1 = "has checkpoint version 1; this program reads 2: finish that run with the program that started it"
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (corrupt, CORRUPT),
-        (truncate, CORRUPT),
-        (empty, CORRUPT),
-        (pickled, CORRUPT),
-        (foreign, "is not a checkpoint of this program"),
-        (newer, "has checkpoint version 99; this program reads 2"),
-        (older, "has checkpoint version 1; this program reads 2: finish that run with the program that started it"),
-        (without_model, "is damaged: KeyError"),
-        (other_weights, "is damaged: RuntimeError"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_bad_checkpoint_is_refused_and_kept(damage, message, finished, capsys):
+def inside(state: dict, **changes) -> dict:
+    """A checkpoint with another value, or none, of the run's state."""
+    return state | {"state": {k: v for k, v in (state["state"] | changes).items() if v is not None}}
+
+
+#: What becomes of a checkpoint: bytes, or what `torch.save` writes; and what is said of it.
+DAMAGED = {
+    "corrupt": (lambda content, state: b"PK\x03\x04 this was a checkpoint once", CORRUPT),
+    "truncated": (lambda content, state: content[: len(content) // 2], CORRUPT),
+    "empty": (lambda content, state: b"", CORRUPT),
+    "pickled": (lambda content, state: {"format": train_checkpoint.FORMAT, "state": Path("code")}, CORRUPT),
+    "foreign": (lambda content, state: {"model": {"weight": torch.zeros(3)}}, "is not a checkpoint of this program"),
+    "newer": (lambda content, state: state | {"version": 99}, "has checkpoint version 99; this program reads 2"),
+    "older": (lambda content, state: state | {"version": 1}, OF_VERSION_1),
+    "without a model": (lambda content, state: inside(state, model=None), "is damaged: KeyError"),
+    "other weights": (
+        lambda content, state: inside(state, model={name: x[:1] for name, x in state["state"]["model"].items()}),
+        "is damaged: RuntimeError",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_bad_checkpoint_is_refused_and_kept(what, finished, capsys):
     path, picture = Path("out/checkpoint-reference.pt"), Path("out/loss.png").stat().st_mtime_ns
-    damage(path, torch.load(path, weights_only=True))
+    damage, message = DAMAGED[what]
+    spoilt = damage(path.read_bytes(), torch.load(path, weights_only=True))
+    path.write_bytes(spoilt) if isinstance(spoilt, bytes) else torch.save(spoilt, path)
     before = path.read_bytes()
     line = refused(capsys, *finished, "--resume")
     assert message in line

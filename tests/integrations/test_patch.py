@@ -12,7 +12,7 @@ from typing import Any
 import fresh
 import pytest
 import torch
-from patching import IDS, close, logits, snapshot
+from patching import IDS, close, logits, reasons, snapshot
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -239,11 +239,6 @@ def test_the_report() -> None:
         "     2  GptOssExperts      experts_implementation='eager' has its activation inside a loop; 'grouped_mm' and "
         "'batched_mm' do not",
     ]
-
-
-def reasons(model: nn.Module, **options: Any) -> dict[str, str | None]:
-    with fk.patch(model, **options) as handle:
-        return {e.name: e.reason for e in handle.report().left}
 
 
 def test_a_config_that_returns_attentions() -> None:

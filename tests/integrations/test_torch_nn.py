@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from patching import snapshot
+from patching import reasons, saved, snapshot
 from slow import rest_slow
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -235,11 +234,6 @@ def test_dropout_of_the_sum_is_in_its_pass() -> None:
 # What is left ---------------------------------------------------------------------------------------------------------
 
 
-def reasons(model: nn.Module) -> dict[str, str | None]:
-    with fk.patch(model) as handle:
-        return {e.name: e.reason for e in handle.report().left}
-
-
 class OwnBlock(nn.TransformerEncoderLayer):
     def _sa_block(self, *args: Any, **options: Any) -> Tensor:
         return 2 * super()._sa_block(*args, **options)
@@ -308,13 +302,6 @@ def test_our_own_attention_inside() -> None:
 
 
 # Copies, and the compiler ---------------------------------------------------------------------------------------------
-
-
-def saved(model: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def test_copies_and_undo() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny_model import TINY, draw, make
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import foundry_kernels as fk
 from foundry_kernels.models import EncoderDecoder, ModelConfig, Transformer
@@ -90,19 +88,6 @@ def test_parameters_are_counted_and_all_get_a_gradient(name):
     model(read, F.pad(draw()[:, :-1], (1, 0), value=1), draw())[1].backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_blocks_have_the_same_gradients(reentrant):
-    found = []
-    for checkpointed in (False, True):
-        model = pair(CONFIGS["relative"])
-        for block in (*model.encoder.layers, *model.decoder.layers) if checkpointed else ():
-            block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
-        model(source(), targets=draw())[1].backward()
-        found.append([p.grad for p in model.parameters()])
-    for a, e in zip(*found, strict=True):
-        torch.testing.assert_close(a, e)
 
 
 def test_a_seen_mask_of_the_source_and_of_the_target():
