@@ -56,14 +56,14 @@ def test_a_linear_weight_that_does_not_fit_is_refused() -> None:
             linear_cross_entropy(bad, weight, classes)
     loss = linear_cross_entropy(x[None], torch.ones(7, 6), target[None])
     torch.testing.assert_close(loss, linear_cross_entropy(x, torch.ones(7, 6), target))
-    with pytest.raises(ValueError, match=r"linear_weight must have shape \(7, 2, 6\) .*got \(7, 2, 5\)"):
-        linear_cross_entropy(x, torch.ones(7, 2, 5), target)
-    with pytest.raises(ValueError, match=r"linear_bias must have shape \(7, 2\) .*got \(7,\)"):
-        linear_cross_entropy(x, torch.ones(7, 2, 6), target, linear_bias=torch.ones(7))
-    with pytest.raises(ValueError, match=r"target must have shape \(5, 2\) .*got \(5,\)"):
-        linear_cross_entropy(x, torch.ones(7, 2, 6), target)
-    with pytest.raises(ValueError, match=r"at least one output; got shape \(7, 0, 6\)"):
-        linear_cross_entropy(x, torch.ones(7, 0, 6), target.new_zeros(5, 0))
+    for shape, classes, bias, message in (
+        ((7, 2, 5), target, None, r"linear_weight must have shape \(7, 2, 6\) .*got \(7, 2, 5\)"),
+        ((7, 2, 6), target, torch.ones(7), r"linear_bias must have shape \(7, 2\) .*got \(7,\)"),
+        ((7, 2, 6), target, None, r"target must have shape \(5, 2\) .*got \(5,\)"),
+        ((7, 0, 6), target.new_zeros(5, 0), None, r"at least one output; got shape \(7, 0, 6\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            linear_cross_entropy(x, torch.ones(shape), classes, linear_bias=bias)
     with pytest.raises(ValueError, match="ignore_index must be None where target holds probabilities; got -100"):
         linear_cross_entropy(x, torch.ones(7, 6), torch.ones(5, 7), ignore_index=-100)
 

@@ -255,10 +255,7 @@ def test_mixtures_behave_as_torch_operations_do(results):
     expected = torch.nn.functional.rms_norm(x, (6,), weight, 1e-6)
     for found in outcome(results, "mixtures"):
         for name in ("native", "triton"):
-            for kind in ("plain x", "plain weight"):
-                assert "got mixed torch.Tensor and DTensor" in found["torch", kind]
-                assert "got mixed torch.Tensor and DTensor" in found[name, kind]
-            for value in found[name, "values"]:
+            for value in found[name]:
                 torch.testing.assert_close(value, expected)
         torch.testing.assert_close(found["vector"][0], fk.rms_norm(weight + weight))
         torch.testing.assert_close(found["vector"][1], fk.rms_norm(weight, weight))

@@ -179,10 +179,7 @@ def test_report_without_measurements_says_so(trained, capsys):
         (["--threads", "0"], "--threads must be at least 1"),
         (["--minutes", "3", "--steps", "5", "--only", "speed"], "excludes --steps"),
         (["--variants", "gpt5", "--only", "speed"], "variant must be one of gpt2,"),
-        (
-            ["--dim", "48", "--heads", "4", "--kv-heads", "1", "--only", "speed"],
-            r"gpt2\+rope has .* at most 3%",
-        ),
+        (["--dim", "48", "--heads", "4", "--kv-heads", "1", "--only", "speed"], r"gpt2\+rope has .* at most 3%"),
         (["--heads", "5", "--only", "speed"], "dim must be a multiple of n_heads=5"),
     ],
 )

@@ -211,15 +211,6 @@ def test_the_page_is_that_of_its_results():
     assert page.render(kept, WHY, pictures) == program.PAGE.read_text(encoding="utf-8")
 
 
-def test_losses_are_compared_seed_by_seed():
-    of = {"a": {"0": 2.0, "1": 3.0}, "b": {"0": 2.5}, "c": {"0": None, "1": 2.0}}
-    assert shown.changes(of) == {"a": 0.0, "b": 0.5, "c": None}
-    kept = {label: {seed: {"held_out": loss} for seed, loss in found.items()} for label, found in of.items()}
-    assert shown.spread({"studies": {"heads": {"runs": kept}}}, "heads") == 1.0
-    assert shown.mean_loss(of, "c") == "diverged"
-    assert shown.mean_loss(of, "d") == "not measured"
-
-
 def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 90)

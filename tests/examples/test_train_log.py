@@ -30,13 +30,6 @@ OPTIONS += ["--steps", "6", "--sample-tokens", "0", "--backend", "reference", "-
 SAME = ("event", "step", "loss", "lr", "grad_norm", "perplexity", "bits_per_byte")  # in every run, bit for bit
 
 
-@pytest.fixture
-def text_file(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 30)
-    return path
-
-
 def make_recipe(*more: str) -> train_loop.Recipe:
     return train.make_recipe(train.parse([*OPTIONS, *more]), 5)
 

@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 import torch
 from patching import IDS, KINDS, close, logits, saved
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModel, AutoModelForCausalLM
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.table import PATCHED

@@ -309,13 +309,6 @@ def test_other_results_than_tuples() -> None:
         assert found["hidden"].shape == (2, 6, 16)
 
 
-def test_eval_mode_has_logits() -> None:
-    model = model_of(nano_gpt).eval()
-    expected = model(IDS, TARGETS)
-    with fk.patch(model):
-        assert all(map(torch.equal, model(IDS, TARGETS), expected))
-
-
 def test_log_probs_of_a_model_of_ones_own() -> None:
     """Whatever its arguments are called; in both modes, by the loss's branch, which returns all logits."""
     model = model_of(FUSED["cap"])

@@ -10,12 +10,7 @@ from patching import IDS, close, gradients, logits
 from slow import rest_slow
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    SiglipVisionConfig,
-)
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.tiny import tiny_config, tiny_model

@@ -33,10 +33,7 @@ ALIBI = {
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gpt2": [{"scale_attn_by_inverse_layer_idx": True, "activation_function": "gelu"}],
     "bloom": [{"apply_residual_connection_post_layernorm": True, "n_head": 6, "hidden_size": 96}],
-    "falcon": [
-        {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "bias": True},
-        ALIBI,
-    ],
+    "falcon": [{"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "bias": True}, ALIBI],
     "gpt_neox": [{"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"}],
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,10 +22,7 @@ from foundry_kernels.integrations.patching.mixing import mixers
 WAYS = OTHERS | {"positions": BY_POSITIONS["positions, mask"]}
 
 
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def pair(left: str) -> Any:

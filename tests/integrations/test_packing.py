@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,10 +46,7 @@ LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
 BEFORE_LINEAR = Version(__version__) < Version("5.23")
 
 
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def _arguments(model: Any) -> set[str]:

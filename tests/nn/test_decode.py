@@ -87,18 +87,18 @@ def test_the_rotation_into_a_cache_refuses() -> None:
     def append(x: Tensor = x, k: Tensor = cache, v: Tensor = cache, heads: int = 4, start: int = 0) -> Tensor:
         return torch.ops.foundry_kernels.rope_append(x, cos, sin, False, k, v, heads, start)
 
-    with pytest.raises(ValueError, match="no room for 2 positions from 8"):
-        append(start=8)
-    with pytest.raises(ValueError, match="no room for 2 positions from -1"):
-        append(start=-1)
-    with pytest.raises(ValueError, match=r"k_cache must be \[B, Hk, S, D\] with qkv's B"):
-        append(heads=3)
-    with pytest.raises(ValueError, match="must be contiguous"):
-        append(k=cache.transpose(1, 2).contiguous().transpose(1, 2))
+    longer = torch.zeros(1, 2, 20, 8)
+    for options, message in (
+        ({"start": 8}, "no room for 2 positions from 8"),
+        ({"start": -1}, "no room for 2 positions from -1"),
+        ({"heads": 3}, r"k_cache must be \[B, Hk, S, D\] with qkv's B"),
+        ({"k": cache.mT.contiguous().mT}, "must be contiguous"),
+        ({"k": longer, "v": longer, "start": 15}, "cos must have a row for each position up to 17"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            append(**options)
     with pytest.raises(TypeError, match="must have qkv's dtype"):
         append(x=x.half())
-    with pytest.raises(ValueError, match="cos must have a row for each position up to 17"):
-        append(k=torch.zeros(1, 2, 20, 8), v=torch.zeros(1, 2, 20, 8), start=15)
     with torch.enable_grad(), pytest.raises(ValueError, match="has no gradient"):
         append(x=x.clone().requires_grad_())
 
