@@ -96,19 +96,11 @@ def test_kvcache(backend: str, options: dict[str, Any], call: dict[str, Any]) ->
 
     inputs = {"q": q.clone(), "k": k.clone(), "v": v.clone()}
     out, lse = flash_attn_with_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        *((k, v) if new else (None, None)),
-        *((cos, sin) if rotary is not None else (None, None)),
-        cache_seqlens=lengths if lengths is None or isinstance(lengths, int) else integers(lengths),
-        cache_batch_idx=integers(rows),
-        cache_leftpad=integers(call.get("leftpad")),
-        rotary_interleaved=bool(rotary),
-        return_softmax_lse=True,
-        backend=backend,
-        **options,
-    )
+        q, k_cache, v_cache, *((k, v) if new else (None, None)), *((cos, sin) if rotary is not None else (None, None)),
+        cache_seqlens=integers(lengths) if isinstance(lengths, list) else lengths, cache_batch_idx=integers(rows),
+        cache_leftpad=integers(call.get("leftpad")), rotary_interleaved=bool(rotary), return_softmax_lse=True,
+        backend=backend, **options,
+    )  # fmt: skip
     assert out.shape == (3, tokens, 4, 5)
     assert out.is_contiguous()
     for n, (e, e_lse) in enumerate(expected):

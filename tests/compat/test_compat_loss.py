@@ -40,9 +40,6 @@ def test_a_mean_over_nothing_is_0() -> None:
     assert cross_entropy(x, torch.full_like(target, -100)) == 0
 
 
-needs_torchs = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch.nn.functional has none yet")
-
-
 def test_a_linear_weight_that_does_not_fit_is_refused() -> None:
     x, target = torch.ones(5, 6), torch.zeros(5, dtype=torch.int64)
     for bad, weight, classes in (
@@ -86,7 +83,7 @@ def test_heads_of_a_linear_weight(reduction: str) -> None:
         assert linear_cross_entropy(*leaves[:2], torch.full_like(target, -100), linear_bias=leaves[2]) == 0
 
 
-@needs_torchs
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch.nn.functional has none yet")
 def test_torchs_options_are_taken_or_refused() -> None:
     x, target = draw((5, 6), (5,))
     weight = draw((7, 6), ())[0]

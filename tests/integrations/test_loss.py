@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from patching import CHANGES, IDS, LABELS, close
-from slow import rest_slow
 from table import Allocations
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -100,23 +99,6 @@ def test_a_count_of_nothing(count: Any, return_logits: bool) -> None:
         assert model(IDS, labels=nothing, num_items_in_batch=count).loss == 0
         assert train(model, num_items_in_batch=count)[0].loss == float("inf")
     assert train(model, num_items_in_batch=count)[0].loss == float("inf")
-
-
-@pytest.mark.parametrize("return_logits", rest_slow([False, True]), ids=["", "logits"])
-@pytest.mark.parametrize("count", rest_slow([torch.tensor(0), 0]), ids=repr)
-def test_a_count_of_nothing_compiled(count: Any, return_logits: bool) -> None:
-    """One graph for a count of nothing and, if it is a tensor, of something."""
-    model = tiny_model("llama", num_hidden_layers=1).train()
-    torch.compiler.reset()
-    with fk.patch(model, return_logits=return_logits):
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        loss = compiled(IDS, labels=torch.full_like(IDS, -100), num_items_in_batch=count).loss
-        loss.backward()
-        assert loss == 0
-        assert not any(p.grad.any() for p in model.parameters())
-        if isinstance(count, Tensor):
-            some = compiled(IDS, labels=LABELS, num_items_in_batch=count + 7).loss
-            assert close(some, model(IDS, labels=LABELS, num_items_in_batch=7).loss)
 
 
 def test_no_tensor_is_as_large_as_the_logits() -> None:

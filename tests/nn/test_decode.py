@@ -235,10 +235,6 @@ def test_nothing_is_kept_of_a_weight(model: Transformer) -> None:
         new = torch.func.functional_call(model, other | swapped, (TOKENS[:, :1],), {"cache": cache})
     plain.load_state_dict(other | swapped)
     torch.testing.assert_close(new, plain(TOKENS[:, :1]))
-    low = copy.deepcopy(model).to(torch.bfloat16)
-    expected = run(model, TOKENS)
-    assert run(low, TOKENS).dtype == torch.bfloat16
-    assert (run(low, TOKENS) - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 def test_where_few_rows_are_not_decoded(model: Transformer) -> None:

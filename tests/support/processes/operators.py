@@ -16,10 +16,10 @@ from torch import Tensor
 from processes import SIZE, Collectives, full
 
 
-def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
-    """Up to three cases for each letter that the rule shards, two of operations with the kernels of another one; in the
-    interpreter the smallest alone, because Triton's operators have the same rule. Each is the case, the axis of
-    each tensor with the letter, and a name."""
+def divisions(row: Any, rule: Any, most: int) -> list[tuple[Any, dict[str, int], str]]:
+    """Up to `most` cases for each letter that the rule shards, half of them of operations with the kernels of another
+    one; in the interpreter the smallest of all, because Triton's operators have the same rule. Each is the case, the
+    axis of each tensor with the letter, and a name."""
     from table import is_twin
 
     from foundry_kernels.distributed.sharding import letters
@@ -48,12 +48,12 @@ def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
                 continue  # its rows are flattened for matmuls, which DTensors refuse, as they do in F.linear
             kind = tuple((name, t.dim(), t.requires_grad) for name, t in args.items()), frozenset(case.options)
             kinds.setdefault(letter, {}).setdefault(kind, (case, axes, f"{row.id} {case.id} {letter}"))
-    most = 2 if is_twin(row.op) else 3
+    most = most // 2 if is_twin(row.op) else most
     chosen = [each for found in kinds.values() for each in [*found.values()][:: -(-len(found) // most)][:most]]
-    return chosen if row.backend != "triton" else sorted(chosen, key=lambda each: numel(each[0]))[:1]
+    return chosen if row.backend != "triton" else sorted(chosen, key=lambda each: numel(each[0]))[: most // 2 or 1]
 
 
-def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+def rules(rank: int, folder: Path, ports: list[int], most: int = 2) -> dict[str, Any]:
     """Runs every operation with a kernel on inputs sharded along each dimension of its rule. Returns differences to one
     process, the collectives, and the number of tested shardings."""
     from table import rows
@@ -66,7 +66,7 @@ def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     for row in rows():
         if row.op.sharding is None or not row.op.sharding.OPERATORS:  # its operators do not support DTensors
             continue
-        for case, axes, id in divisions(row, row.op.sharding.sharding):
+        for case, axes, id in divisions(row, row.op.sharding.sharding, most):
             args = case.make(torch.float32, "cpu")
             sharded = {
                 name: t
