@@ -302,7 +302,7 @@ def test_the_sampler_has_the_trainers_bits(name: str, dtype: torch.dtype) -> Non
     with fk.batch_invariant():
         sampled: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
         for draws in ({}, {"temperature": 1.0, "top_p": 0.9, "generator": torch.Generator().manual_seed(5)}):
-            for batch in (prompts[:1], prompts[1:3], prompts):
+            for batch in (prompts[:1], prompts):
                 sampled.append(model.generate(batch, 7, **options, **draws))
                 pages = PagedKVCache(model.config, 200, 4, dtype=dtype)
                 sampled.append(model.generate(batch, 7, cache=pages, **options, **draws))
