@@ -238,6 +238,18 @@ def test_packed_sequences_are_attended_one_by_one(with_rope, max_seqlen, index):
         torch.testing.assert_close(a, e)
 
 
+def test_attention_returns_what_the_operation_does():
+    block, x = nn.Attention(16, 4, 2), torch.randn(2, 5, 16)
+    y, lse, entropy, max_logit = block(x, return_lse=True, return_stats=True)
+    torch.testing.assert_close(y, block(x))
+    assert [t.shape for t in (lse, entropy, max_logit)] == [(2, 4, 5)] * 3
+    torch.testing.assert_close(block(x, return_lse=True)[1], lse)
+    for a, e in zip(block(x, return_stats=True)[1:], (entropy, max_logit), strict=True):
+        torch.testing.assert_close(a, e)
+    assert (entropy[:, :, 0] == 0).all()  # the first token sees itself alone
+    torch.testing.assert_close(max_logit[:, :, 0], lse[:, :, 0])
+
+
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
