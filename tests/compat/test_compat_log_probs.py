@@ -60,19 +60,3 @@ def test_entropy_from_logits(dtype: torch.dtype) -> None:
     found.sum().backward()
     expected.sum().backward()
     torch.testing.assert_close(logits.grad, wide.grad.to(dtype))
-
-
-def test_bad_input() -> None:
-    logits = torch.randn(2, 5, 11)
-    with pytest.raises(ValueError, match=r"index must have the shape of logits, \(2, 5, 11\), without"):
-        selective_log_softmax(logits, torch.zeros(2, 4, 1, dtype=torch.int64))
-    with pytest.raises(TypeError, match="index must be"):
-        selective_log_softmax(logits, torch.zeros(2, 5))
-    with pytest.raises(ValueError, match="temperature must be"):
-        selective_log_softmax(logits, torch.zeros(2, 5, dtype=torch.int64), temperature=0.0)
-    with pytest.raises(ValueError, match=r"row_mask must"):
-        selective_log_softmax(logits, torch.zeros(2, 5, dtype=torch.int64), row_mask=torch.ones(2, 4))
-    with pytest.raises(IndexError, match="got -1"):
-        selective_log_softmax(logits, torch.full((2, 5), -1))
-    with pytest.raises(ValueError, match="chunk_size"):
-        entropy_from_logits(logits, 0)

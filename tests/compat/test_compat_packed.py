@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_loops import BACKENDS, EXACT, attend, close, draw, for_loop, over_backends, over_options
-from table import Allocations
+from attention_loops import EXACT, close, draw, over_backends, over_options
 from torch import Tensor
 
 import foundry_kernels as fk
@@ -61,61 +60,51 @@ def test_signatures(function: Callable[..., object]) -> None:
 # Attention ---------------------------------------------------------------------------------------------------------
 
 
+def same_as_separate(packed: Tensor, attend: Callable[..., Any], separate: Callable[..., Any]) -> None:
+    """Of packed tensors: the results of the form and of its parts, and their gradients, bit for bit."""
+    found = []
+    for function in (attend, separate):
+        leaf = packed.clone().requires_grad_()
+        out, lse, none = function(leaf)
+        assert none is None
+        found.append((out, lse, *torch.autograd.grad(out.square().sum(), leaf)))
+    assert all(map(torch.equal, *found))
+
+
 @over_backends
 @over_options
 def test_packed_attention(backend: str, options: dict[str, Any]) -> None:
-    dtype, tolerance = EXACT[backend]
+    dtype = EXACT[backend][0]
     qkv, q, kv = draw(3, 6, 3, 4, 8, dtype=dtype), draw(3, 5, 4, 8, dtype=dtype), draw(3, 7, 2, 2, 8, dtype=dtype)
-    for form, packed, (queries, keys, values) in (
-        (flash_attn_qkvpacked_func, (qkv,), (qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])),
-        (flash_attn_kvpacked_func, (q, kv), (q, kv[:, :, 0], kv[:, :, 1])),
-    ):
-        out, lse, none = form(*packed, **options, return_attn_probs=True, backend=backend)  # type: ignore[operator]
-        assert torch.equal(form(*packed, **options, backend=backend), out)  # type: ignore[operator]
-        assert none is None
-        for n in range(3):
-            expected, expected_lse = attend(queries[n], keys[n], values[n], **for_loop(options, n))
-            close(out[n], expected, tolerance)
-            close(lse[n], expected_lse, tolerance)
+    given: dict[str, Any] = {**options, "backend": backend}
+    probs: dict[str, Any] = {**given, "return_attn_probs": True}
+    same_as_separate(
+        qkv, lambda x: flash_attn_qkvpacked_func(x, **probs), lambda x: flash_attn_func(*x.unbind(2), **probs)
+    )
+    same_as_separate(
+        kv, lambda x: flash_attn_kvpacked_func(q, x, **probs), lambda x: flash_attn_func(q, *x.unbind(2), **probs)
+    )
+    assert torch.equal(flash_attn_qkvpacked_func(qkv, **given), flash_attn_qkvpacked_func(qkv, **probs)[0])  # type: ignore[arg-type]
+    assert torch.equal(flash_attn_kvpacked_func(q, kv, **given), flash_attn_kvpacked_func(q, kv, **probs)[0])  # type: ignore[arg-type]
 
 
 @over_backends
 @over_options
 def test_packed_varlen_attention(backend: str, options: dict[str, Any]) -> None:
-    dtype, tolerance = EXACT[backend]
+    dtype = EXACT[backend][0]
     cu_q, cu_k = torch.tensor([0, 5, 5, 9], dtype=torch.int32), torch.tensor([0, 7, 10, 12], dtype=torch.int32)
     qkv, q, kv = draw(9, 3, 4, 8, dtype=dtype), draw(9, 4, 8, dtype=dtype), draw(12, 2, 2, 8, dtype=dtype)
-    for form, packed, (queries, keys, values), cu_keys in (
-        (flash_attn_varlen_qkvpacked_func, (qkv, cu_q, 5), (qkv[:, 0], qkv[:, 1], qkv[:, 2]), cu_q),
-        (flash_attn_varlen_kvpacked_func, (q, kv, cu_q, cu_k, 5, 7), (q, kv[:, 0], kv[:, 1]), cu_k),
-    ):
-        out, lse, none = form(*packed, **options, return_attn_probs=True, backend=backend)  # type: ignore[operator]
-        assert torch.equal(form(*packed, **options, backend=backend), out)  # type: ignore[operator]
-        assert none is None
-        for n in range(3):
-            tq, tk = slice(int(cu_q[n]), int(cu_q[n + 1])), slice(int(cu_keys[n]), int(cu_keys[n + 1]))
-            expected, expected_lse = attend(queries[tq], keys[tk], values[tk], **for_loop(options, n))
-            close(out[tq], expected, tolerance)
-            close(lse[:, tq], expected_lse, tolerance)
-
-
-def test_packed_gradients() -> None:
-    qkv, q, kv = (
-        draw(*s, seed=i).requires_grad_() for i, s in enumerate(((1, 4, 3, 2, 4), (1, 3, 2, 4), (1, 4, 2, 2, 4)))
+    probs: dict[str, Any] = {**options, "return_attn_probs": True, "backend": backend}
+    same_as_separate(
+        qkv,
+        lambda x: flash_attn_varlen_qkvpacked_func(x, cu_q, 5, **probs),
+        lambda x: flash_attn_varlen_func(*x.unbind(1), cu_q, cu_q, 5, 5, **probs),
     )
-    cu_seqlens = torch.tensor([0, 1, 4])
-    assert torch.autograd.gradcheck(lambda x: flash_attn_qkvpacked_func(x, causal=True), (qkv,))
-    assert torch.autograd.gradcheck(lambda x, y: flash_attn_kvpacked_func(x, y, causal=True), (q, kv))
-    assert torch.autograd.gradcheck(lambda x: flash_attn_varlen_qkvpacked_func(x[0], cu_seqlens, 3), (qkv,))
-
-
-def test_unpacking_is_a_view() -> None:
-    qkv = torch.randn(2, 300, 3, 4, 16)
-    with torch.no_grad(), Allocations() as made:
-        out = flash_attn_qkvpacked_func(qkv, backend=BACKENDS[-1])
-    assert isinstance(out, Tensor)
-    if BACKENDS[-1] == "native":  # the reference makes the scores
-        assert made.largest <= out.numel()
+    same_as_separate(
+        kv,
+        lambda x: flash_attn_varlen_kvpacked_func(q, x, cu_q, cu_k, 5, 7, **probs),
+        lambda x: flash_attn_varlen_func(q, *x.unbind(1), cu_q, cu_k, 5, 7, **probs),
+    )
 
 
 # Padding -----------------------------------------------------------------------------------------------------------
@@ -157,20 +146,6 @@ def test_padding_of_nothing() -> None:
         assert max_seqlen == 0
         assert seqused.tolist() == [0] * batch
         assert not pad_input(packed, indices, batch, 3).any()
-
-
-@over_backends
-def test_from_a_padded_batch_and_back(backend: str) -> None:
-    """The three together, as callers of flash-attn use them."""
-    x, mask = torch.randn(4, 5, 3, 2, 8), MASK.bool()
-    packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, mask)
-    out = flash_attn_varlen_qkvpacked_func(packed, cu_seqlens, max_seqlen, causal=True, backend=backend)
-    assert isinstance(out, Tensor)
-    out = pad_input(out, indices, 4, 5)
-    for row in range(4):
-        q, k, v = x[row, mask[row]].unbind(1)
-        close(out[row, mask[row]], attend(q, k, v, causal=True)[0], 2e-5)
-    assert not out[~mask].any()
 
 
 # Rotary embedding --------------------------------------------------------------------------------------------------
@@ -220,17 +195,6 @@ def test_rotary(backend: str, offset: str, interleaved: bool, varlen: bool) -> N
     inside = apply_rotary_emb(x, cos, sin, inplace=True, **options)
     assert inside is x
     assert torch.equal(x, out)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("varlen", [False, True])
-def test_rotary_gradients(inplace: bool, varlen: bool) -> None:
-    cos, sin = (t.double() for t in fk.rope_table(4, 9))
-    options: dict[str, Any] = {"seqlen_offsets": torch.tensor([2, 0])}
-    if varlen:
-        options |= {"cu_seqlens": torch.tensor([0, 1, 4]), "max_seqlen": 3}
-    x = draw(*((4,) if varlen else (2, 4)), 2, 6).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: apply_rotary_emb(x * 1.0, cos, sin, inplace=inplace, **options), (x,))
 
 
 @pytest.mark.parametrize("backend", ROPE_BACKENDS)
@@ -295,182 +259,3 @@ def test_rotary_in_place_of_a_leaf(varlen: bool, view: bool) -> None:
     expected.backward(torch.ones_like(out))
     assert leaf.grad is not None
     assert torch.equal(leaf.grad, before.grad)  # type: ignore[arg-type]
-
-
-def test_rotary_compiles() -> None:
-    cos, sin = fk.rope_table(8, 32)
-    compiled = torch.compile(apply_rotary_emb, fullgraph=True, backend="aot_eager")
-    x, offsets = torch.randn(2, 5, 3, 8), torch.tensor([4, 0])
-    for offset in (0, 3, offsets):
-        expected = apply_rotary_emb(x, cos, sin, seqlen_offsets=offset)
-        torch.testing.assert_close(compiled(x, cos, sin, seqlen_offsets=offset), expected)
-    found = []
-    inside: Callable[..., Tensor] = lambda x: apply_rotary_emb_qkv_(x * 1.0, cos, sin).square()  # noqa: E731
-    for function in (inside, torch.compile(inside, fullgraph=True, backend="aot_eager")):
-        qkv = draw(2, 5, 3, 2, 8, dtype=torch.float32).requires_grad_()
-        found.append((out := function(qkv), *torch.autograd.grad(out.sum(), qkv)))
-    torch.testing.assert_close(*found)
-    options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 2, 5]), "max_seqlen": 3, "seqlen_offsets": offsets}
-    torch.testing.assert_close(compiled(x[0], cos, sin, **options), apply_rotary_emb(x[0], cos, sin, **options))
-
-
-# What is refused ---------------------------------------------------------------------------------------------------
-
-x, table, cu_seqlens = torch.ones(2, 3, 4, 8), torch.ones(5, 4), torch.tensor([0, 3])
-indices = torch.tensor([0, 2])
-
-BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "qkv dropout": (
-        lambda: flash_attn_qkvpacked_func(x[:, :, None].expand(2, 3, 3, 4, 8), 1.0),
-        ValueError,
-        r"dropout_p must be in \[0, 1\); got 1.0",
-    ),
-    "kv dropout": (
-        lambda: flash_attn_kvpacked_func(x, x[:, :, None].expand(2, 3, 2, 4, 8), 1.0),
-        ValueError,
-        r"dropout_p must be in \[0, 1\); got 1.0",
-    ),
-    "varlen qkv dropout": (
-        lambda: flash_attn_varlen_qkvpacked_func(x[0, :, None].expand(3, 3, 4, 8), cu_seqlens, 3, 1.0),
-        ValueError,
-        r"dropout_p must be in \[0, 1\); got 1.0",
-    ),
-    "qkv rank": (lambda: flash_attn_qkvpacked_func(x), ValueError, r"qkv must be \[B, T, 3, H, D\]"),
-    "qkv of two": (
-        lambda: flash_attn_qkvpacked_func(torch.ones(2, 3, 2, 4, 8)),
-        ValueError,
-        r"qkv must be \[B, T, 3, H, D\]",
-    ),
-    "kv of three": (
-        lambda: flash_attn_kvpacked_func(x, torch.ones(2, 3, 3, 4, 8)),
-        ValueError,
-        r"kv must be \[B, S, 2, Hk, D\]",
-    ),
-    "varlen qkv rank": (
-        lambda: flash_attn_varlen_qkvpacked_func(x[0], cu_seqlens, 3),
-        ValueError,
-        r"qkv must be \[total, 3, H, D\]",
-    ),
-    "varlen kv": (
-        lambda: flash_attn_varlen_kvpacked_func(x[0], x, cu_seqlens, cu_seqlens, 3, 3),
-        ValueError,
-        r"kv must be \[total_k, 2, Hk, D\]",
-    ),
-    "no tensor": (lambda: flash_attn_qkvpacked_func([1]), TypeError, r"qkv must be a torch.Tensor"),  # type: ignore[arg-type]
-    "mask shape": (lambda: unpad_input(x, torch.ones(2, 4)), ValueError, r"attention_mask must have shape \(2, 3\)"),
-    "unused shape": (
-        lambda: unpad_input(x, torch.ones(2, 3), torch.ones(3)),
-        ValueError,
-        r"unused_mask must have shape",
-    ),
-    "one dimension": (
-        lambda: unpad_input(x[0, 0, 0], torch.ones(8)),
-        ValueError,
-        r"hidden_states must be \[B, S, ...\]",
-    ),
-    "indices dtype": (lambda: pad_input(x, indices.float(), 2, 3), TypeError, r"indices must be int32 or int64"),
-    "indices shape": (lambda: pad_input(x, indices[:1], 2, 3), ValueError, r"indices must have shape \(2,\)"),
-    "indices range": (lambda: pad_input(x, indices, 1, 2), IndexError, r"index"),
-    "batch": (lambda: pad_input(x, indices, 2.0, 3), TypeError, r"batch must be an int; got 2.0"),  # type: ignore[arg-type]
-    "rotary rank": (
-        lambda: apply_rotary_emb(x[0], table, table),
-        ValueError,
-        r"x must be \[B, T, H, D\] without cu_seqlens",
-    ),
-    "rotary packed rank": (
-        lambda: apply_rotary_emb(x, table, table, cu_seqlens=cu_seqlens, max_seqlen=3),
-        ValueError,
-        r"x must be \[total, H, D\] with cu_seqlens",
-    ),
-    "rotary max_seqlen": (
-        lambda: apply_rotary_emb(x[0], table, table, cu_seqlens=cu_seqlens),
-        ValueError,
-        r"max_seqlen must be given with cu_seqlens",
-    ),
-    "rotary short max_seqlen": (
-        lambda: apply_rotary_emb(x[0], table, table, cu_seqlens=cu_seqlens, max_seqlen=2),
-        ValueError,
-        r"max_seqlen must be at least the longest sequence, 3; got 2",
-    ),
-    "rotary lengths": (
-        lambda: apply_rotary_emb(x[0], table, table, cu_seqlens=cu_seqlens - 1, max_seqlen=3),
-        ValueError,
-        r"cu_seqlens must start at 0",
-    ),
-    "rotary no lengths": (
-        lambda: apply_rotary_emb(x[0], table, table, cu_seqlens=cu_seqlens[:0], max_seqlen=3),
-        ValueError,
-        r"starting with 0; got shape \(0,\)",
-    ),
-    "rotary table": (
-        lambda: apply_rotary_emb(x, table, table, seqlen_offsets=3),
-        ValueError,
-        r"cos must have a row for each of 6 positions; got \(5, 4\)",
-    ),
-    "rotary tables": (lambda: apply_rotary_emb(x, table, table[:3]), ValueError, r"sin must have shape \(5, 4\)"),
-    "rotary per token": (lambda: apply_rotary_emb(x, x[..., 0], x[..., 0]), ValueError, r"cos must be \[P, R/2\]"),
-    "rotary packed offset": (
-        lambda: apply_rotary_emb(x[0], table, table, seqlen_offsets=3, cu_seqlens=cu_seqlens, max_seqlen=3),
-        IndexError,
-        r"position|index out of range",
-    ),
-    "rotary negative": (
-        lambda: apply_rotary_emb(x, table, table, seqlen_offsets=-1),
-        ValueError,
-        r"seqlen_offsets must be >= 0; got -1",
-    ),
-    "rotary offsets": (
-        lambda: apply_rotary_emb(x, table, table, seqlen_offsets=torch.tensor([1])),
-        ValueError,
-        r"seqlen_offsets must have shape \(2,\)",
-    ),
-    "rotary offset dtype": (
-        lambda: apply_rotary_emb(x, table, table, seqlen_offsets=torch.ones(2)),
-        TypeError,
-        r"seqlen_offsets must be int32 or int64",
-    ),
-    "rotary far": (
-        lambda: apply_rotary_emb(x, table, table, seqlen_offsets=torch.tensor([0, 3])),
-        IndexError,
-        r"position|index out of range",
-    ),
-    "rotary qkv": (
-        lambda: apply_rotary_emb_qkv_(x[:, :, None], table, table),
-        ValueError,
-        r"qkv must be \[B, T, 3, H, D\]; got shape \(2, 3, 1, 4, 8\)",
-    ),
-    "rotary qkv without heads": (
-        lambda: apply_rotary_emb_qkv_(x, table, table),
-        ValueError,
-        r"num_heads_q must be given for qkv of",
-    ),
-    "rotary qkv heads": (
-        lambda: apply_rotary_emb_qkv_(x, table, table, num_heads_q=3),
-        ValueError,
-        r"num_heads_q must leave an even number of qkv's 4 heads; got 3",
-    ),
-    "rotary cos_k": (
-        lambda: apply_rotary_emb_qkv_(x, table, table, table, num_heads_q=2),
-        ValueError,
-        r"cos_k and sin_k must be given together",
-    ),
-    "rotary keys' table": (
-        lambda: apply_rotary_emb_qkv_(x, table, table, table[:2], table[:2], num_heads_q=2),
-        ValueError,
-        r"cos must have a row for each of 3 positions",
-    ),
-    "rotary kv": (lambda: apply_rotary_emb_kv_(x, table, table), ValueError, r"kv must be \[B, S, 2, Hk, D\]"),
-    "rotary kv of three": (
-        lambda: apply_rotary_emb_kv_(torch.ones(2, 3, 3, 4, 8), table, table),
-        ValueError,
-        r"kv must be \[B, S, 2, Hk, D\]; got shape \(2, 3, 3, 4, 8\)",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input(what: str) -> None:
-    function, error, message = BAD[what]
-    with pytest.raises(error, match=message):
-        function()
-    assert bool((x == 1).all())

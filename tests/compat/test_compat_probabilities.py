@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from table import saved_tensors
 from torch import Tensor
 
-from foundry_kernels.compat import cross_entropy, linear_cross_entropy, probabilities
+from foundry_kernels.compat import cross_entropy, probabilities
 
 SHAPES = [(7,), (5, 7), (3, 7, 4), (0, 7), (2, 7, 0)]
 
@@ -53,17 +53,6 @@ def test_options(shape: tuple[int, ...], reduction: str, backend: str, monkeypat
             torch.testing.assert_close(a, e)
 
 
-@pytest.mark.parametrize("layout", ["classes last", "expanded"])
-def test_layouts(layout: str) -> None:
-    x, t, weight = draw((3, 7, 4))
-    if layout == "classes last":
-        x, t = (each.detach().permute(0, 2, 1).contiguous().permute(0, 2, 1).requires_grad_() for each in (x, t))
-    else:
-        x, t = (each.detach()[:1].expand(3, 7, 4).requires_grad_() for each in (x, t))
-    for a, e in zip(*both((x, t, weight)), strict=True):
-        torch.testing.assert_close(a, e)
-
-
 def test_one_class_for_certain_is_that_class() -> None:
     """Also of logits far from 0, and of low precision, where the loss is rounded once."""
     x = draw((5, 7))[0].detach() * 100.0
@@ -91,50 +80,3 @@ def test_second_derivatives_are_the_references() -> None:
         torch.autograd.grad(probabilities._InParts.apply(x, t, weight, 0.1).sum(), x, create_graph=True)
     hessian = torch.func.hessian(lambda a: cross_entropy(a, t.detach()))(x.detach())
     torch.testing.assert_close(hessian, torch.func.hessian(lambda a: F.cross_entropy(a, t.detach()))(x.detach()))
-
-
-def test_compiled() -> None:
-    compiled = torch.compile(cross_entropy, fullgraph=True, backend="aot_eager")
-    leaves, again = draw((5, 7)), draw((5, 7))
-    loss = compiled(*leaves)
-    ours, _ = both(again)
-    for a, e in zip((loss, *torch.autograd.grad(loss, leaves, torch.tensor(0.5))), ours, strict=True):
-        torch.testing.assert_close(a, e)
-
-
-def test_the_linear_form() -> None:
-    """Heads and a bias; the target's gradient too."""
-    x, target = torch.randn(5, 6, requires_grad=True), draw((5, 7, 2))[1]
-    weight, bias = torch.randn(7, 2, 6, requires_grad=True), torch.randn(7, 2, requires_grad=True)
-    leaves = [x, weight, target, bias]
-    logits = F.linear(x, weight.flatten(0, 1), bias.flatten()).view(5, 7, 2)
-    for y in zip(
-        *(
-            (loss, *torch.autograd.grad(loss, leaves))
-            for loss in (linear_cross_entropy(x, weight, target, linear_bias=bias), F.cross_entropy(logits, target))
-        ),
-        strict=True,
-    ):
-        torch.testing.assert_close(*y)
-
-
-def test_bad_input() -> None:
-    x, t, weight = (each.detach() for each in draw((5, 7)))
-    for error, message, arguments, options in (
-        (ValueError, r"target must have shape \(5, 7\) \(input's, for probabilities.*got \(5,\)", (x, t[:, 0]), {}),
-        (
-            ValueError,
-            "ignore_index must be negative where target holds probabilities; got 1",
-            (x, t),
-            {"ignore_index": 1},
-        ),
-        (ValueError, r"weight must have shape \(7,\)", (x, t, weight[:6]), {}),
-        (ValueError, "target must be on input's device cpu; got meta", (x, t.to("meta")), {}),
-        (ValueError, "reduction must be one of none, mean, sum; got 'max'", (x, t), {"reduction": "max"}),
-        (ValueError, r"label_smoothing must be in 0 \.\. 1; got 1\.5", (x, t), {"label_smoothing": 1.5}),
-        (ValueError, "input must have at least one class", (x[:, :0], t[:, :0]), {}),
-        (ValueError, "backend must be one of", (x, t), {"backend": "cuda"}),
-        (TypeError, "target must be float32", (x, t.to(torch.float8_e4m3fn)), {}),
-    ):
-        with pytest.raises(error, match=message):
-            cross_entropy(*arguments, **options)

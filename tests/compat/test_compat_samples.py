@@ -75,7 +75,7 @@ def run(
 @pytest.mark.parametrize(
     ("dtype", "backend"),
     [
-        pytest.param(dtype, backend, id=f"{dtype}-{backend}", marks=pytest.mark.slow if i > 1 or (i and j) else ())
+        pytest.param(dtype, backend, id=f"{dtype}-{backend}", marks=pytest.mark.slow if i > 1 or j > 1 - i else ())
         for i, dtype in enumerate(DTYPES)
         for j, backend in enumerate(BACKENDS)
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +11,7 @@ import torch
 from attention_loops import BACKENDS, draw, over_backends
 from score_functions import EXAMPLES, Sizes, eager, whole
 from torch import Tensor
-from torch.nn.attention.flex_attention import (
-    AuxRequest,
-    BlockMask,
-    create_block_mask,
-    create_mask,
-)
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, create_mask
 
 import foundry_kernels as fk
 from foundry_kernels.compat import flex_attention, flex_mask, flex_switch, use_flex_attention
@@ -180,29 +174,24 @@ def test_bad_input() -> None:
     made = create_block_mask(causal, 2, 4, 150, 150, device="cpu")
     integers = create_block_mask(causal, None, None, 150, 150, device="cpu")
     integers.mask_mod = lambda b, h, q, k: q - k
-    errors: dict[str, Callable[[], Any]] = {
-        r"block_mask must be a BlockMask or None; got Tensor": lambda: flex_attention(q, q, q, None, torch.ones(1)),
-        r"block_mask must be that of 150 queries and 9 keys; got one of \(150, 150\): make": lambda: flex_attention(
-            q, q[:, :, :9], q[:, :, :9], block_mask=made
-        ),
-        r"block_mask must have B=1 or 1 and H=4 or 1; got \(2, 4\)": lambda: flex_attention(
-            *[x[:1] for x in (q, k, v)], None, made, enable_gqa=True
-        ),
-        r"block_mask's mask_mod must return a bool tensor; got torch.int": lambda: flex_attention(
-            q, q, q, None, integers
-        ),
-        r"key must have query's 4 heads unless enable_gqa=True; got 2": lambda: flex_attention(q, k, v),
-        r"query must be \[B, H, T, D\]": lambda: flex_attention(q[0], k, v),
-        r"return_lse must be False with return_aux": lambda: flex_attention(
-            q, q, q, return_lse=True, return_aux=AuxRequest()
-        ),
-        r"return_aux must be an AuxRequest or None; got bool": lambda: flex_attention(q, q, q, return_aux=True),  # type: ignore[arg-type]
-        r"kernel_options must be a dict or None; got list": lambda: flex_attention(q, q, q, kernel_options=[]),  # type: ignore[arg-type]
-        r"backend must be one of": lambda: use_flex_attention("flash"),
-    }
-    for message, call in errors.items():
+    alone = [x[:1] for x in (q, k, v)]
+    bad: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+        ("block_mask must be a BlockMask or None; got Tensor", (q, q, q, None, torch.ones(1)), {}),
+        (r"block_mask must be that of 150 queries and 9 keys; got one of \(150, 150\): make",
+         (q, q[:, :, :9], q[:, :, :9]), {"block_mask": made}),
+        (r"block_mask must have B=1 or 1 and H=4 or 1; got \(2, 4\)", (*alone, None, made), {"enable_gqa": True}),
+        ("block_mask's mask_mod must return a bool tensor; got torch.int", (q, q, q, None, integers), {}),
+        ("key must have query's 4 heads unless enable_gqa=True; got 2", (q, k, v), {}),
+        (r"query must be \[B, H, T, D\]", (q[0], k, v), {}),
+        ("return_lse must be False with return_aux", (q, q, q), {"return_lse": True, "return_aux": AuxRequest()}),
+        ("return_aux must be an AuxRequest or None; got bool", (q, q, q), {"return_aux": True}),
+        ("kernel_options must be a dict or None; got list", (q, q, q), {"kernel_options": []}),
+    ]  # fmt: skip
+    for message, given, options in bad:
         with pytest.raises((TypeError, ValueError), match=message):
-            call()
+            flex_attention(*given, **options)
+    with pytest.raises(ValueError, match="backend must be one of"):
+        use_flex_attention("flash")
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

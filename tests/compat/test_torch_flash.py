@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_loops import BACKENDS, draw
+from slow import rest_slow
 from torch import Tensor, nn
 from torch.nn import attention
 
@@ -221,7 +222,7 @@ def test_the_operator_for_gpus(ours: list[str]) -> None:
 KERNELS = [name for name in fk.OPS["flash_attention"].backends("cpu") if name != "reference"]
 
 
-@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("backend", rest_slow(KERNELS))
 def test_the_passes_of_each_backend(backend: str) -> None:
     """With lse kept in float32 between them: as autograd has it, but for that rounding."""
     shapes = ((1, 2, 5, 8), (1, 1, 6, 8), (1, 1, 6, 4))

@@ -219,7 +219,7 @@ SCRIPTED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is (deprecated|not supported)")
-@pytest.mark.parametrize("what", SCRIPTED)
+@pytest.mark.parametrize("what", rest_slow(list(SCRIPTED), 2))
 def test_torchscript_is_left_alone(what: str, served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripted while a switch is on, it is what it is without: the same code, which calls torch's function."""
     # Else what another test has compiled would be taken.
@@ -294,11 +294,6 @@ def test_what_stays_with_torch(what: str, served: list[str]) -> None:
             scaled_dot_product_attention(*given, backend="reference")
 
 
-def test_integers_are_refused_in_torchs_words() -> None:
-    with use_sdpa(), pytest.raises(RuntimeError):
-        F.scaled_dot_product_attention(*[torch.ones(1, 2, 3, 4, dtype=torch.int64)] * 3)
-
-
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
 def test_causal_biases(make: Callable[..., Any], served: list[str]) -> None:
     bias = make(4, 6)
@@ -338,6 +333,8 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match=r"backend must be one of auto, .*; got 'flash'"):
         use_sdpa("flash")
     with use_sdpa():
+        with pytest.raises(RuntimeError):  # in PyTorch's words
+            F.scaled_dot_product_attention(*[torch.ones(1, 2, 3, 4, dtype=torch.int64)] * 3)
         with pytest.raises(ValueError, match=r"dropout_p must be in \[0, 1\); got 1.5"):
             F.scaled_dot_product_attention(q, k, k, dropout_p=1.5)
         with pytest.raises(ValueError, match="attn_mask must be None with is_causal=True"):

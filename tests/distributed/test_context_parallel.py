@@ -208,23 +208,19 @@ def test_parts_are_two_chunks_from_both_ends(mesh):
 
 
 def test_what_cannot_be_divided_is_refused_before_anything_is_sent(mesh):
-    distributed, q = fk.distributed, torch.zeros(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="mesh must have one dimension, that of context parallelism; got 2"):
-        distributed.shard_sequence(q, mesh)
-    with pytest.raises(TypeError, match=r"mesh must be a torch\.distributed\.device_mesh\.DeviceMesh; got int"):
-        distributed.ring_attention(q, q, q, 3)
-    with pytest.raises(ValueError, match="a sequence over 3 processes must have a multiple of 6 tokens; got 8"):
-        distributed.shard_sequence(q, mesh["cp"], 3)
-    with pytest.raises(ValueError, match="x must have two chunks of tokens in dimension 1; got shape"):
-        distributed.gather_sequence(q[:, :1], mesh["cp"])
-    with pytest.raises(ValueError, match="q and k must have as many tokens, two chunks of them; got shapes"):
-        distributed.ring_attention(q, q[:, :, :2], q[:, :, :2], mesh["cp"])
-    with pytest.raises(ValueError, match="q must hold one row with cu_seqlens"):
-        distributed.ring_attention(*[q.expand(2, -1, -1, -1)] * 3, mesh["cp"], cu_seqlens=torch.tensor([0, 12]))
-    with pytest.raises(ValueError, match="cu_seqlens must start at 0, never decrease and end at the 12 packed tokens"):
-        distributed.ring_attention(q, q, q, mesh["cp"], cu_seqlens=torch.tensor([0, 4]))
-    with pytest.raises(ValueError, match=r"sinks must have shape \(2,\)"):
-        distributed.ring_attention(q, q, q, mesh["cp"], sinks=torch.zeros(3))
+    of, q, cp = fk.distributed, torch.zeros(1, 2, 4, 8), mesh["cp"]
+    for call, message in (
+        (lambda: of.shard_sequence(q, mesh), "mesh must have one dimension, that of context parallelism; got 2"),
+        (lambda: of.ring_attention(q, q, q, 3), r"mesh must be a torch\.distributed\.device_mesh\.DeviceMesh; got int"),
+        (lambda: of.shard_sequence(q, cp, 3), "a sequence over 3 processes must have a multiple of 6 tokens; got 8"),
+        (lambda: of.gather_sequence(q[:, :1], cp), "x must have two chunks of tokens in dimension 1; got shape"),
+        (lambda: of.ring_attention(q, *2 * (q[:, :, :2],), cp), "q and k must have as many tokens, two chunks of them"),
+        (lambda: of.ring_attention(*3 * (q.expand(2, -1, -1, -1),), cp, cu_seqlens=torch.tensor([0, 12])), "one row"),
+        (lambda: of.ring_attention(q, q, q, cp, cu_seqlens=torch.tensor([0, 4])), "and end at the 12 packed tokens"),
+        (lambda: of.ring_attention(q, q, q, cp, sinks=torch.zeros(3)), r"sinks must have shape \(2,\)"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -242,30 +238,31 @@ def test_models_that_look_at_all_tokens_elsewhere_are_refused(choice, message, m
 
 
 def test_what_a_divided_model_is_called_with(mesh):
-    with pytest.raises(TypeError, match=r"model must be a foundry_kernels\.models\.Transformer; got Linear"):
-        fk.distributed.context_parallel(torch.nn.Linear(2, 2), mesh["cp"])
-    model = fk.distributed.context_parallel(Transformer(ModelConfig(8, 1, 2, vocab_size=8, max_seq_len=8)), mesh["cp"])
-    with pytest.raises(ValueError, match="model must not be context parallel yet"):
-        fk.distributed.context_parallel(model, mesh["cp"])
-    tokens = torch.zeros(1, 2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="tokens must be two chunks of a sequence; got 3 tokens"):
-        model(torch.zeros(1, 3, dtype=torch.int64))
-    learned = Transformer(ModelConfig(8, 1, 2, vocab_size=8, max_seq_len=8, positions="learned"))
-    with pytest.raises(ValueError, match="tokens hold 12 positions; max_seq_len is 8"):
-        fk.distributed.context_parallel(learned, mesh["cp"])(torch.zeros(1, 4, dtype=torch.int64))
-    with pytest.raises(ValueError, match="attn_mask must not be given to a context parallel model"):
-        model(tokens, attn_mask=torch.ones(2, 2, dtype=torch.bool))
-    with pytest.raises(ValueError, match="cache must not be given to a context parallel model"):
-        model.generate(tokens, 2)
-    hybrid = Transformer(ModelConfig(8, 1, 2, vocab_size=8, max_seq_len=8, layer_types=("linear_attention",)))
-    hybrid = fk.distributed.context_parallel(hybrid, mesh["cp"])
-    message = r"tokens must be two chunks of at least linear_conv_size - 1 = 3 tokens, .* got chunks of 2"
-    with pytest.raises(ValueError, match=message):
-        hybrid(torch.zeros(1, 4, dtype=torch.int64))
-    with pytest.raises(ValueError, match="cache must not be given to a context parallel model"):
-        hybrid(tokens, cache=hybrid.make_cache(1))
-    net = hybrid.layers[0].attention
-    with pytest.raises(ValueError, match="state must be None if a sequence is sharded over processes"):
-        net(torch.zeros(1, 6, 8), state=net.make_state(1))
-    with pytest.raises(ValueError, match="return_stats must be False if a sequence is sharded"):
-        model.layers[0].attention(torch.zeros(1, 2, 8), return_stats=True)
+    def divided(**choice):
+        config = ModelConfig(8, 1, 2, vocab_size=8, max_seq_len=8, **choice)
+        return fk.distributed.context_parallel(Transformer(config), mesh["cp"])
+
+    model, hybrid = divided(), divided(layer_types=("linear_attention",))
+    attention, net = model.layers[0].attention, hybrid.layers[0].attention
+    tokens, four = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)
+    no_cache = "cache must not be given to a context parallel model"
+    for call, message in (
+        (lambda: fk.distributed.context_parallel(torch.nn.Linear(2, 2), mesh["cp"]), "model must be a .*; got Linear"),
+        (lambda: fk.distributed.context_parallel(model, mesh["cp"]), "model must not be context parallel yet"),
+        (lambda: model(four[:, :3]), "tokens must be two chunks of a sequence; got 3 tokens"),
+        (lambda: divided(positions="learned")(four), "tokens hold 12 positions; max_seq_len is 8"),
+        (lambda: model(tokens, attn_mask=torch.ones(2, 2).bool()), "attn_mask must not be given to a context parallel"),
+        (lambda: model.generate(tokens, 2), no_cache),
+        (lambda: hybrid(tokens, cache=hybrid.make_cache(1)), no_cache),
+        (lambda: hybrid(four), r"two chunks of at least linear_conv_size - 1 = 3 tokens, .* got chunks of 2"),
+        (
+            lambda: net(torch.zeros(1, 6, 8), state=net.make_state(1)),
+            "state must be None if a sequence is sharded over",
+        ),
+        (
+            lambda: attention(torch.zeros(1, 2, 8), return_stats=True),
+            "return_stats must be False if a sequence is shar",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()

@@ -133,15 +133,15 @@ def test_other_choices_are_sharded_by_the_same_plan(results):
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-def test_operators_on_dtensors_equal_one_process_without_a_collective(results):
+@over(["rules"], ["more rules"])
+def test_operators_on_dtensors_equal_one_process_without_a_collective(name, by_name):
     from table import rows
 
     sharded = {row.id for row in rows() if row.op.sharding is not None and row.op.sharding.OPERATORS}
-    for found in outcome(results, "rules"):
+    for found in outcome(by_name, name):
         assert found["wrong"] == []
         assert found["collectives"] == {}
         assert found["tried"].keys() == sharded
-        assert min(found["tried"].values()) >= 2, found["tried"]
 
 
 def test_norm_under_sequence_parallelism_reduces_the_gradient_of_its_weight_and_nothing_else(results):
@@ -255,10 +255,7 @@ def test_mixtures_behave_as_torch_operations_do(results):
     expected = torch.nn.functional.rms_norm(x, (6,), weight, 1e-6)
     for found in outcome(results, "mixtures"):
         for name in ("native", "triton"):
-            for kind in ("plain x", "plain weight"):
-                assert "got mixed torch.Tensor and DTensor" in found["torch", kind]
-                assert "got mixed torch.Tensor and DTensor" in found[name, kind]
-            for value in found[name, "values"]:
+            for value in found[name]:
                 torch.testing.assert_close(value, expected)
         torch.testing.assert_close(found["vector"][0], fk.rms_norm(weight + weight))
         torch.testing.assert_close(found["vector"][1], fk.rms_norm(weight, weight))
@@ -317,17 +314,7 @@ def mesh_of_three():
         ({"dim": 24, "n_heads": 6, "attention_dropout": 0.1}, "attention_dropout=0.1 is not sharded .* heads by their"),
         ({"dim": 24, "n_heads": 6, "n_experts": 4}, "n_experts=4 is not sharded by this plan: experts"),
     ],
-    ids=[
-        "heads",
-        "key-value-heads",
-        "tied",
-        "alibi",
-        "sinusoidal",
-        "qk-norm",
-        "dropout",
-        "attention-dropout",
-        "experts",
-    ],
+    ids=str,
 )
 def test_plan_refuses_what_cannot_be_sharded(shape, message, mesh_of_three):
     from foundry_kernels.distributed import tensor_parallel_plan

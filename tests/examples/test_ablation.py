@@ -18,7 +18,7 @@ pytest.importorskip("tqdm", reason="training needs tqdm")
 
 from examples.studies import extrapolation
 from examples.studies.ablation import __main__ as ablation
-from examples.studies.ablation import memory, page, report, speed, tables, variants
+from examples.studies.ablation import memory, speed, tables, variants
 from examples.studies.ablation.settings import UsageError
 from examples.studies.ablation.training import losses_by_position
 from examples.training import loop as train_loop
@@ -179,10 +179,7 @@ def test_report_without_measurements_says_so(trained, capsys):
         (["--threads", "0"], "--threads must be at least 1"),
         (["--minutes", "3", "--steps", "5", "--only", "speed"], "excludes --steps"),
         (["--variants", "gpt5", "--only", "speed"], "variant must be one of gpt2,"),
-        (
-            ["--dim", "48", "--heads", "4", "--kv-heads", "1", "--only", "speed"],
-            r"gpt2\+rope has .* at most 3%",
-        ),
+        (["--dim", "48", "--heads", "4", "--kv-heads", "1", "--only", "speed"], r"gpt2\+rope has .* at most 3%"),
         (["--heads", "5", "--only", "speed"], "dim must be a multiple of n_heads=5"),
     ],
 )
@@ -210,23 +207,10 @@ def test_memory_is_that_of_the_work():
     assert memory.peak_bytes(_allocate) == pytest.approx(64 * 2**20, rel=0.1)
 
 
-def test_page_without_marks_is_refused(tmp_path):
-    path = tmp_path / "page.md"
-    path.write_text("<!-- a -->\n<!-- end of a -->\n")
-    with pytest.raises(UsageError, match="must have <!-- b -->"):
-        page.fill(path, {"b": "text"})
-
-
 def test_materialized_attention_is_the_kernels():
     found = [attend(*tables._qkv(tables.Sizes(tokens=33), torch.float32)) for attend in tables.ATTENTION.values()]
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
-
-
-def test_report_has_what_it_was_given():
-    row = {"ms": 12.345, "ratio": 0.5}
-    assert report.timing(row) == ["12.3", "0.50"]
-    assert report.timing(None) == ["–", "–"]
 
 
 # --- extrapolation ----------------------------------------------------------------------------------------------------

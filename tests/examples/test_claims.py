@@ -18,7 +18,6 @@ from examples.studies.ablation.settings import Settings, UsageError
 from examples.studies.claims import __main__ as program
 from examples.studies.claims import claims, longest, page, results, studies, sums, timings
 from examples.studies.claims import tables as shown
-from examples.training.optimizer import make_optimizer, make_schedule
 from foundry_kernels.models import Transformer
 
 pytestmark = pytest.mark.slow
@@ -60,19 +59,6 @@ def test_a_study_compares_one_thing_at_equal_parameters(key, scale):
         assert widths == {8 * configs["GELU"].dim}
 
 
-def test_options_of_variants():
-    shape = variants.Shape()
-    name = "llama+norm_placement=post+layers=24+warm_up=0+lr=0.1+dropout=0.1+init=xavier+activation=reglu"
-    config = variants.config_of(name, shape)
-    assert (config.norm_placement, config.n_layers, config.init) == ("post", 24, "xavier")
-    assert (config.residual_dropout, config.attention_dropout, config.activation) == (0.1, 0.1, "reglu")
-    assert Settings().of(name) == dataclasses.replace(Settings(), warm_up=0.0, lr=0.1)
-    expected = "LLaMA style, post-norm, 24 layers, no warm-up, learning rate 0.1, dropout 0.1, init xavier, reglu"
-    assert variants.title(name, shape) == expected
-    shared = variants.config_of("gpt2+rope+kv_heads=1", shape)
-    assert (shared.positions, shared.kv_heads) == ("rope", 1)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -84,22 +70,6 @@ def test_options_of_variants():
 def test_unknown_options_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
         variants.config_of(name, variants.Shape())
-
-
-def test_warm_up_is_what_is_said():
-    def rates(warm_up: int | None) -> list[float]:
-        optimizer = make_optimizer(torch.nn.Linear(2, 2), 1.0)
-        schedule = make_schedule(optimizer, 20, warm_up)
-        found = []
-        for _ in range(20):
-            found.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            schedule.step()
-        return found
-
-    assert rates(None) == rates(2)
-    assert rates(0)[0] == 1.0
-    assert rates(4)[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
 
 
 # --- the phases -------------------------------------------------------------------------------------------------------
@@ -239,15 +209,6 @@ def test_the_page_is_that_of_its_results():
     kept = results.load(results.beside(program.PAGE))
     pictures = page.pictures(kept, program.PAGE.with_suffix(""))
     assert page.render(kept, WHY, pictures) == program.PAGE.read_text(encoding="utf-8")
-
-
-def test_losses_are_compared_seed_by_seed():
-    of = {"a": {"0": 2.0, "1": 3.0}, "b": {"0": 2.5}, "c": {"0": None, "1": 2.0}}
-    assert shown.changes(of) == {"a": 0.0, "b": 0.5, "c": None}
-    kept = {label: {seed: {"held_out": loss} for seed, loss in found.items()} for label, found in of.items()}
-    assert shown.spread({"studies": {"heads": {"runs": kept}}}, "heads") == 1.0
-    assert shown.mean_loss(of, "c") == "diverged"
-    assert shown.mean_loss(of, "d") == "not measured"
 
 
 def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch):

@@ -154,33 +154,6 @@ def test_a_selection_bias_is_moved_by_one_process_alone(text_file):
 # --- interruption -----------------------------------------------------------------------------------------------------
 
 
-def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text_file, tmp_path):
-    text, path = train_text.read_text(text_file, 16), tmp_path / "checkpoint.pt"
-    whole = train_loop.train(recipe(), "reference", text, None, progress=False)
-    first = train_loop.train(recipe(), "reference", text, path, stop=lambda step: step == 3, progress=False)
-    assert first.losses == whole.losses[:3]
-    second = train_loop.train(recipe(), "reference", text, path, resume=True, progress=False)
-    assert second.losses == whole.losses
-    assert second.held_out == whole.held_out
-    for a, b in zip(second.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_killed_run_loses_at_most_one_interval(text_file, tmp_path):
-    text, path = train_text.read_text(text_file, 16), tmp_path / "checkpoint.pt"
-
-    def kill(step: int) -> bool:
-        if step == 5:
-            raise KeyboardInterrupt  # stands for any end that leaves no time to save
-        return False
-
-    every_two = recipe(arguments=["--checkpoint-every", "2"])
-    with pytest.raises(KeyboardInterrupt):
-        train_loop.train(every_two, "reference", text, path, stop=kill, progress=False)
-    state = train_checkpoint.load(path, every_two.settings("reference", text))
-    assert len(state["losses"]) == 4
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_ctrl_c_saves_and_says_how_to_go_on(text_file, tmp_path):
@@ -240,66 +213,38 @@ def refused(capsys, *arguments) -> str:
     return line
 
 
-def corrupt(path: Path, state: dict) -> None:
-    path.write_bytes(b"PK\x03\x04 this was a checkpoint once")
-
-
-def truncate(path: Path, state: dict) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-
-
-def empty(path: Path, state: dict) -> None:
-    path.write_bytes(b"")
-
-
-def foreign(path: Path, state: dict) -> None:
-    torch.save({"model": {"weight": torch.zeros(3)}}, path)
-
-
-def pickled(path: Path, state: dict) -> None:
-    torch.save({"format": train_checkpoint.FORMAT, "state": Path("code")}, path)
-
-
-def newer(path: Path, state: dict) -> None:
-    torch.save(state | {"version": 99}, path)
-
-
-def older(path: Path, state: dict) -> None:
-    """The checkpoint lacks the schedule's state, and has the shape of the model alone."""
-    torch.save(state | {"version": 1}, path)
-
-
-def without_model(path: Path, state: dict) -> None:
-    torch.save(state | {"state": {k: v for k, v in state["state"].items() if k != "model"}}, path)
-
-
-def other_weights(path: Path, state: dict) -> None:
-    model = {name: value[:1] for name, value in state["state"]["model"].items()}
-    torch.save(state | {"state": state["state"] | {"model": model}}, path)
-
-
 CORRUPT = "is corrupt or not a checkpoint"
+OF_VERSION_1 = "has checkpoint version 1; this program reads 2: finish that run with the program that started it"
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (corrupt, CORRUPT),
-        (truncate, CORRUPT),
-        (empty, CORRUPT),
-        (pickled, CORRUPT),
-        (foreign, "is not a checkpoint of this program"),
-        (newer, "has checkpoint version 99; this program reads 2"),
-        (older, "has checkpoint version 1; this program reads 2: finish that run with the program that started it"),
-        (without_model, "is damaged: KeyError"),
-        (other_weights, "is damaged: RuntimeError"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_bad_checkpoint_is_refused_and_kept(damage, message, finished, capsys):
+def inside(state: dict, **changes) -> dict:
+    """A checkpoint with another value, or none, of the run's state."""
+    return state | {"state": {k: v for k, v in (state["state"] | changes).items() if v is not None}}
+
+
+#: What becomes of a checkpoint: bytes, or what `torch.save` writes; and what is said of it.
+DAMAGED = {
+    "corrupt": (lambda content, state: b"PK\x03\x04 this was a checkpoint once", CORRUPT),
+    "truncated": (lambda content, state: content[: len(content) // 2], CORRUPT),
+    "empty": (lambda content, state: b"", CORRUPT),
+    "pickled": (lambda content, state: {"format": train_checkpoint.FORMAT, "state": Path("code")}, CORRUPT),
+    "foreign": (lambda content, state: {"model": {"weight": torch.zeros(3)}}, "is not a checkpoint of this program"),
+    "newer": (lambda content, state: state | {"version": 99}, "has checkpoint version 99; this program reads 2"),
+    "older": (lambda content, state: state | {"version": 1}, OF_VERSION_1),
+    "without a model": (lambda content, state: inside(state, model=None), "is damaged: KeyError"),
+    "other weights": (
+        lambda content, state: inside(state, model={name: x[:1] for name, x in state["state"]["model"].items()}),
+        "is damaged: RuntimeError",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_bad_checkpoint_is_refused_and_kept(what, finished, capsys):
     path, picture = Path("out/checkpoint-reference.pt"), Path("out/loss.png").stat().st_mtime_ns
-    damage(path, torch.load(path, weights_only=True))
+    damage, message = DAMAGED[what]
+    spoilt = damage(path.read_bytes(), torch.load(path, weights_only=True))
+    path.write_bytes(spoilt) if isinstance(spoilt, bytes) else torch.save(spoilt, path)
     before = path.read_bytes()
     line = refused(capsys, *finished, "--resume")
     assert message in line

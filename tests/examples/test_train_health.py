@@ -22,13 +22,6 @@ OPTIONS = ["--dim", "16", "--layers", "2", "--heads", "2", "--batch", "4", "--se
 OPTIONS += ["--steps", "6", "--sample-tokens", "0", "--backend", "auto", "--evaluate-every", "0"]
 
 
-@pytest.fixture
-def text_file(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 30)
-    return path
-
-
 def make_recipe(*more: str) -> train_loop.Recipe:
     return train.make_recipe(train.parse([*OPTIONS, *more]), 5)
 

@@ -30,13 +30,6 @@ OPTIONS += ["--steps", "6", "--sample-tokens", "0", "--backend", "reference", "-
 SAME = ("event", "step", "loss", "lr", "grad_norm", "perplexity", "bits_per_byte")  # in every run, bit for bit
 
 
-@pytest.fixture
-def text_file(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 30)
-    return path
-
-
 def make_recipe(*more: str) -> train_loop.Recipe:
     return train.make_recipe(train.parse([*OPTIONS, *more]), 5)
 
@@ -81,11 +74,8 @@ def test_the_picture_of_the_schedule_is_what_a_run_does(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure
-    recipe, text, log = (
-        make_recipe("--steps", "23", "--lr", "3e-3"),
-        train_text.read_text(text_file, 16),
-        tmp_path / "log",
-    )
+    recipe, log = make_recipe("--steps", "23", "--lr", "3e-3"), tmp_path / "log"
+    text = train_text.read_text(text_file, 16)
     train_loop.train(recipe, "reference", text, None, progress=False, log=log)
     logged = {e["step"]: e["lr"] for e in train_log.read(log) if e["event"] == "step"}
     kept: list[Any] = []

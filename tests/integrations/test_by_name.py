@@ -52,8 +52,10 @@ def test_the_package_first() -> None:
     assert run(imported, MODEL, after) == "works\n"
 
 
+@pytest.mark.slow  # `test_copies.py` has the package's own import after transformers
 def test_transformers_first() -> None:
-    assert run("from transformers import LlamaForCausalLM\nimport foundry_kernels", MODEL) == "works\n"
+    registered = "from transformers import AttentionInterface\nprint('foundry' in AttentionInterface())"
+    assert run("from transformers import modeling_utils\nimport foundry_kernels", registered) == "True\n"
 
 
 @pytest.mark.slow

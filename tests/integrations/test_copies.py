@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import sys
 from collections.abc import Callable
@@ -12,14 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from patching import IDS, KINDS, close, logits
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-)
+from patching import IDS, KINDS, close, logits, saved
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModel, AutoModelForCausalLM
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.table import PATCHED
@@ -28,13 +21,6 @@ from foundry_kernels.integrations.patching.patch import DENSE_MASKS
 
 LEFT, HOLE = torch.ones_like(IDS), torch.ones_like(IDS)
 LEFT[0, :4] = HOLE[1, 5] = 0
-
-
-def saved(model: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {

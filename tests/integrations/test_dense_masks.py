@@ -10,13 +10,7 @@ from patching import IDS, close, gradients, logits
 from slow import rest_slow
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    SiglipVisionConfig,
-)
-from transformers.masking_utils import blockwise_overlay, create_causal_mask, sliding_window_overlay
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.tiny import tiny_config, tiny_model
@@ -138,22 +132,6 @@ def test_compiled(family: str, dense_masks: str) -> None:
     assert not counters["graph_break"]
 
 
-def test_what_the_report_says_of_dense_masks() -> None:
-    llama, gemma2, uncapped = (
-        tiny_model("llama"),
-        tiny_model("gemma2"),
-        tiny_model("gemma2", attn_logit_softcapping=None),
-    )
-    assert fk.patch(llama, dense_masks="sdpa").report().dense_masks == "SDPA"
-    # transformers lets no Gemma 2 have an attention that is called after SDPA
-    assert fk.patch(uncapped, dense_masks="sdpa").report().dense_masks == "the model's own eager attention"
-    assert "dense masks" not in str(fk.patch(gemma2).report())
-    both = torch.nn.ModuleList([tiny_model("llama"), tiny_model("gemma2")])
-    assert fk.patch(both, dense_masks="sdpa").report().dense_masks == "SDPA and the model's own eager attention"
-    norms = fk.patch(tiny_model("gemma2"), ops=["rms_norm"], dense_masks="sdpa")
-    assert norms.report().dense_masks == ""
-
-
 # Gemma 3 with images -----------------------------------------------------------------------------------------------
 
 
@@ -203,24 +181,6 @@ def test_the_tokens_of_an_image_see_each_other(mask: Tensor | None) -> None:
             assert close(logits(model, token_type_ids=IMAGE, attention_mask=mask)[kept], plain[kept])
 
 
-def test_the_mask_of_the_sliding_layers() -> None:
-    """It refuses by itself: in the model, the mask of the others is made first."""
-    model = gemma3()
-    fk.patch(model, dense_masks="refuse")
-    config: Any = model.config.get_text_config()
-    given: dict[str, Any] = {"config": config, "inputs_embeds": torch.zeros(2, 12, 64), "attention_mask": None}
-
-    def mask(blocks: Tensor, window: int) -> Tensor | None:
-        masks = {"or_mask_function": blockwise_overlay(blocks), "and_mask_function": sliding_window_overlay(window)}
-        return create_causal_mask(past_key_values=None, **given, **masks)
-
-    assert mask(TEXT - 1, config.sliding_window) is None
-    with pytest.raises(DenseMask, match="the tokens of an image see each other"):
-        mask(IMAGE - 1, config.sliding_window)
-    with pytest.raises(DenseMask, match="a mask function of the model or the caller"):
-        mask(TEXT - 1, config.sliding_window - 1)  # not the window that the layers pass
-
-
 def test_generation_with_token_types() -> None:
     model = gemma3()
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "attention_mask": LEFT}
@@ -230,20 +190,8 @@ def test_generation_with_token_types() -> None:
             assert torch.equal(model.generate(IDS, token_type_ids=types, **options), plain)
 
 
-def test_gradients_with_token_types() -> None:
-    model = gemma3()
-
-    def all_gradients() -> Tensor:
-        model.zero_grad()
-        model(IDS, token_type_ids=TEXT, labels=IDS).loss.backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-    plain = all_gradients()
-    with fk.patch(model):
-        assert close(all_gradients(), plain)
-
-
-@pytest.mark.parametrize("dense_masks", rest_slow(["refuse", "kernels", "sdpa"], quick=2))
+@pytest.mark.slow
+@pytest.mark.parametrize("dense_masks", ["kernels", "refuse", "sdpa"])
 def test_token_types_compiled(dense_masks: str) -> None:
     """A mask function cannot be looked into there: the error says what to do, and a dense mask does."""
     model = gemma3()

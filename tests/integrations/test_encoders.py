@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from patching import IDS, close, logits
+from patching import close
 from tiny_encoders import FAMILIES, tiny_batch, tiny_encoder
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.bert import modeling_bert
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters import interface
-from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS, LOSSES
+from foundry_kernels.integrations.adapters.causal_lm import LOSS_STAYS
 from foundry_kernels.integrations.attention.plan import DenseMask
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -73,6 +72,7 @@ def test_results_loss_and_gradients(family: str) -> None:
     expected, grads = step(model, batch)
     with fk.patch(model) as handle:
         ours, our_grads = step(model, batch)
+        copied = copy.deepcopy(model)
         entries = [e for e in handle.report().replaced if e.module_class != "MultiheadAttention"]  # torch's, in SigLIP
         assert Counter(op for e in entries for op in e.ops) == SERVED[family]
     assert len(ours) == len(expected) > 1
@@ -80,6 +80,7 @@ def test_results_loss_and_gradients(family: str) -> None:
     same_gradients(our_grads, grads)
     undone, _ = step(model, batch)
     assert all(map(torch.equal, undone, expected))
+    assert all(map(torch.equal, step(copied, batch)[0], ours)), "a copy is patched"
 
 
 @every_family
@@ -96,16 +97,6 @@ def test_weights(family: str) -> None:
     if family not in ("clip", "siglip"):
         assert len(ours) == len(plain) + LAYERS_OF_ATTENTION[family]
     assert all(float((a - e).abs().max()) <= 1e-4 * float(e.abs().max()) for a, e in zip(ours, expected, strict=True))
-
-
-@pytest.mark.parametrize("family", ["bert", "t5"])
-def test_a_copy_of_a_patched_model_is_patched(family: str) -> None:
-    model, batch = tiny_encoder(family), tiny_batch(family)
-    handle = fk.patch(model)
-    expected, copied = step(model, batch)[0], copy.deepcopy(model)
-    handle.undo()
-    assert sum(hasattr(m, "_foundry") for m in copied.modules()) > 8
-    assert all(map(torch.equal, step(copied, batch)[0], expected))
 
 
 def test_dropout_of_the_weights_is_the_kernels() -> None:
@@ -134,7 +125,7 @@ def test_compiled(family: str) -> None:
     fk.patch(model)
     counters.clear()
     torch.compiler.reset()
-    ours, our_grads = step(torch.compile(model, fullgraph=True, backend="aot_eager"), batch, **options)
+    ours, our_grads = step(torch.compile(model, fullgraph=True, backend="eager"), batch, **options)
     assert all(map(close, ours, expected))
     same_gradients({name.removeprefix("_orig_mod."): g for name, g in our_grads.items()}, grads)
     assert not counters["graph_break"]
@@ -152,59 +143,12 @@ def test_generation(family: str, cache: str) -> None:
         assert torch.equal(model.generate(**reads, **options), expected)
 
 
-@pytest.mark.parametrize("name", ["opt", "stablelm", "starcoder2"])
-def test_decoders_without_a_row(name: str) -> None:
-    """Padding on the left, on the right and between tokens, and a window."""
-    sizes: dict[str, Any] = {"vocab_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
-    sizes |= {"max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    if name == "opt":
-        sizes |= {"word_embed_proj_dim": 32, "ffn_dim": 48}
-    else:
-        sizes |= {"intermediate_size": 48, "num_key_value_heads": 2}
-    if name == "starcoder2":
-        sizes["sliding_window"] = 6
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**sizes)).eval()
-    mask = torch.ones_like(IDS)
-    mask[0, :2] = mask[1, 5] = mask[1, 10:] = 0
-    plain, expected = logits(model), logits(model, attention_mask=mask)
-    with fk.patch(model) as handle:
-        attention = [e for e in handle.report().replaced if "flash_attention" in e.ops]
-        assert len(attention) == 2
-        assert close(logits(model), plain)
-        assert close(logits(model, attention_mask=mask)[mask.bool()], expected[mask.bool()])
-
-
-def test_the_bias_of_t5_gets_its_gradient() -> None:
-    """Where a mask is materialized and where not."""
-    model = tiny_encoder("t5")
-    for batch in (tiny_batch("t5"), {k: x for k, x in tiny_batch("t5").items() if k != "attention_mask"}):
-        name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        expected = step(model, batch)[1][name]
-        with fk.patch(model, ops=["flash_attention"]):
-            ours = step(model, batch)[1][name]
-        assert float(expected.abs().max()) > 0
-        assert close(ours, expected)
-
-
 # What is left, and why ---------------------------------------------------------------------------------------------
 
 
 def reasons(model: nn.Module, **options: Any) -> set[str]:
     with fk.patch(model, **options) as handle:
         return {str(e.reason) for e in handle.report().left if not str(e.reason).startswith(LOSS_STAYS)}
-
-
-def test_eager_by_choice_stays() -> None:
-    model = tiny_encoder("bert")
-    model.set_attn_implementation("eager")
-    assert any("attn_implementation='eager'" in reason for reason in reasons(model))
-    assert reasons(model, ops=["flash_attention", "layer_norm", "bias_gelu", *LOSSES]) == set()
-
-
-def test_a_config_that_asks_for_weights_is_left() -> None:
-    model = tiny_encoder("bert", attn_implementation="eager")
-    model.config.output_attentions = True
-    assert any("as an argument of a call" in reason for reason in reasons(model))
 
 
 def test_an_activation_without_a_kernel_is_left() -> None:

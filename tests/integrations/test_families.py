@@ -20,10 +20,10 @@ AMPLIFIED = {"olmo_hybrid": 5.0}
 
 IDS = torch.randint(3, 128, (3, 12), generator=torch.Generator().manual_seed(0))
 NONE = torch.ones_like(IDS)
-LEFT, RIGHT = NONE.clone(), NONE.clone()
+LEFT, PADDED = NONE.clone(), NONE.clone()
 LEFT[0, :4] = LEFT[1, :1] = 0
-RIGHT[0, 8:] = RIGHT[2, 3:] = 0
-PADDING = {"left": LEFT, "right": RIGHT}  # without padding, test_releases.py has all families
+# Before and behind; without padding, test_releases.py has all families.
+PADDED[0, :4] = PADDED[1, 8:] = PADDED[2, 3:] = 0
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe")
 every_family = pytest.mark.parametrize("family", LLAMA_LIKE)
@@ -52,14 +52,13 @@ def step(model: Any, mask: Tensor | None) -> tuple[Tensor, Tensor, dict[str, Ten
 
 
 @every_family
-@pytest.mark.parametrize("padding", PADDING)
-def test_logits_loss_and_gradients(family: str, padding: str) -> None:
+def test_logits_loss_and_gradients(family: str) -> None:
     model = tiny_model(family)
-    logits, loss, grads = step(model, PADDING[padding])
+    logits, loss, grads = step(model, PADDED)
     assert len(grads) > 10
     with fk.patch(model) as handle:
         assert len(handle.report().replaced) >= 7
-        patched_logits, patched_loss, patched_grads = step(model, PADDING[padding])
+        patched_logits, patched_loss, patched_grads = step(model, PADDED)
     close(patched_logits, logits)
     close(patched_loss, loss)
     assert patched_grads.keys() == grads.keys()
@@ -80,7 +79,7 @@ def test_bfloat16_is_no_farther_from_float32() -> None:
     ratios: dict[tuple[str, str], list[float]] = {}
     for family in LLAMA_LIKE:
         routing = {"num_experts_per_tok": 4} if family in MIXTURES else {}  # all: no expert comes and goes
-        for seed in range(4):
+        for seed in range(2):
             model = tiny_model(family, dtype=torch.bfloat16, seed=seed, **routing)
             exact = step(tiny_model(family, dtype=torch.bfloat16, seed=seed, **routing).float(), LEFT)
             plain = errors(step(model, LEFT), exact)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from patching import IDS, close, logits
-from slow import rest_slow
 from torch import Tensor, nn
 
 import foundry_kernels as fk
@@ -35,10 +33,7 @@ ALIBI = {
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gpt2": [{"scale_attn_by_inverse_layer_idx": True, "activation_function": "gelu"}],
     "bloom": [{"apply_residual_connection_post_layernorm": True, "n_head": 6, "hidden_size": 96}],
-    "falcon": [
-        {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "bias": True},
-        ALIBI,
-    ],
+    "falcon": [{"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "bias": True}, ALIBI],
     "gpt_neox": [{"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"}],
 }
 
@@ -227,13 +222,3 @@ def test_dense_masks_and_weights(family: str, options: dict[str, Any]) -> None:
         for a, e in zip(ours.attentions, expected.attentions or (), strict=not options):
             assert close(a * where, e * where)
         assert all(close(a.sum(-1)[:, 0][real], torch.ones(int(real.sum()))) for a in ours.attentions)
-
-
-@pytest.mark.parametrize("family", rest_slow(list(GPT_LIKE)))
-def test_copies_and_compiles(family: str) -> None:
-    model = tiny_model(family)
-    expected = logits(model)
-    with fk.patch(model):
-        assert close(logits(copy.deepcopy(model)), expected)
-        compiled: nn.Module = torch.compile(model, backend="aot_eager", fullgraph=True)
-        assert close(logits(compiled), expected)

@@ -58,17 +58,6 @@ def test_values_and_gradients(family: str) -> None:
             assert torch.equal(entropy[1], results[1])
 
 
-def test_positions_are_those_of_labels() -> None:
-    """As TRL slices them: the last n columns are the log-probabilities of the last n tokens."""
-    model = tiny_model("llama", num_hidden_layers=1).eval()
-    logits = model(IDS).logits
-    with fk.patch(model) as handle:
-        found = handle.log_probs(IDS, IDS)
-    by_trl = fk.compat.selective_log_softmax(logits[:, -6:-1], IDS[:, -5:])
-    assert close(found[:, -5:], by_trl)
-    assert not found[:, 0].any()
-
-
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]]).expand(2, -1)
 TOTALS = torch.tensor([0, 5, 8, 12, 17, 20, 24], dtype=torch.int32)
 WAYS = {
@@ -183,6 +172,7 @@ def test_through_a_wrapper() -> None:
         assert wrapper.calls == 2
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     model = tiny_model("llama", num_hidden_layers=1).train()
     torch.compiler.reset()

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import pickle
-import statistics
 from typing import Any
 
 import pytest
 import torch
 from patching import CHANGES, IDS, LABELS, close
-from slow import rest_slow
 from table import Allocations
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -105,52 +101,6 @@ def test_a_count_of_nothing(count: Any, return_logits: bool) -> None:
     assert train(model, num_items_in_batch=count)[0].loss == float("inf")
 
 
-@pytest.mark.parametrize("return_logits", rest_slow([False, True]), ids=["", "logits"])
-@pytest.mark.parametrize("count", rest_slow([torch.tensor(0), 0]), ids=repr)
-def test_a_count_of_nothing_compiled(count: Any, return_logits: bool) -> None:
-    """One graph for a count of nothing and, if it is a tensor, of something."""
-    model = tiny_model("llama", num_hidden_layers=1).train()
-    torch.compiler.reset()
-    with fk.patch(model, return_logits=return_logits):
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        loss = compiled(IDS, labels=torch.full_like(IDS, -100), num_items_in_batch=count).loss
-        loss.backward()
-        assert loss == 0
-        assert not any(p.grad.any() for p in model.parameters())
-        if isinstance(count, Tensor):
-            some = compiled(IDS, labels=LABELS, num_items_in_batch=count + 7).loss
-            assert close(some, model(IDS, labels=LABELS, num_items_in_batch=7).loss)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
-def test_mixed_precision(family: str) -> None:
-    """Under autocast, against float32: the loss alone, as the norms round elsewhere too. Of one model either error may
-    be the larger by a tenth, as roundings fall; so the median over several."""
-    ratios = []
-    for seed in range(9):
-        model = _redrawn(tiny_model(family, **CHANGES.get(family, {})), seed)
-        exact = train(model)[1]
-        plain = _autocast_error(model, exact)
-        with fk.patch(model, ops=["linear_cross_entropy"]):
-            ratios.append(_autocast_error(model, exact) / plain)
-    assert 0 < statistics.median(ratios) <= 1.03
-
-
-def _redrawn(model: Any, seed: int) -> Any:
-    """Draws other weights of the same deviation."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim == 2:
-                p.copy_(torch.randn(p.shape, generator=generator) * p.std())
-    return model
-
-
-def _autocast_error(model: Any, exact: Tensor) -> float:
-    with torch.autocast("cpu", torch.bfloat16):
-        return float((train(model)[1] - exact).norm() / exact.norm())
-
-
 def test_no_tensor_is_as_large_as_the_logits() -> None:
     model = tiny_model("llama", num_hidden_layers=1, vocab_size=4001)
     ids = torch.randint(3, 4001, (4, 64))
@@ -201,20 +151,6 @@ def test_it_goes_by_the_name_that_it_had(family: str, tmp_path: Any) -> None:
         model.save_pretrained(tmp_path)
     assert f'"{original.__name__}"' in (tmp_path / "config.json").read_text()
     assert type(model) is original
-
-
-WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_copies_are_patched_alike(way: str) -> None:
-    model = tiny_model("gemma2", **CHANGES["gemma2"])
-    fk.patch(model)
-    other = WAYS[way](model)
-    assert type(other) is type(model)
-    assert torch.equal(train(other)[1], train(model)[1])
-    fk.integrations.unpatch(other)
-    assert train(other)[0].logits is not None
 
 
 def test_undone_under_a_class_that_fully_shard_derived() -> None:

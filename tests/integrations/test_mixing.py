@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tiny_hf import SIZES, randomise
 from torch import nn
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.adapters.base import PATCHABLE
 from foundry_kernels.integrations.adapters.tiny import tiny_config, tiny_model
 from foundry_kernels.integrations.attention.documents import OTHER_NAMES
 from foundry_kernels.integrations.patching.mixing import mixers
@@ -24,10 +22,7 @@ from foundry_kernels.integrations.patching.mixing import mixers
 WAYS = OTHERS | {"positions": BY_POSITIONS["positions, mask"]}
 
 
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def pair(left: str) -> Any:
@@ -208,22 +203,6 @@ def test_what_a_module_takes_tells_whether_it_mixes() -> None:
     assert found(made("Layer", "x, mask", nn.Conv1d(4, 4, 3))) == ["Layer"]
     nested = Model(attention, made("Outer", "images, mask"), made("Adapter", "hidden_states, mask"), Model(mlp))
     assert [type(m).__name__ for m in mixers(nested, (), ())[0]] == ["Adapter"]
-
-
-def test_the_report_tells_which_rotations_stay() -> None:
-    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
-    sizes = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "rope_parameters": rope}
-    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}
-    config = transformers.Qwen2VLConfig(text_config=sizes, vision_config=vision)
-    model = transformers.Qwen2VLForConditionalGeneration(config)
-    rest = [op for op in PATCHABLE if op != "rope"]
-    with fk.patch(model) as handle:
-        found = {e.module_class: e for e in (*handle.report().replaced, *handle.report().left)}
-        for name in ("Qwen2VLAttention", "VisionAttention"):
-            assert (found[name].ops, found[name].reason) == (("rope", "flash_attention"), None)
-    with fk.patch(model, ops=rest) as handle:
-        assert not any("stays" in str(e.reason) for e in handle.report().replaced)
-    assert not any("stays" in str(e.reason) for e in fk.patch(tiny_model("llama")).report().replaced)
 
 
 def test_documents_by_positions_of_three_axes() -> None:

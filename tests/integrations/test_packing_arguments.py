@@ -7,7 +7,6 @@ import gc
 import importlib
 import inspect
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,11 +21,7 @@ from foundry_kernels.integrations.attention import call as calls
 from foundry_kernels.integrations.attention import documents
 from foundry_kernels.integrations.attention.positions import restarts, text_positions
 
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def test_lengths_come_before_positions_and_positions_before_the_mask() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import subprocess
 import weakref
 from collections import Counter
 from typing import Any
@@ -12,14 +11,13 @@ from typing import Any
 import fresh
 import pytest
 import torch
-from patching import IDS, close, logits, snapshot
+from patching import IDS, close, logits, reasons, snapshot
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.base import PATCHABLE
-from foundry_kernels.integrations.adapters.table import NO_ROW
 from foundry_kernels.integrations.adapters.tiny import tiny_model
 from foundry_kernels.integrations.patching import swap
 
@@ -103,10 +101,12 @@ def test_a_handle_that_was_thrown_away() -> None:
     handle.undo()
     assert classes(model) == before
     assert not [name for name in vars(model) if "foundry" in name]
-    fk.patch(model)
+    handle = fk.patch(model)
     fk.unpatch(model)
     assert classes(model) == before
-    fk.patch(model)
+    with pytest.raises(RuntimeError, match="undone already"):
+        handle.undo()
+    assert fk.patch(model) is not handle
     gone = weakref.ref(model)
     gc.collect()
     gc.disable()
@@ -115,20 +115,6 @@ def test_a_handle_that_was_thrown_away() -> None:
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_undone_without_the_handle() -> None:
-    model = tiny_model("llama")
-    before, handle = classes(model), fk.patch(model)
-    report = handle.report()
-    counts = f"{len(report.replaced)} of {len(report.replaced) + len(report.left)}"
-    assert repr(handle) == f"<PatchHandle of LlamaForCausalLM: {counts} modules replaced>"
-    fk.unpatch(model)
-    assert classes(model) == before
-    assert repr(handle) == "<PatchHandle of LlamaForCausalLM: undone>"
-    with pytest.raises(RuntimeError, match="undone already"):
-        handle.undo()
-    assert fk.patch(model) is not handle
 
 
 def test_a_block_leaves_the_model_as_it_was() -> None:
@@ -174,13 +160,6 @@ def test_a_model_of_which_a_part_was_undone_is_not_taken_for_patched() -> None:
     fk.patch(model).undo()
 
 
-def test_nothing_to_patch_is_looked_at_again() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    assert repr(fk.patch(model)) == "<PatchHandle of Sequential: 0 of 0 modules replaced>"
-    model.append(nn.RMSNorm(4))
-    assert len(fk.patch(model).report().replaced) == 1
-
-
 def test_a_part_patched_before_is_named() -> None:
     model = tiny_model("llama")
     fk.patch(model.model.layers[1].mlp)
@@ -211,15 +190,15 @@ def test_a_patch_that_fails_half_way_leaves_the_model_as_it_was(family: str, mon
     assert model.config._attn_implementation == attention
 
 
+def test_nothing_to_patch_is_looked_at_again() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    report = fk.patch(model).report()
+    assert str(report) == "Sequential: nothing to patch, it has no norm, gated MLP or attention"
+    model.append(nn.RMSNorm(4))
+    assert len(fk.patch(model).report().replaced) == 1
+
+
 # What is left, and why ---------------------------------------------------------------------------------------------
-
-
-def test_nothing_to_patch() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    with fk.patch(model) as handle:
-        assert not handle.report().replaced
-        assert not handle.report().left
-        assert str(handle.report()) == "Sequential: nothing to patch, it has no norm, gated MLP or attention"
 
 
 def test_an_unknown_family() -> None:
@@ -236,7 +215,7 @@ def test_an_unknown_family() -> None:
     }
     assert {e.module_class: e.reason for e in handle.report().left} == {
         "Attention": "no adapter for this class: its weights are none that flash_attention computes, or "
-        "have another use",
+        "have another use"
     }
     handle.undo()
     assert snapshot(model) == before
@@ -259,26 +238,6 @@ def test_the_report() -> None:
         "     2  GptOssExperts      experts_implementation='eager' has its activation inside a loop; 'grouped_mm' and "
         "'batched_mm' do not",
     ]
-
-
-def reasons(model: nn.Module, **options: Any) -> dict[str, str | None]:
-    with fk.patch(model, **options) as handle:
-        return {e.name: e.reason for e in handle.report().left}
-
-
-def test_an_activation_without_a_kernel() -> None:
-    model = tiny_model("llama", hidden_act="tanh")
-    expected = logits(model)
-    assert set(reasons(model)) == {"model.layers.0.mlp", "model.layers.1.mlp"}
-    assert set(reasons(model).values()) == {f"{NO_ROW}: its activation is Tanh, which no kernel has"}
-    with fk.patch(model):
-        assert close(logits(model), expected)
-
-
-def test_experts_in_a_loop() -> None:
-    model = tiny_model("mixtral")
-    model.set_experts_implementation("eager")
-    assert "experts_implementation='eager'" in str(reasons(model)["model.layers.0.mlp.experts"])
 
 
 def test_a_config_that_returns_attentions() -> None:
@@ -304,15 +263,6 @@ def test_a_forward_that_was_replaced() -> None:
     assert "it computes none of the MLPs" in str(reasons(model)["model.layers.0.mlp"])
 
 
-def test_another_version_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * self.multiplier)
-
-    monkeypatch.setattr(LlamaMLP, "forward", forward)
-    found = reasons(tiny_model("llama"))
-    assert found["model.layers.0.mlp"] == f"{NO_ROW}: its forward reads multiplier, which it does not have"
-
-
 # Which operations --------------------------------------------------------------------------------------------------
 
 
@@ -326,18 +276,9 @@ def test_one_operation_alone(family: str, op: str) -> None:
         assert {o for e in handle.report().replaced for o in e.ops} <= {op}
         assert (model.config is config) == (op != "flash_attention")
         assert all(e.reason.startswith("ops does not name") for e in handle.report().left if e.reason)
-        replaced = op != ("geglu" if family != "gemma3" else "swiglu") and (op != "qk_norm_rope" or family != "glm4")
-        replaced = replaced and op not in (
-            "layer_norm",
-            "grouped_mm",
-            "gated_delta_rule",
-            "ssd",
-            "glu",
-            "reglu",
-            "lora_linear",
-        )
-        replaced = replaced and not op.startswith("bias")
-        assert bool(handle.report().replaced) == replaced
+        absent = {"swiglu" if family == "gemma3" else "geglu", "layer_norm", "grouped_mm", "gated_delta_rule", "ssd"}
+        absent |= {"glu", "reglu", "lora_linear", *(["qk_norm_rope"] if family == "glm4" else [])}
+        assert bool(handle.report().replaced) == (op not in absent and not op.startswith("bias"))
 
 
 def test_a_named_backend() -> None:
@@ -351,42 +292,31 @@ def test_a_named_backend() -> None:
         assert handle.report().backends["rms_norm"] == "reference"
 
 
-@pytest.mark.parametrize("shape", [(8,), (2, 8)])
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("eps", [None, 1e-3])
-def test_torch_rms_norm_anywhere(shape: tuple[int, ...], affine: bool, eps: float | None) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(shape, eps, affine))
-    x = torch.randn(3, 2, 8)
-    expected, keys = model(x), list(model.state_dict())
-    with fk.patch(model) as handle:
-        assert [e.name for e in handle.report().replaced] == ["1"]
-        assert list(model.state_dict()) == keys
-        assert isinstance(model[1], nn.RMSNorm)
-        assert "native" in repr(model[1]) or "auto" in repr(model[1])
-        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
-        assert torch.equal(copy.deepcopy(model)(x), model(x))
-    assert type(model[1]) is nn.RMSNorm
-    assert torch.equal(model(x), expected)
+NORMS = {
+    "rms": (nn.RMSNorm, [{}, {"eps": None}, {"elementwise_affine": False}]),
+    "layer": (nn.LayerNorm, [{}, {"bias": False}, {"elementwise_affine": False}]),
+}
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}], ids=str)
 @pytest.mark.parametrize("shape", [(8,), (2, 8)])
-def test_torch_layer_norm_anywhere(shape: tuple[int, ...], options: dict[str, bool]) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(shape, 1e-3, **options))
-    for parameter in model[1].parameters():
-        nn.init.normal_(parameter)
-    x = torch.randn(3, 2, 8)
-    expected, keys = model(x), list(model.state_dict())
-    with fk.patch(model) as handle:
-        assert [(e.name, e.ops) for e in handle.report().replaced] == [("1", ("layer_norm",))]
-        assert list(model.state_dict()) == keys
-        assert isinstance(model[1], fk.nn.LayerNorm)
-        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
-        assert torch.equal(copy.deepcopy(model)(x), model(x))
-    assert type(model[1]) is nn.LayerNorm
-    assert torch.equal(model(x), expected)
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_of_torch_anywhere(kind: str, shape: tuple[int, ...]) -> None:
+    cls, choices = NORMS[kind]
+    for options in choices:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), cls(shape, **{"eps": 1e-3, **options}))
+        for parameter in model[1].parameters():
+            nn.init.normal_(parameter)
+        x = torch.randn(3, 2, 8)
+        expected, keys = model(x), list(model.state_dict())
+        with fk.patch(model) as handle:
+            assert [(e.name, e.ops) for e in handle.report().replaced] == [("1", (f"{kind}_norm",))]
+            assert list(model.state_dict()) == keys
+            assert isinstance(model[1], cls)
+            torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+            assert torch.equal(copy.deepcopy(model)(x), model(x))
+        assert type(model[1]) is cls
+        assert torch.equal(model(x), expected)
 
 
 def test_our_own_model() -> None:
@@ -409,26 +339,18 @@ def test_our_own_model() -> None:
 # Without transformers ----------------------------------------------------------------------------------------------
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    blocked = "import sys; sys.modules['transformers'] = None\n" + code
-    return fresh.python("-c", blocked)
-
-
 def test_without_transformers() -> None:
-    done = run(
-        "import torch, foundry_kernels as fk\n"
+    """It is not imported unless it is needed, and may be missing."""
+    done = fresh.python(
+        "-c",
+        "import sys, torch, foundry_kernels as fk\n"
         "print(fk.patch(torch.nn.Sequential(torch.nn.RMSNorm(4))).report())\n"
+        "print('transformers' in sys.modules)\n"
+        "sys.modules['transformers'] = None\n"
         "from foundry_kernels.__main__ import main\n"
-        "main(['patch-report'])"
+        "main(['patch-report'])",
     )
     assert done.returncode == 2
     assert "1 of 1 modules replaced" in done.stdout
+    assert done.stdout.endswith("False\n")
     assert "transformers cannot be imported" in done.stderr
-
-
-def test_transformers_is_not_imported_unless_it_is_needed() -> None:
-    code = (
-        "import sys, torch, foundry_kernels as fk; fk.patch(torch.nn.RMSNorm(4)); print('transformers' in sys.modules)"
-    )
-    done = fresh.python("-c", code)
-    assert done.stdout == "False\n", done.stderr

@@ -8,7 +8,7 @@ import pytest
 import torch
 from patching import IDS, close, gradients, logits, snapshot
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import foundry_kernels as fk
@@ -73,25 +73,14 @@ def test_models_do_not_influence_each_other() -> None:
     assert reference.config._attn_implementation == "foundry"
     assert snapshot(plain) == before
     assert torch.equal(logits(plain), expected)
+    native.config.use_cache = False  # what is changed meanwhile stays
     first.undo()
+    assert (native.config.use_cache, plain.config.use_cache) == (False, True)
     assert native.config._attn_implementation == "sdpa"
     assert reference.config._attn_implementation == "foundry"
     assert reference.model.norm._foundry.backends == {"rms_norm": "reference", "add_rms_norm": "reference"}
     second.undo()
     assert snapshot(plain) == before
-
-
-def test_models_that_share_a_config_object() -> None:
-    config = tiny_config("llama")
-    plain, patched = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
-    assert plain.config is patched.config
-    with fk.patch(patched):
-        patched.config.use_cache = False  # what is changed meanwhile stays
-        assert plain.config._attn_implementation != "foundry"
-        assert patched.model.config is patched.config is patched.model.layers[0].self_attn.config
-    assert patched.config._attn_implementation == plain.config._attn_implementation
-    assert not patched.config.use_cache
-    assert plain.config.use_cache
 
 
 def test_undo_is_refused_where_a_class_has_changed() -> None:
@@ -137,17 +126,6 @@ def test_an_error_inside_of_the_block_undoes_the_patch() -> None:
         handle.undo()
 
 
-def test_saved_checkpoints_are_those_of_the_model(tmp_path: Any) -> None:
-    model = tiny_model("llama")
-    expected = logits(model)
-    fk.patch(model)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert type(loaded) is LlamaForCausalLM
-    assert loaded.config._attn_implementation == "sdpa"
-    assert torch.equal(logits(loaded), expected)
-
-
 def test_meta_device() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(tiny_config("llama")).eval()
@@ -162,34 +140,6 @@ def test_meta_device() -> None:
 
 
 # Mixed precision and memory ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "olmo2"])
-def test_autocast(family: str) -> None:
-    model = tiny_model(family)
-    exact = gradients(model)
-
-    def error() -> float:
-        with torch.autocast("cpu", torch.bfloat16):
-            return float((gradients(model) - exact).norm() / exact.norm())
-
-    plain = error()
-    with fk.patch(model):
-        assert 0 < error() <= 1.5 * plain
-
-
-def test_gradient_scaling() -> None:
-    model = tiny_model("llama")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    with fk.patch(model):
-        with torch.autocast("cpu", torch.float16):
-            loss = model(IDS, labels=IDS).loss
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == 1024.0
-        assert model(IDS, labels=IDS).loss < loss
 
 
 def test_saved_tensor_hooks_and_functional_call() -> None:

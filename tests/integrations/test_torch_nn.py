@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
-import itertools
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from patching import snapshot
+from patching import reasons, saved, snapshot
 from slow import rest_slow
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -122,20 +120,6 @@ def test_everything_is_reached(mode: str, backend: str) -> None:
         outputs_and_gradients(model, mode, {})
 
 
-def test_the_report() -> None:
-    every = "flash_attention: reference, layer_norm: reference, bias_gelu: reference"
-    report = fk.patch(transformer(activation="gelu"), backend="reference").report()
-    assert str(report).splitlines() == [
-        "Transformer: 23 of 23 modules replaced (float32 on cpu)",
-        "replaced",
-        "     1  TransformerEncoder       row         flash_attention: reference, layer_norm: reference",
-        f"     2  TransformerEncoderLayer  row         {every}",
-        "     6  MultiheadAttention       row         flash_attention: reference",
-        "    12  LayerNorm                row         layer_norm: reference",
-        f"     2  TransformerDecoderLayer  row         {every}",
-    ]
-
-
 @pytest.mark.parametrize("cls", [nn.RMSNorm, nn.LayerNorm])
 def test_norms_of_layers(cls: Any) -> None:
     model = nn.Sequential(nn.Linear(E, E), cls((B, E), eps=1e-3), nn.Linear(E, E), cls(E))
@@ -177,6 +161,8 @@ def test_padding_is_packed_away(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
             {"src_key_padding_mask": draw(B, S)},
         ):
             assert model(x, **others).isfinite().all()
+        with torch.enable_grad():  # nor where the weights get a gradient
+            assert model(x, src_key_padding_mask=padding).requires_grad
         assert len(packed) == 2
     monkeypatch.undo()
     with torch.no_grad():
@@ -246,11 +232,6 @@ def test_dropout_of_the_sum_is_in_its_pass() -> None:
 
 
 # What is left ---------------------------------------------------------------------------------------------------------
-
-
-def reasons(model: nn.Module) -> dict[str, str | None]:
-    with fk.patch(model) as handle:
-        return {e.name: e.reason for e in handle.report().left}
 
 
 class OwnBlock(nn.TransformerEncoderLayer):
@@ -323,13 +304,6 @@ def test_our_own_attention_inside() -> None:
 # Copies, and the compiler ---------------------------------------------------------------------------------------------
 
 
-def saved(model: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def test_copies_and_undo() -> None:
     model = transformer()
     before, keys = snapshot(model), [*model.state_dict()]
@@ -363,34 +337,3 @@ def test_one_graph(training: bool) -> None:
         # Padding of the source is computed here, and packed away there: neither is attended to.
         check_close([run(src, tgt, **given)[seen]], [expected[seen]])
     assert not counters["graph_break"]
-
-
-@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
-def test_bfloat16_is_no_farther_from_float32(inference: bool) -> None:
-    model = transformer(activation="gelu").eval()
-    src, tgt = draw(B, S, E), draw(B, T, E)
-    with torch.set_grad_enabled(not inference):
-        exact = model(src, tgt, **MEMORY)
-        low = model.to(torch.bfloat16)
-        errors = []
-        for _ in range(2):
-            y = low(src.bfloat16(), tgt.bfloat16(), **MEMORY)
-            assert y.dtype == torch.bfloat16
-            errors.append(float((y - exact).detach().square().mean().sqrt()))
-            fk.patch(low) if len(errors) == 1 else None
-    assert errors[1] <= 1.2 * errors[0]
-
-
-def test_every_option_of_attention() -> None:
-    """In a model's own modules; tests/nn/test_multihead.py has the arithmetic."""
-    for batch_first, weights, more in itertools.product(
-        (True, False), (True, False), ({}, {"kdim": 12, "vdim": 20}, {"add_bias_kv": True}, {"add_zero_attn": True})
-    ):
-        attention = filled(nn.MultiheadAttention(E, 4, batch_first=batch_first, **more))
-        shapes = [(B, T, E), (B, S, more.get("kdim", E)), (B, S, more.get("vdim", E))]
-        q, k, v = (draw(*s) if batch_first else draw(*s).transpose(0, 1) for s in shapes)
-        expected = attention(q, k, v, PADDING, need_weights=weights)
-        with fk.patch(attention):
-            found = attention(q, k, v, PADDING, need_weights=weights)
-        assert (found[1] is None) == (expected[1] is None) == (not weights)
-        check_close([x for x in found if x is not None], [x for x in expected if x is not None])

@@ -203,58 +203,54 @@ def test_no_sequences(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "changes", "error", "message"),
+    ("function", "changes", "message"),
     [
-        (losses.grpo_loss, {"loss_type": "pg"}, ValueError, "loss_type must be one of grpo, bnpo"),
-        (losses.grpo_loss, {"loss_type": "dr_grpo"}, ValueError, "'dr_grpo' needs max_completion_length"),
-        (losses.grpo_loss, {"beta": 0.1}, ValueError, "beta=0.1 needs ref_per_token_logps"),
-        (losses.grpo_loss, {"advantages": torch.zeros(3)}, ValueError, "advantages must have shape"),
-        (losses.grpo_loss, {"old_per_token_logps": torch.zeros(B, 2)}, ValueError, "old_per_token_logps must have"),
-        (losses.grpo_loss, {"importance_sampling_level": "word"}, ValueError, "importance_sampling_level must be one"),
-        (losses.grpo_loss, {"epsilon": -0.1}, ValueError, "epsilon must"),
-        (losses.grpo_loss, {"hidden": torch.zeros(T, D), "target": torch.zeros(T, dtype=torch.int64)}, ValueError,
-         r"hidden must be \[B, T, D\]"),
-        (losses.grpo_loss, {"loss_type": "cispo"}, ValueError, "'cispo' needs epsilon_high"),
-        (losses.grpo_loss, {"loss_type": "cispo", "epsilon_high": 0.0}, ValueError, "epsilon_high must be"),
-        (losses.grpo_loss, {"loss_type": "sapo", "delta": 2.0}, ValueError, "'sapo' has no delta"),
-        (losses.grpo_loss, {"off_policy_mask_threshold": math.nan}, ValueError, "off_policy_mask_threshold must"),
-        (losses.grpo_loss, {"vespo_k_pos": math.nan}, ValueError, "vespo_k_pos must"),
-        (losses.grpo_loss, {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, ValueError, "'gmpo' needs"),
-        (losses.grpo_loss, {"top_entropy_quantile": 0.0}, ValueError, "top_entropy_quantile must be in 0 .. 1"),
-        (losses.grpo_loss, {"importance_sampling_ratio": torch.zeros(B)}, ValueError, "importance_sampling_ratio must"),
-        (losses.grpo_loss, {"kl_estimator": "k4"}, ValueError, "kl_estimator must be one of k1, k2, k3, unbiased"),
-        (losses.dpo_loss, {"loss_type": "exo_pair", "ref_logps": None}, ValueError, "needs a label_smoothing"),
-        (losses.dpo_loss, {"loss_type": ("ipo", "sigmoid"), "ref_logps": torch.zeros(B)}, ValueError,
-         "need ref_logps of"),
-        (losses.dpo_loss, {"loss_type": ("ipo", "sigmoid"), "loss_weights": [1.0], "ref_logps": None}, ValueError,
+        (losses.grpo_loss, {"loss_type": "pg"}, "loss_type must be one of grpo, bnpo"),
+        (losses.grpo_loss, {"loss_type": "dr_grpo"}, "'dr_grpo' needs max_completion_length"),
+        (losses.grpo_loss, {"beta": 0.1}, "beta=0.1 needs ref_per_token_logps"),
+        (losses.grpo_loss, {"advantages": torch.zeros(3)}, "advantages must have shape"),
+        (losses.grpo_loss, {"old_per_token_logps": torch.zeros(B, 2)}, "old_per_token_logps must have"),
+        (losses.grpo_loss, {"importance_sampling_level": "word"}, "importance_sampling_level must be one"),
+        (losses.grpo_loss, {"epsilon": -0.1}, "epsilon must"),
+        (losses.grpo_loss, {"hidden": torch.zeros(T, D), "target": torch.zeros(T).long()}, r"hidden must be \[B, T, D"),
+        (losses.grpo_loss, {"loss_type": "cispo"}, "'cispo' needs epsilon_high"),
+        (losses.grpo_loss, {"loss_type": "cispo", "epsilon_high": 0.0}, "epsilon_high must be"),
+        (losses.grpo_loss, {"loss_type": "sapo", "delta": 2.0}, "'sapo' has no delta"),
+        (losses.grpo_loss, {"off_policy_mask_threshold": math.nan}, "off_policy_mask_threshold must"),
+        (losses.grpo_loss, {"vespo_k_pos": math.nan}, "vespo_k_pos must"),
+        (losses.grpo_loss, {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "'gmpo' needs"),
+        (losses.grpo_loss, {"top_entropy_quantile": 0.0}, "top_entropy_quantile must be in 0 .. 1"),
+        (losses.grpo_loss, {"importance_sampling_ratio": torch.zeros(B)}, "importance_sampling_ratio must"),
+        (losses.grpo_loss, {"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3, unbiased"),
+        (losses.dpo_loss, {"loss_type": "exo_pair", "ref_logps": None}, "needs a label_smoothing"),
+        (losses.dpo_loss, {"loss_type": ("ipo", "sigmoid"), "ref_logps": torch.zeros(B)}, "need ref_logps of"),
+        (losses.dpo_loss, {"loss_type": ("ipo", "sigmoid"), "loss_weights": [1.0], "ref_logps": None},
          "loss_weights must hold a number for each of 2 loss types; got 1"),
-        (losses.dpo_loss, {"label_smoothing": 0.1, "loss_type": "hinge", "ref_logps": None}, ValueError,
+        (losses.dpo_loss, {"label_smoothing": 0.1, "loss_type": "hinge", "ref_logps": None},
          "label_smoothing needs one of the loss types"),
-        (losses.cpo_loss, {"loss_type": "dpo"}, ValueError, "loss_type must be one of sigmoid, hinge, ipo, simpo"),
-        (losses.orpo_loss, {"nll_target": torch.zeros(B, 2).long()}, ValueError, "nll_target must have shape"),
-        (losses.dpo_loss, {"ref_logps": None, "betta": 0.1}, TypeError, "unexpected keyword argument 'betta'"),
-        (losses.dpo_loss, {"loss_type": "kto", "ref_logps": None}, ValueError, "loss_type must be one of sigmoid"),
-        (losses.dpo_loss, {"ref_logps": torch.zeros(3)}, ValueError, "ref_logps must have shape"),
-        (losses.dpo_loss, {"ref_logps": None, "beta": 0.0}, ValueError, "beta must"),
-        (losses.simpo_loss, {"hidden": torch.zeros(3, T, D), "target": torch.zeros(3, T).long()}, ValueError,
+        (losses.cpo_loss, {"loss_type": "dpo"}, "loss_type must be one of sigmoid, hinge, ipo, simpo"),
+        (losses.orpo_loss, {"nll_target": torch.zeros(B, 2).long()}, "nll_target must have shape"),
+        (losses.dpo_loss, {"ref_logps": None, "betta": 0.1}, "unexpected keyword argument 'betta'"),
+        (losses.dpo_loss, {"loss_type": "kto", "ref_logps": None}, "loss_type must be one of sigmoid"),
+        (losses.dpo_loss, {"ref_logps": torch.zeros(3)}, "ref_logps must have shape"),
+        (losses.dpo_loss, {"ref_logps": None, "beta": 0.0}, "beta must"),
+        (losses.simpo_loss, {"hidden": torch.zeros(3, T, D), "target": torch.zeros(3, T).long()},
          "hidden must hold as many rejected sequences as chosen ones before them; got 3"),
-        (losses.kto_loss, {"desirable": torch.ones(B), "ref_logps": torch.zeros(B)}, TypeError, "desirable must be"),
-        (losses.grpo_loss, {"loss_type": "dr_grpo", "max_completion_length": 0}, ValueError,
-         "max_completion_length must be >= 1; got 0"),
+        (losses.kto_loss, {"desirable": torch.ones(B), "ref_logps": torch.zeros(B)}, "desirable must be"),
+        (losses.grpo_loss, {"loss_type": "dr_grpo", "max_completion_length": 0}, "max_completion_length must be >= 1"),
         *(
-            (function, {"num_items_in_batch": count}, ValueError, f"num_items_in_batch must be {message}")
+            (function, {"num_items_in_batch": count}, f"num_items_in_batch must be {message}")
             for function in (losses.grpo_loss, losses.sft_loss)
             for count, message in ((-1, "finite and >= 0; got -1"), (torch.ones(2), "one number"))
         ),
     ],
 )  # fmt: skip
-def test_bad_input(
-    function: Callable[..., Tensor], changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_bad_input(function: Callable[..., Tensor], changes: dict[str, Any], message: str) -> None:
     x = inputs()
     given: dict[str, Any] = {n: x[n] for n in ("hidden", "weight", "target")}
     if function is losses.grpo_loss:
         given["advantages"] = x["advantages"]
+    error = TypeError if message.startswith(("unexpected keyword", "desirable")) else ValueError
     with pytest.raises(error, match=message):
         function(**(given | changes))
 

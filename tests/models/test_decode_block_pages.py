@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import CONFIGS, DTYPES, counted, draw_tokens, make
+from blocks import CONFIGS, DTYPES, arguments, counted, draw_tokens, make
 from table import cpu_setting
 from torch import Tensor
 
@@ -125,31 +125,24 @@ def test_where_no_block_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the operator -----------------------------------------------------------------------------------------------------
 
 
-def arguments(**changes: Any) -> list[Any]:
+def paged(**changes: Any) -> list[Any]:
     """Of the operator, for three sequences, in pages of four positions."""
     randn = torch.Generator().manual_seed(0)
-    shapes = [(32, 24), (16, 24), (16, 24), (24, 32), (40, 24), (40, 24), (24, 40)]
-    cos, sin = fk.rope_table(8, 16)
     given: dict[str, Any] = {
         "branch": torch.randn(1, 3, 24, generator=randn), "stream": torch.randn(1, 3, 24, generator=randn),
-        "weights": [torch.randn(shape, generator=randn) / 5 for shape in shapes],
-        "norms": [torch.ones(24), torch.ones(24)], "cos": cos, "sin": sin,
-        "k_cache": torch.zeros(9, 4, 2, 8), "v_cache": torch.zeros(9, 4, 2, 8), "eps": 1e-6, "weight_offset": 0.0,
-        "round_before_weight": False, "interleaved": False, "n_heads": 4, "start": 0, "scale": 0.4,
-        "window_left": None, "activation": "silu",
-        "block_table": torch.tensor([[3, 0], [8, 1], [5, 2]], dtype=torch.int32),
-        "lengths": torch.tensor([1, 4, 7], dtype=torch.int32),
+        "k_cache": torch.zeros(9, 4, 2, 8), "v_cache": torch.zeros(9, 4, 2, 8), "start": 0,
+        "block_table": ints([3, 0], [8, 1], [5, 2]), "lengths": ints(1, 4, 7),
     }  # fmt: skip
-    return list((given | changes).values())
-
-
-@torch.no_grad()
-def test_the_operator_by_opcheck() -> None:
-    torch.library.opcheck(torch.ops.foundry_kernels.decode_block.default, arguments())
+    return arguments(**given | changes)
 
 
 def ints(*values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+@torch.no_grad()
+def test_the_operator_by_opcheck() -> None:
+    torch.library.opcheck(torch.ops.foundry_kernels.decode_block.default, paged())
 
 
 @pytest.mark.parametrize(
@@ -171,7 +164,7 @@ def ints(*values: Any) -> Tensor:
 )  # fmt: skip
 @torch.no_grad()
 def test_the_operator_refuses(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    args = arguments(**changes)
+    args = paged(**changes)
     with pytest.raises(error, match=message):
         torch.ops.foundry_kernels.decode_block(*args)
     assert not args[6].any()

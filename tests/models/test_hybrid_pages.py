@@ -147,7 +147,6 @@ def test_steps_overwrite_the_states_in_place() -> None:
     model(draw(1, 3), cache=cache, cu_seqlens=ones[:4])
     handle.remove()
     assert seen[3] == ((3, 1, 16), states.data_ptr())
-    assert cache._states._slots == {sequences[0]: 0, sequences[2]: 1, sequences[3]: 2}  # type: ignore[union-attr]
 
 
 @EVERY

@@ -18,10 +18,14 @@ HYBRID = ("linear_attention", "full_attention", "linear_attention")
 MODELS = {
     "llama": lambda init: Transformer(dataclasses.replace(WIDE, init=init)),
     "gpt2": lambda init: Transformer(
-        dataclasses.replace(WIDE, init=init, positions="learned", activation="silu", mlp_bias=True, tie_embeddings=True)
+        dataclasses.replace(
+            WIDE, init=init, positions="learned", norm="layer_norm", activation="silu", mlp_bias=True, output_bias=True
+        )
     ),
     "experts": lambda init: Transformer(dataclasses.replace(EXPERTS, init=init)),
-    "hybrid": lambda init: Transformer(dataclasses.replace(WIDE, init=init, layer_types=HYBRID, attention_gate=True)),
+    "hybrid": lambda init: Transformer(
+        dataclasses.replace(WIDE, init=init, layer_types=HYBRID, attention_gate=True, tie_embeddings=True)
+    ),
     "t5": lambda init: EncoderDecoder(
         dataclasses.replace(WIDE, init=init, positions="relative", activation="reglu"), share_embeddings=True
     ),
@@ -54,7 +58,8 @@ def test_the_weights_have_the_deviation_of_their_formula(kind, init):
             assert abs(values.square().mean().sqrt() - 0.5 / 3**0.5) < 0.02
             continue
         if parameter.dim() == 1:  # a norm's weight, or a bias
-            assert torch.equal(values, torch.full_like(values, float("norm" in name or "dt_bias" in name)))
+            one = name.endswith("norm.weight") or "dt_bias" in name
+            assert torch.equal(values, torch.full_like(values, float(one))), name
             continue
         expected, n = deviation(init, name, values), values.numel()
         assert abs(values.mean()) < 5 * expected / math.sqrt(n), name

@@ -135,35 +135,6 @@ def test_dynamic_frequencies_follow_the_length_of_a_call():
     assert model.layers[0].attention.rope.cos.shape[0] == SHORT
 
 
-@pytest.mark.parametrize("length", [5, 16, 17, 40])
-def test_dynamic_frequencies_are_those_of_transformers(length):
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    config = llama.LlamaConfig(
-        hidden_size=32, num_attention_heads=4, max_position_embeddings=16, rope_parameters=scaling
-    )
-    theirs = llama.LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
-    ours = nn.RotaryEmbedding(8, 16, scaling=RopeScaling("dynamic", 2.0, 16)).rows(0, length)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other[0, :, :4], rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_a_model_of_transformers_goes_on_beyond_its_positions_too():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, intermediate_size=48,
-        vocab_size=11, max_position_embeddings=SHORT, initializer_range=0.4, eos_token_id=None,
-    )  # fmt: skip
-    theirs = transformers.LlamaForCausalLM(config).eval()
-    ours, tokens = Transformer.from_hf(theirs), draw(2, 30)
-    assert ours.config.max_seq_len == SHORT
-    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
-    prompt = tokens[:, :6]
-    found = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
-    assert torch.equal(torch.stack(ours.generate(prompt, 12)), found)
-
-
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 

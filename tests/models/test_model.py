@@ -1,19 +1,17 @@
-"""The model: shape, mathematics, checkpoints, cache, compilation, backends, refusals."""
+"""The model: names of weights, checkpoints, refusals, backends. Its mathematics is in test_model_family.py."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tiny_model import TINY, draw, make
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foundry_kernels import OPS, BackendUnavailable, RopeScaling
-from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels import OPS
+from foundry_kernels.models import Transformer
 from foundry_kernels.testing import compare
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -21,39 +19,6 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 OPERATIONS = (
     "rms_norm", "add_rms_norm", "rope", "swiglu", "flash_attention", "cross_entropy", "linear_cross_entropy"
 )  # fmt: skip
-
-
-# --- shape ------------------------------------------------------------------------------------------------------------
-
-
-def count(config: ModelConfig) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in Transformer(config).parameters())
-
-
-def test_llama_2_7b_has_its_parameters():
-    config = ModelConfig(dim=4096, n_layers=32, n_heads=32, vocab_size=32000, multiple_of=256)
-    assert config.ffn_width == 11008
-    assert count(config) == 6_738_415_616
-
-
-def test_llama_3_8b_and_llama_2_70b_have_their_parameters():
-    eight = ModelConfig(4096, 32, 32, 8, vocab_size=128256, multiple_of=1024, ffn_dim_multiplier=1.3)
-    assert (eight.ffn_width, count(eight)) == (14336, 8_030_261_248)
-    seventy = ModelConfig(8192, 80, 64, 8, vocab_size=32000, multiple_of=4096, ffn_dim_multiplier=1.3)
-    assert (seventy.ffn_width, count(seventy)) == (28672, 68_976_648_192)
-
-
-def test_small_shape_by_hand():
-    config = ModelConfig(dim=256, n_layers=4, n_heads=8, n_kv_heads=4, vocab_size=8192)
-    embeddings = 8192 * 256
-    attention = 256 * 256 + 2 * 256 * (4 * 32) + 256 * 256  # wq, wk and wv of 4 heads of width 32, wo
-    feed_forward = 3 * 256 * 688  # int(2 * 4 * 256 / 3) = 682, up to a multiple of 8
-    layer = attention + feed_forward + 2 * 256
-    by_hand = 2 * embeddings + 4 * layer + 256
-    assert by_hand == 7_096_576
-    assert count(config) == by_hand
-    assert count(dataclasses.replace(config, tie_embeddings=True)) == by_hand - embeddings
 
 
 def test_names_and_shapes_are_metas():
@@ -73,129 +38,11 @@ def test_names_and_shapes_are_metas():
     assert {name: tuple(t.shape) for name, t in Transformer(TINY).state_dict().items()} == expected
 
 
-# --- mathematics ------------------------------------------------------------------------------------------------------
-
-
-def plain_llama(config: ModelConfig, state: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """The model written down from the papers in float64, rotating by complex numbers."""
-    state = {name: value.double() for name, value in state.items()}
-    batch, length = tokens.shape
-    width = config.head_width
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * weight
-
-    def turn(x: Tensor) -> Tensor:
-        frequencies = config.rope_base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-        angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
-        turned = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * torch.polar(torch.ones_like(angles), angles)
-        return torch.view_as_real(turned).flatten(-2)
-
-    hidden = torch.full((length, length), float("-inf"), dtype=torch.float64).triu(1)
-    x = state["tok_embeddings.weight"][tokens]
-    for n in range(config.n_layers):
-        layer = {key.removeprefix(f"layers.{n}."): value for key, value in state.items()}
-        y = norm(x, layer["attention_norm.weight"])
-        q, k, v = (
-            (y @ layer[f"attention.{w}.weight"].T).view(batch, length, -1, width).transpose(1, 2)
-            for w in ("wq", "wk", "wv")
-        )
-        groups = config.n_heads // config.kv_heads
-        q, k, v = turn(q), turn(k).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        scores = (q @ k.mT / width**0.5 + hidden).softmax(-1)
-        x = x + (scores @ v).transpose(1, 2).flatten(2) @ layer["attention.wo.weight"].T
-        y = norm(x, layer["ffn_norm.weight"])
-        gate = F.silu(y @ layer["feed_forward.w1.weight"].T)
-        x = x + (gate * (y @ layer["feed_forward.w3.weight"].T)) @ layer["feed_forward.w2.weight"].T
-    return norm(x, state["norm.weight"]) @ state.get("output.weight", state["tok_embeddings.weight"]).T
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"n_kv_heads": 1}, {"n_kv_heads": None}, {"tie_embeddings": True}, {"head_dim": 6, "hidden_dim": 10}],
-    ids=["GQA", "MQA", "MHA", "tied", "widths"],
-)
-def test_model_is_llama(changes):
-    config = dataclasses.replace(TINY, rope_interleaved=True, **changes)
-    model, tokens = make(config).double(), draw()
-    expected = plain_llama(config, model.state_dict(), tokens)
-    # The rotary tables stay float32, which bounds the agreement.
-    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
-
-
-def test_rope_options_reach_the_tables():
-    scaling = RopeScaling("linear", 2.0)
-    config = dataclasses.replace(TINY, rope_base=500.0, rope_scaling=scaling, rope_interleaved=True)
-    model = make(config)
-    embedding = model.layers[0].attention.rope
-    assert (embedding.base, embedding.scaling, embedding.interleaved) == (500.0, scaling, True)
-    assert embedding is model.layers[1].attention.rope
-    assert not torch.allclose(model(draw()), make()(draw()))
-
-
-def test_no_position_sees_a_later_one():
-    model, tokens = make(), draw()
-    changed = tokens.clone()
-    changed[:, 4] = (changed[:, 4] + 1) % TINY.vocab_size
-    before, after = model(tokens), model(changed)
-    torch.testing.assert_close(before[:, :4], after[:, :4])
-    assert ((before[:, 4:] - after[:, 4:]).abs().amax(-1) > 1e-4).all()
-
-
 def test_last_only_and_int32():
     model, tokens = make(), draw()
     last = model(tokens, last_only=True)
     assert last.shape == (3, 1, 11)
     torch.testing.assert_close(last, model(tokens.int())[:, -1:])
-
-
-def test_autocast_keeps_the_residual_stream_in_float32():
-    model, tokens = make(), draw()
-    streams = []
-    for block in model.layers:
-        block.register_forward_hook(lambda module, inputs, outputs: streams.append(outputs[1].dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        logits, loss = model(tokens, tokens, return_logits=True)
-    assert streams == [torch.float32] * 2
-    assert loss.dtype == torch.float32
-    loss.backward()
-    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    expected = model(tokens)
-    assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
-
-
-def test_initialisation():
-    model = Transformer(dataclasses.replace(TINY, dim=128, vocab_size=512))
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            assert torch.equal(parameter, torch.ones(128)), name
-        else:
-            assert abs(parameter.std().item() - 0.02) < 0.001, name
-            assert abs(parameter.mean().item()) < 0.001, name
-
-
-# --- devices, dtypes, checkpoints -------------------------------------------------------------------------------------
-
-
-def test_meta_device_then_init_is_a_whole_model():
-    built = Transformer(TINY, "reference")
-    built.init_weights(torch.Generator().manual_seed(3))
-    with torch.device("meta"):
-        late = Transformer(TINY, "reference")
-    late.to_empty(device="cpu").init_weights(torch.Generator().manual_seed(3))
-    assert torch.equal(built(draw()), late(draw()))
-    loaded = Transformer(TINY, "reference", device="meta").to_empty(device="cpu")
-    loaded.load_state_dict(built.state_dict())
-    assert torch.equal(built(draw()), loaded(draw()))
-    assert torch.equal(built(draw()), copy.deepcopy(built)(draw()))
-
-
-def test_low_precision_keeps_exact_rotary_tables():
-    model = make().to(torch.bfloat16)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert model.layers[1].attention.rope.cos.dtype == torch.float32
-    assert model(draw()).dtype == torch.bfloat16
-    assert Transformer(TINY, dtype=torch.bfloat16).output.weight.dtype == torch.bfloat16
 
 
 def test_checkpoint_with_what_meta_stores_besides():
@@ -298,9 +145,3 @@ def test_rotation_gate_and_norm_are_one_launch_each_in_a_block(backend):
     assert sum("norm" in name for name in per_block) == 2 * TINY.n_layers + 1
     if ops["flash_attention"] == backend:
         assert not shuffled
-
-
-def test_named_backend_that_cannot_serve_raises():
-    model = make(TINY, "native").double()
-    with pytest.raises(BackendUnavailable, match="backend 'native' does not support float64"):
-        model(draw())

@@ -88,8 +88,10 @@ def test_attention_dropout_runs_on_the_kernel_that_is_named(backend, monkeypatch
     model.train()(draw())
     assert [each[:2] for each in seen] == [(0.1, backend)] * 2
     assert not torch.equal(seen[0][2], seen[1][2])
+    before = torch.get_rng_state()
     model.eval()(draw())
     assert [each[:2] for each in seen[2:]] == [(0.0, backend)] * 2
+    assert torch.equal(torch.get_rng_state(), before), "nothing is drawn in evaluation"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

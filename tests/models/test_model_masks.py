@@ -11,7 +11,6 @@ from tiny_model import EVERY, config, draw, make
 from torch.utils.checkpoint import checkpoint
 
 import foundry_kernels as fk
-from foundry_kernels.models import Transformer
 
 BACKENDS = ("reference", *(("native",) if "native" in fk.OPS["flash_attention"].backends("cpu") else ()))
 over_backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -191,12 +190,3 @@ def test_packed_sequences_have_no_cache():
     model = make()
     with pytest.raises(ValueError, match="cu_seqlens and cache exclude each other"):
         model(TOKENS[:1], cu_seqlens=torch.tensor([0, 6]), cache=model.make_cache(1))
-
-
-def test_a_plain_call_passes_blocks_nothing_more(monkeypatch):
-    model, seen = make(), []
-    for block in model.layers:
-        block.register_forward_pre_hook(lambda module, args, kwargs: seen.append((len(args), kwargs)), with_kwargs=True)
-    assert isinstance(model, Transformer)
-    model(TOKENS)
-    assert seen == [(4, {})] * 2

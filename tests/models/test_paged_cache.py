@@ -132,21 +132,6 @@ def test_logits_are_those_of_a_contiguous_cache(name: str) -> None:
         assert batch.lengths == [20, 20]
 
 
-@pytest.mark.parametrize("positions", ["rope", "sinusoidal"])
-@torch.no_grad()
-def test_pages_go_beyond_max_seq_len(positions: str) -> None:
-    """In one sequence; the other row is short."""
-    model = Transformer(ModelConfig(**{**SHAPE, "max_seq_len": 8}, positions=positions)).eval()  # type: ignore[arg-type]
-    cache, rows = PagedKVCache(model.config, 12, 4), [draw(20, seed=1), draw(3, seed=2)]
-    batch, cu_seqlens = cache.batch([cache.add(), cache.add()]), torch.tensor([0, 20, 23])
-    logits = model(torch.cat(rows)[None], cache=batch, cu_seqlens=cu_seqlens)[0]
-    for row, part in zip(rows, logits.split([20, 3]), strict=True):
-        torch.testing.assert_close(part, model(row[None])[0], rtol=1e-4, atol=1e-4)
-    found = model(draw(2, 1), cache=batch)[0, 0]
-    expected = model(torch.cat([rows[0], draw(2, 1)[0]])[None])[0, -1]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(("name", "backend"), [*(("llama", backend) for backend in BACKENDS), ("hybrid", "auto")])
 def test_generation_gives_equal_tokens(name: str, backend: str) -> None:
     """Greedy and drawn, of prompts of several lengths, beside a sequence that stays as it is."""

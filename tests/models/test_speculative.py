@@ -15,7 +15,7 @@ import foundry_kernels as fk
 from foundry_kernels.core.registry import OPS
 from foundry_kernels.models import EncoderDecoder, GenerationStats, ModelConfig, Transformer
 from foundry_kernels.models.sampling import Sampling
-from foundry_kernels.models.speculative import _Reader, _verify
+from foundry_kernels.models.speculative import _Reader
 
 NATIVE = "native" in OPS["flash_attention"].backends("cpu")
 BACKENDS = ("reference", *(("auto",) if NATIVE else ()))
@@ -45,8 +45,8 @@ def like(model: Transformer, noise: float) -> Transformer:
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("llama", BACKENDS[-1]), ("hybrid", BACKENDS[-1]), pytest.param("llama", "reference", marks=pytest.mark.slow)]
-    + [pytest.param(name, BACKENDS[-1], marks=pytest.mark.slow) for name in ("alibi-window", "learned", "experts")],
+    [("llama", BACKENDS[-1]), pytest.param("llama", "reference", marks=pytest.mark.slow)]
+    + [pytest.param(n, BACKENDS[-1], marks=pytest.mark.slow) for n in ("hybrid", "alibi-window", "learned", "experts")],
 )
 def test_greedy_tokens_are_those_without_a_draft(name: str, backend: str) -> None:
     changes = {
@@ -57,15 +57,15 @@ def test_greedy_tokens_are_those_without_a_draft(name: str, backend: str) -> Non
         "hybrid": {"layer_types": HYBRID},
     }
     model = model_of(replace(CONFIG, **changes[name]), backend=backend)
-    rates, expected = set(), model.generate(PROMPTS, 21)
-    for draft, counts in ((model, (4,)), (like(model, 0.05), (1, 4, 30)), (model_of(SMALL, 2), (1, 4))):
+    rates, expected = set(), model.generate(PROMPTS, 12)
+    for draft, counts in ((model, (4,)), (like(model, 0.05), (1, 4, 30)), (model_of(SMALL, 2), (4,))):
         for count in counts:
-            rows, stats = model.generate(PROMPTS, 21, draft=draft, draft_tokens=count, return_stats=True)
+            rows, stats = model.generate(PROMPTS, 12, draft=draft, draft_tokens=count, return_stats=True)
             assert all(map(torch.equal, rows, expected))
             rates.add(stats.acceptance_rate)
     assert max(rates) == 1.0, "the model accepts all of its own"
     assert min(rates) < 0.5
-    assert len(rates) > 4, "the other drafts are right at times"
+    assert len(rates) > 3, "the other drafts are right at times"
 
 
 @pytest.mark.parametrize("kinds", rest_slow([HYBRID, None]))
@@ -73,16 +73,16 @@ def test_the_end_of_rows(kinds: tuple[str, ...] | None) -> None:
     """Each number of new tokens, and each stop token, which rows meet at different times."""
     model = model_of(replace(CONFIG, layer_types=kinds))
     draft, whole = like(model, 0.05), model.generate(PROMPTS, 12)
-    for count in (0, 1, 2, 6):
+    for count in (0, 1, 6):
         rows = model.generate(PROMPTS, count, draft=draft)
         assert all(torch.equal(row, long[: len(p) + count]) for row, long, p in zip(rows, whole, PROMPTS, strict=True))
     lengths = set()
-    for stop in range(0, CONFIG.vocab_size, 3):
+    for stop in range(0, CONFIG.vocab_size, 6):
         expected = model.generate(PROMPTS, 12, stop_token=stop)
         rows = model.generate(PROMPTS, 12, stop_token=stop, draft=draft)
         assert all(map(torch.equal, rows, expected))
         lengths |= {len(row) - len(prompt) for row, prompt in zip(rows, PROMPTS, strict=True)}
-    assert len(lengths) > 4
+    assert len(lengths) > 3
     assert model.generate([], 3, draft=draft) == []
 
 
@@ -94,12 +94,10 @@ def test_one_of_the_two_has_linear_attention(hybrid: str, monkeypatch: pytest.Mo
     readers: list[_Reader] = []
     init = _Reader.__init__
     monkeypatch.setattr(_Reader, "__init__", lambda self, *given: (readers.append(self), init(self, *given))[1])
-    expected = model.generate(PROMPTS, 20)
-    for count in (1, 5):
-        rows, stats = model.generate(PROMPTS, 20, draft=draft, draft_tokens=count, return_stats=True)
-        assert all(map(torch.equal, rows, expected))
-        assert 0.0 < stats.acceptance_rate < 1.0
-    assert len(readers) == 4
+    rows, stats = model.generate(PROMPTS, 20, draft=draft, draft_tokens=4, return_stats=True)
+    assert all(map(torch.equal, rows, model.generate(PROMPTS, 20)))
+    assert 0.0 < stats.acceptance_rate < 1.0
+    assert len(readers) == 2
     for reader in readers:
         assert len(reader.cache.sequences) == 4, "a copy is freed"
 
@@ -127,13 +125,13 @@ def test_bfloat16_is_the_same_to_the_bit_within_batch_invariant() -> None:
     model, draft = model_of(CONFIG, backend="auto").bfloat16(), model_of(SMALL, 2, "auto").bfloat16()
     with fk.batch_invariant(), torch.no_grad():
         for one in (model, draft):
-            rows = model.generate(PROMPTS, 40, draft=one, draft_tokens=3)
-            expected = model.generate(PROMPTS, 40)
+            rows = model.generate(PROMPTS, 20, draft=one, draft_tokens=3)
+            expected = model.generate(PROMPTS, 20)
             assert all(map(torch.equal, rows, expected))
-        tokens = torch.stack([row[-40:] for row in expected])
-        cache, reader = model.make_cache(4), _Reader(model, [40] * 4)
-        single = [model(tokens[:, n : n + 1], cache=cache) for n in range(40)]
-        chunks = [reader.read({row: tokens[row, n : n + 5].tolist() for row in range(4)}) for n in range(0, 40, 5)]
+        tokens = torch.stack([row[-20:] for row in expected])
+        cache, reader = model.make_cache(4), _Reader(model, [20] * 4)
+        single = [model(tokens[:, n : n + 1], cache=cache) for n in range(20)]
+        chunks = [reader.read({row: tokens[row, n : n + 5].tolist() for row in range(4)}) for n in range(0, 20, 5)]
         assert torch.equal(torch.cat([chunk.unflatten(0, (4, 5)) for chunk in chunks], 1), torch.cat(single, 1))
 
 
@@ -217,40 +215,18 @@ def test_sampled_tokens_have_the_models_distribution(name: str, draft_tokens: in
     assert chi_square(seen, exact(draft, [1, 2], 3, sampling._replace(top_k=None, top_p=None))) > 20.0, "it can tell"
 
 
-def test_rejection_by_given_probabilities() -> None:
-    """The pair of the first two tokens behind a row, for a p and a q that share only some tokens."""
-    p = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.0, 0.3, 0.6], [0.25, 0.25, 0.25, 0.25]])
-    q = torch.tensor([[0.1, 0.1, 0.2, 0.6], [0.7, 0.1, 0.1, 0.1]])
-    draws, generator = 40000, torch.Generator().manual_seed(0)
-    tokens = torch.stack([torch.multinomial(one, draws, True, generator=generator) for one in q], 1)
-    lengths = torch.arange(draws) % 3  # none, one or two of the drafted tokens count
-    sampling = Sampling(1.0, None, None, generator)
-    taken, behind = _verify(p.log().expand(draws, -1, -1), tokens, q.expand(draws, -1, -1), lengths, sampling)
-    assert bool((taken <= lengths).all())
-    drawn = torch.cat([tokens, behind.unsqueeze(1)], 1).scatter(1, taken.unsqueeze(1), behind.unsqueeze(1))
-    for place in range(3):
-        for length in range(3):
-            there = drawn[(taken >= place) & (lengths == length), place]
-            if place <= length:
-                frequencies = torch.bincount(there, minlength=4) / len(there)
-                deviation = (p[place] * (1 - p[place]) / len(there)).sqrt()
-                assert bool(((frequencies - p[place]).abs() <= 5 * deviation).all())
-            else:
-                assert len(there) == 0
-
-
 def test_sampling_repeats_with_its_generator() -> None:
     model, draft = model_of(CONFIG), model_of(SMALL, 2)
 
     def draw(seed: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(seed)
-        rows = model.generate(PROMPTS, 12, temperature=1.5, draft=draft, generator=generator)
+        rows = model.generate(PROMPTS, 6, temperature=1.5, draft=draft, generator=generator)
         return [row.tolist() for row in rows]
 
     assert draw(0) == draw(0)
     assert draw(0) != draw(1)
-    narrow = model.generate(PROMPTS, 12, temperature=0.8, top_k=1, draft=draft)
-    assert all(map(torch.equal, narrow, model.generate(PROMPTS, 12)))
+    narrow = model.generate(PROMPTS, 6, temperature=0.8, top_k=1, draft=draft)
+    assert all(map(torch.equal, narrow, model.generate(PROMPTS, 6)))
 
 
 # --- passes, statistics, refusals -------------------------------------------------------------------------------------

@@ -8,10 +8,9 @@ import pytest
 import torch
 from slow import rest_slow
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import foundry_kernels as fk
-from foundry_kernels.nn import Attention, RotaryEmbedding, self_attention
+from foundry_kernels.nn import Attention, RotaryEmbedding
 from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_scale
 
 BACKENDS = ("reference", *(("native",) if "native" in fk.OPS["flash_attention"].backends("cpu") else ()))
@@ -160,16 +159,6 @@ def test_dropout_is_that_of_the_operation_with_a_seed_from_the_generator(backend
 
 
 @over_backends
-def test_rows_are_those_before_dropout(backend: str) -> None:
-    block, x = make(backend, dropout=0.5), draw(B, T, 16)
-    dropped = block(x, return_lse=True, return_stats=True)
-    whole = block.eval()(x, return_lse=True, return_stats=True)
-    assert not torch.allclose(dropped[0], whole[0])
-    for a, e in zip(dropped[1:], whole[1:], strict=True):
-        torch.testing.assert_close(a, e)
-
-
-@over_backends
 def test_packed_sequences_drop_what_a_padded_batch_does(backend: str) -> None:
     block, x = make(backend, dropout=0.5), draw(B, T, 16)
     packed = torch.cat([row[:n] for row, n in zip(x, LENGTHS.tolist(), strict=True)])[None]
@@ -179,22 +168,6 @@ def test_packed_sequences_drop_what_a_padded_batch_does(backend: str) -> None:
     y = block(packed, cu_seqlens=torch.nn.functional.pad(LENGTHS.cumsum(0), (1, 0)), max_seqlen=T)
     expected = torch.cat([row[:n] for row, n in zip(padded, LENGTHS.tolist(), strict=True)])
     torch.testing.assert_close(y[0], expected, rtol=1e-4, atol=1e-5)
-
-
-@over_backends
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-def test_checkpointing_drops_the_same_again(backend: str, reentrant: bool) -> None:
-    block, bias = make(backend, dropout=0.5), BIAS.clone().requires_grad_()
-    found = []
-    for wrap in (lambda f, *a: f(*a), lambda f, *a: checkpoint(f, *a, use_reentrant=reentrant)):
-        x = draw(B, T, 16).requires_grad_()
-        torch.manual_seed(1)
-        y = wrap(lambda x, bias: block(x, attn_mask=bias), x, bias)
-        bias.grad = None
-        y.square().sum().backward()
-        found.append((y, x.grad, bias.grad))
-    for actual, expected in zip(*found, strict=True):
-        assert torch.equal(actual, expected)
 
 
 # --- compiled, plain, refused -----------------------------------------------------------------------------------------
@@ -207,19 +180,3 @@ def test_masks_compile(backend: str) -> None:
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     for name in ("bool", "tiles", "bias", "lengths", "bias, lengths"):
         torch.testing.assert_close(compiled(x, **MASKS[name][0]), block(x, **MASKS[name][0]))
-
-
-def test_a_plain_call_has_neither_mask_nor_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In evaluation and without dropout nothing is drawn from the generator."""
-    call, seen = self_attention.flash_attention, []
-
-    def spy(*args: Any, **options: Any) -> Any:
-        seen.append((options.get("attn_mask"), options["dropout_p"]))
-        return call(*args, **options)
-
-    monkeypatch.setattr(self_attention, "flash_attention", spy)
-    block = make(dropout=0.5).eval()
-    before = torch.get_rng_state()
-    block(draw(B, T, 16))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert seen == [(None, 0.0)]

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from table import cpu_setting
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foundry_kernels as fk
@@ -88,18 +87,18 @@ def test_the_rotation_into_a_cache_refuses() -> None:
     def append(x: Tensor = x, k: Tensor = cache, v: Tensor = cache, heads: int = 4, start: int = 0) -> Tensor:
         return torch.ops.foundry_kernels.rope_append(x, cos, sin, False, k, v, heads, start)
 
-    with pytest.raises(ValueError, match="no room for 2 positions from 8"):
-        append(start=8)
-    with pytest.raises(ValueError, match="no room for 2 positions from -1"):
-        append(start=-1)
-    with pytest.raises(ValueError, match=r"k_cache must be \[B, Hk, S, D\] with qkv's B"):
-        append(heads=3)
-    with pytest.raises(ValueError, match="must be contiguous"):
-        append(k=cache.transpose(1, 2).contiguous().transpose(1, 2))
+    longer = torch.zeros(1, 2, 20, 8)
+    for options, message in (
+        ({"start": 8}, "no room for 2 positions from 8"),
+        ({"start": -1}, "no room for 2 positions from -1"),
+        ({"heads": 3}, r"k_cache must be \[B, Hk, S, D\] with qkv's B"),
+        ({"k": cache.mT.contiguous().mT}, "must be contiguous"),
+        ({"k": longer, "v": longer, "start": 15}, "cos must have a row for each position up to 17"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            append(**options)
     with pytest.raises(TypeError, match="must have qkv's dtype"):
         append(x=x.half())
-    with pytest.raises(ValueError, match="cos must have a row for each position up to 17"):
-        append(k=torch.zeros(1, 2, 20, 8), v=torch.zeros(1, 2, 20, 8), start=15)
     with torch.enable_grad(), pytest.raises(ValueError, match="has no gradient"):
         append(x=x.clone().requires_grad_())
 
@@ -236,10 +235,6 @@ def test_nothing_is_kept_of_a_weight(model: Transformer) -> None:
         new = torch.func.functional_call(model, other | swapped, (TOKENS[:, :1],), {"cache": cache})
     plain.load_state_dict(other | swapped)
     torch.testing.assert_close(new, plain(TOKENS[:, :1]))
-    low = copy.deepcopy(model).to(torch.bfloat16)
-    expected = run(model, TOKENS)
-    assert run(low, TOKENS).dtype == torch.bfloat16
-    assert (run(low, TOKENS) - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 def test_where_few_rows_are_not_decoded(model: Transformer) -> None:
@@ -294,36 +289,3 @@ def test_weights_of_another_class_are_left_to_it(model: Transformer) -> None:
     before = layer(x)
     layer.w2.weight = nn.Parameter(layer.w2.weight.as_subclass(Lowered), requires_grad=False)
     assert (layer(x) - before).abs().max() > 1e-4
-
-
-class Linears(TorchFunctionMode):
-    """Counts calls of F.linear."""
-
-    count = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.count += func is F.linear
-        return func(*args, **(kwargs or {}))
-
-
-@torch.no_grad()
-def test_a_cache_of_ones_own_is_appended_to(model: Transformer) -> None:
-    """`Attention` asks no more of a cache than `KeyValueStore` says."""
-
-    class Store:
-        def __init__(self) -> None:
-            self.k, self.v = torch.zeros(2, 2, 0, 8), torch.zeros(2, 2, 0, 8)
-
-        @property
-        def length(self) -> int:
-            return self.k.shape[2]
-
-        def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            self.k, self.v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
-            return self.k, self.v
-
-    attention, store, x = model.layers[0].attention, Store(), draw(2, 5, 32)
-    with Linears() as seen:
-        steps = torch.cat([attention(x[:, n : n + 1], cache=store) for n in range(5)], 1)
-    assert seen.count == 0
-    torch.testing.assert_close(steps, attention(x))

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import foundry_kernels as fk
 from foundry_kernels.nn import MoE, load_balancing_loss, router_z_loss
@@ -311,22 +310,3 @@ def test_under_autocast_the_router_stays_in_float32():
     assert 1e-4 < error < 3e-2  # products of bfloat16
     y.sum().backward()
     assert {p.grad.dtype for p in mixture.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-def test_checkpointing_repeats_it_to_the_last_bit(reentrant):
-    mixture, x = build("biased", torch.float32), inputs(3, 5).float().requires_grad_()
-    plain = mixture(x)
-    again = checkpoint(mixture, x, use_reentrant=reentrant)
-    assert torch.equal(plain, again)
-    dy = torch.ones_like(plain)
-    results = []
-    for y in (plain, again):
-        mixture.zero_grad()
-        x.grad = None
-        y.backward(dy)
-        results.append([x.grad, *(p.grad for p in mixture.parameters())])
-    assert all(map(torch.equal, *results))
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------

@@ -113,16 +113,6 @@ def test_outputs_weights_and_gradients_are_torchs(kind: str, options: str, batch
         check_close(found, expected)
 
 
-@pytest.mark.parametrize("batch_first", [True, False], ids=["BTE", "TBE"])
-def test_one_sequence(batch_first: bool) -> None:
-    modules = pair(batch_first=batch_first, add_bias_kv=True)
-    inputs = [draw(T, E), draw(S, E, seed=1), draw(S, E, seed=2)]
-    for masked in ({}, {"key_padding_mask": hidden(S)}, {"attn_mask": hidden(T, S)}, {"attn_mask": hidden(H, T, S)}):
-        for asked in ({}, {"average_attn_weights": False}, {"need_weights": False}):
-            found, expected = (results(module, inputs, {**masked, **asked}, (0, 1, 2)) for module in modules[::-1])
-            check_close(found, expected)
-
-
 @over_backends
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bits_are_as_exact_as_torchs(dtype: torch.dtype, backend: str) -> None:
@@ -309,6 +299,3 @@ def test_packed_sequences() -> None:
     parts = [draw(n, E, seed=n) for n in LENGTHS]
     y = ours.forward_packed(torch.cat(parts), torch.tensor([0, 7, 11, 13]), 7)
     torch.testing.assert_close(y, torch.cat([theirs(p, p, p)[0] for p in parts]), rtol=1e-4, atol=2e-5)
-
-
-# Bad input ------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import warnings
 
@@ -63,30 +62,6 @@ def test_serving_resolves_auto_and_keeps_names():
 
 
 # --- RotaryEmbedding --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double()], ids=["to", "half", "double"]
-)
-def test_rotary_tables_stay_float32(cast):
-    embedding = nn.RotaryEmbedding(8, 32)
-    expected = embedding.cos.clone(), embedding.sin.clone()
-    cast(torch.nn.Sequential(embedding))
-    for table, before in zip((embedding.cos, embedding.sin), expected, strict=True):
-        assert table.dtype == torch.float32
-        assert torch.equal(table, before)
-    assert not embedding.state_dict()
-
-
-def test_rotary_tables_survive_the_meta_device():
-    expected = nn.RotaryEmbedding(8, 32)
-    with torch.device("meta"):
-        embedding = nn.RotaryEmbedding(8, 32)
-    assert embedding.cos.is_meta
-    embedding.to_empty(device="cpu")
-    assert torch.equal(embedding.cos, expected.cos)
-    assert torch.equal(embedding.sin, expected.sin)
-    assert torch.equal(copy.deepcopy(embedding).sin, expected.sin)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -273,22 +248,6 @@ def test_attention_returns_what_the_operation_does():
         torch.testing.assert_close(a, e)
     assert (entropy[:, :, 0] == 0).all()  # the first token sees itself alone
     torch.testing.assert_close(max_logit[:, :, 0], lse[:, :, 0])
-
-
-def test_attention_passes_views(monkeypatch):
-    from foundry_kernels.nn import self_attention
-
-    seen = []
-
-    def spy(q, k, v, **options):
-        seen.extend((q, k, v))
-        return q.clone(memory_format=torch.preserve_format)
-
-    monkeypatch.setattr(self_attention, "flash_attention", spy)
-    nn.Attention(16, 4, 2)(torch.randn(2, 5, 16))
-    for tensor in seen:
-        assert tensor.shape[2] == 5
-        assert tensor.transpose(1, 2).is_contiguous()
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------

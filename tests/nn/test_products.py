@@ -208,21 +208,6 @@ def test_pytorchs_products_where_they_are_asked_for() -> None:
         assert torch.equal(block(x)[:1], alone)
 
 
-@pytest.mark.usefixtures("widened")
-def test_pytorchs_products_of_bfloat16_where_they_are_asked_for() -> None:
-    block, x = fk.nn.SwiGLU(DIM, 56, dtype=torch.bfloat16), torch.randn(40, DIM).bfloat16()
-    assert called(lambda: block(x)) == {"ours"}
-    for layer in (block.w1, block.w2, block.w3):
-        _hooked(layer)
-    assert called(lambda: block(x)) == {"linear"}
-    assert "linear" in called(lambda: fk.nn.SwiGLU(DIM, 56, dtype=torch.bfloat16, backend="reference")(x))
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert "linear" in called(lambda: fk.nn.SwiGLU(DIM, 56, dtype=torch.bfloat16)(x))
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
 def test_small_products_are_pytorchs(forced: pytest.MonkeyPatch) -> None:
     forced.setattr(_linear_layers, "WORTH", 40 * DIM * 56 + 1)
     assert called(lambda: fk.nn.SwiGLU(DIM, 56)(torch.randn(40, DIM))) == {"linear"}

@@ -1,8 +1,7 @@
-"""Shared code of the tests of foundry_kernels.compat: attention in plain loops, and options to test."""
+"""Shared code of the tests of foundry_kernels.compat: attention in plain matrices, and options to test."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -25,37 +24,35 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One sequence, q [T, H, D], k [S, Hk, D], v [S, Hk, Dv], query by query: (out [T, H, Dv], lse [H, T])."""
-    (t, h, d), (s, hk, _) = q.shape, k.shape
-    q, k, v = q.double(), k.double(), v.double()
-    out, lse = torch.zeros(t, h, v.shape[2], dtype=torch.float64), torch.full((h, t), -math.inf, dtype=torch.float64)
-    left, right = window
-    for head in range(h):
-        for i in range(t):
-            q_pos = i + s - t
-            first = 0 if left < 0 else max(0, q_pos - left)
-            last = s - 1 if right < 0 else min(s - 1, q_pos + right)
-            last = min(last, q_pos) if causal else last
-            if first > last:
-                continue
-            scores = k[first : last + 1, head // (h // hk)] @ q[i, head] * (d**-0.5 if scale is None else scale)
-            scores = softcap * (scores / softcap).tanh() if softcap else scores
-            if slopes is not None:
-                scores = scores - slopes[head].double() * (torch.arange(first, last + 1) - q_pos).abs()
-            lse[head, i] = scores.logsumexp(0)
-            out[i, head] = scores.softmax(0) @ v[first : last + 1, head // (h // hk)]
-    return out, lse
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, *, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, attention_chunk: int = 0,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One sequence, q [T, H, D], k [S, Hk, D], v [S, Hk, Dv], qv [T, H, Dv]: out [T, H, Dv], lse [H, T], float64."""
+    repeats = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), *(x.double().repeat_interleave(repeats, 1) for x in (k, v))
+    scores = torch.einsum("thd,shd->hts", q, k)
+    width = q.shape[2]
+    if qv is not None:
+        scores, width = scores + torch.einsum("thd,shd->hts", qv.double(), v), width + v.shape[2]
+    scores = scores * (width**-0.5 if softmax_scale is None else softmax_scale)
+    scores = softcap * (scores / softcap).tanh() if softcap else scores
+    i, j = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.double()[:, None, None] * (j - i).abs()
+    seen = (j <= i) | torch.tensor(not causal)
+    if window_size[0] >= 0:
+        seen = seen & (j >= i - window_size[0])
+    if window_size[1] >= 0:
+        seen = seen & (j <= i + window_size[1])
+    if attention_chunk:
+        seen = seen & (j // attention_chunk == i.div(attention_chunk, rounding_mode="floor"))
+    none = ~seen.any(-1, keepdim=True)
+    scores = scores.masked_fill(~(seen | none), -torch.inf)
+    weights = scores.softmax(-1) if len(k) else scores
+    out = torch.einsum("hts,shd->thd", weights.masked_fill(none, 0.0), v)
+    return out, (scores.logsumexp(-1) if len(k) else scores.sum(-1)).masked_fill(none[..., 0], -torch.inf)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -72,9 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 over_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
-def for_loop(options: dict[str, Any], sequence: int) -> dict[str, Any]:
-    names = {"softmax_scale": "scale", "window_size": "window", "alibi_slopes": "slopes"}
-    found = {names.get(name, name): value for name, value in options.items()}
-    if "slopes" in found and found["slopes"].dim() == 2:
-        found["slopes"] = found["slopes"][sequence]
-    return found
+def of_sequence(options: dict[str, Any], n: int) -> dict[str, Any]:
+    """The options for one sequence of a batch."""
+    slopes = options.get("alibi_slopes")
+    return options if slopes is None or slopes.dim() == 1 else options | {"alibi_slopes": slopes[n]}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import foundry_kernels as fk
 from foundry_kernels.models import ModelConfig, Transformer, blocks, transformer
 from foundry_kernels.models.decode_block import decode, decode_all
 
@@ -64,3 +65,19 @@ def counted(monkeypatch: pytest.MonkeyPatch, allowed: bool = True, together: boo
 
 def draw_tokens(batch: int, count: int) -> Tensor:
     return torch.randint(97, (batch, count), generator=torch.Generator().manual_seed(count))
+
+
+def arguments(**changes: Any) -> list[Any]:
+    """Of the operator `decode_block`, for two sequences of three tokens behind five."""
+    randn = torch.Generator().manual_seed(0)
+    shapes = [(32, 24), (16, 24), (16, 24), (24, 32), (40, 24), (40, 24), (24, 40)]
+    weights = [torch.randn(shape, generator=randn) / 5 for shape in shapes]
+    cos, sin = fk.rope_table(8, 16)
+    given: dict[str, Any] = {
+        "branch": torch.randn(2, 3, 24, generator=randn), "stream": torch.randn(2, 3, 24, generator=randn),
+        "weights": weights, "norms": [torch.ones(24), torch.ones(24)], "cos": cos, "sin": sin,
+        "k_cache": torch.zeros(2, 2, 9, 8), "v_cache": torch.zeros(2, 2, 9, 8), "eps": 1e-6, "weight_offset": 0.0,
+        "round_before_weight": False, "interleaved": False, "n_heads": 4, "start": 5, "scale": 0.4,
+        "window_left": None, "activation": "silu", "block_table": None, "lengths": None,
+    }  # fmt: skip
+    return list((given | changes).values())

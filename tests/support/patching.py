@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
+import foundry_kernels as fk
 from foundry_kernels.integrations.adapters.table import PATCHED
 from foundry_kernels.integrations.families import text_type
 
@@ -62,6 +64,20 @@ def gradients(model: Any, **given: Any) -> Tensor:
 
 def close(actual: Tensor, expected: Tensor) -> bool:
     return float((actual - expected).detach().abs().max()) <= 1e-5 * float(expected.detach().abs().max())
+
+
+def reasons(model: nn.Module, **options: Any) -> dict[str, str | None]:
+    """Why a patch with these options leaves modules, by name."""
+    with fk.patch(model, **options) as handle:
+        return {e.name: e.reason for e in handle.report().left}
+
+
+def saved(model: Any) -> Any:
+    """The model as it is loaded from a file that it was saved to."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def snapshot(model: nn.Module) -> list[Any]:

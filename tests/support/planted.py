@@ -1,8 +1,10 @@
-"""Classes that equal a norm or an MLP but for one detail, which must be left; and forms that must be recognised."""
+"""A norm and an MLP that are recognised, and modules that differ from them in one detail, which must be left."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +15,6 @@ FLAG = False
 
 
 class Norm(nn.Module):
-    """A norm that is recognised as it is; below, one detail of it is another."""
-
     def __init__(self, width: int = 48, eps: float = 1e-6) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -25,8 +25,6 @@ class Norm(nn.Module):
 
 
 class Mlp(nn.Module):
-    """An MLP that is recognised as it is."""
-
     def __init__(self, width: int = 48, inner: int = 80) -> None:
         super().__init__()
         self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
@@ -41,293 +39,80 @@ def scale(x: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
 
 
-class EpsOutside(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.float() / (x.float().pow(2).mean(-1, keepdim=True).sqrt() + self.eps)).to(x.dtype) * self.weight
-
-
-class RoundedFirst(Norm):
-    """The root is rounded to the dtype of x before it multiplies."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * scale(x, self.eps).to(x.dtype) * self.weight
-
-
-class NeverWide(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
-
-
-class Wide(Norm):
-    """Its result is float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.float() * scale(x, self.eps) * self.weight.float()
-
-
-class Offset(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.float() * scale(x, self.eps)).to(x.dtype) * self.weight + 1e-3
-
-
-class WeightOffset(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.float() * scale(x, self.eps) * (self.weight.float() + 1.001)).to(x.dtype)
-
-
-class Clamped(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return ((x.float() * scale(x, self.eps)).to(x.dtype) * self.weight).clamp(-20, 20)
-
-
-class ClampedEps(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.float() * x.float().pow(2).mean(-1, keepdim=True).clamp_min(self.eps).rsqrt()).to(
-            x.dtype
-        ) * self.weight
-
-
-class Where(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        y = (x.float() * scale(x, self.eps)).to(x.dtype) * self.weight
-        return torch.where(x > 1e4, x, y)
-
-
-class Residual(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.float() * scale(x, self.eps)).to(x.dtype) * self.weight + x
-
-
-class Twice(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.float() * scale(x, self.eps)).to(x.dtype) * self.weight * self.weight
-
-
-class OverAnotherDimension(Norm):
-    """Of rows of two dimensions it is the norm."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.float() * torch.rsqrt(x.float().pow(2).mean(1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
-
-
-class OverAll(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.float() * torch.rsqrt(x.float().pow(2).mean() + self.eps)).to(x.dtype) * self.weight
-
-
-class Summed(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.float() * torch.rsqrt(x.float().pow(2).sum(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
-
-
-class Unbiased(Norm):
-    """A LayerNorm with the variance of a sample."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        y = (wide - wide.mean(-1, keepdim=True)) * torch.rsqrt(wide.var(-1, keepdim=True) + self.eps)
-        return (y * self.weight).to(x.dtype)
-
-
-class Extra(Norm):
-    """It has a parameter that its forward does not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(48))
-
-
-class Buffered(Norm):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-
-class Counting(Norm):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x)
-
-
-class Clock(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y if time.time() > 0 else -y
-
-
-class Random(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 0 * torch.rand(())
-
-
-class Flagged(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if FLAG else super().forward(x)
-
-
-class InPlace(Norm):
-    """Of a float32 x, which `float` returns itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
-        y *= scale(x, self.eps)
-        return y.to(x.dtype) * self.weight
-
-
-class Raising(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.view(-1, 48).float() * scale(x, self.eps)).to(x.dtype) * self.weight
-
-
-class BySize(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if x.shape[0] == 1000 else super().forward(x)
-
-
-class ByValue(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if x.sum() == 1000 else super().forward(x)
-
-
-class InTraining(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y * 2 if self.training else y
-
-
-class Detached(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.float() * scale(x, self.eps).detach()).to(x.dtype) * self.weight
-
-
-class Dictionary(Norm):
-    def forward(self, x: Tensor) -> Any:
-        return {"y": super().forward(x)}
-
-
-class Looping(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(1):
-            x = super().forward(x)
-        return x
-
-
-class Keeping(Norm):
-    """It keeps a tensor that is no parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ones = torch.ones(48)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.ones
-
-
-class SwappedBySize(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.gate(x)) * self.up(x)) if len(x) != 1 else self.down(self.up(x))
-
-
-class Both(Mlp):
-    """Both factors are activated."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.gate(x)) * self.act(self.up(x)))
-
-
-class OtherHalf(Mlp):
-    """The activation is of another input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.gate(x) + self.up(x)) * self.up(x))
-
-
-class Scaled(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.gate(x)) * self.up(x)) * 1.001
-
-
-class ShiftedUp(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.gate(x)) * (self.up(x) + 1e-3))
-
-
-class ClampedGate(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.gate(x).clamp(max=20)) * self.up(x))
-
-
-class AddedInput(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.act(self.gate(x)) * self.up(x))
-
-
-class DropsOut(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(super().forward(x), 0.1, self.training)
-
-
-class DropsGate(Mlp):
-    """A dropout where no form has one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.drop(self.act(self.gate(x))) * self.up(x))
-
-
-class Normed(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(80)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.norm(self.act(self.gate(x)) * self.up(x)))
-
-
-class OwnWeight(Mlp):
-    """It does not call its layer, which may be wrapped."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.act(self.gate(x)) * self.up(x), self.down.weight)
-
-
-class OtherSlope(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate(x)
-        return self.down(gate * torch.sigmoid(1.01 * gate) * self.up(x))
-
-
-class TwoResults(Mlp):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), x
-
-
-class TwoInputs(Mlp):
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return self.down(self.act(self.gate(x)) * self.up(x)) * scale
-
-
-class DeepActivation(Mlp):
-    """Its activation clamps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.act = nn.Hardtanh()  # type: ignore[assignment]
-
-
-def hooked(module: nn.Module) -> nn.Module:
-    module.register_forward_hook(lambda *_: None)
+def made(base: type[nn.Module], forward: str, arguments: str = "x", **parts: Any) -> nn.Module:
+    """A module of a class derived from `base`, whose forward is this, with these attributes besides."""
+    home: dict[str, Any] = {"base": base, "torch": torch, "F": F, "time": time, "scale": scale, "FLAG": FLAG}
+    exec(f"class Planted(base):\n    def forward(self, {arguments}):\n        {forward}", home)
+    module: nn.Module = home["Planted"]()
+    for name, part in parts.items():
+        setattr(module, name, part)
     return module
 
 
-def with_hooked_activation() -> nn.Module:
-    module = Mlp()
-    module.act.register_forward_hook(lambda module, inputs, y: y + 1)
+NORM = "return (x.float() * scale(x, self.eps)).to(x.dtype) * self.weight"
+MLP = "return self.down(self.act(self.gate(x)) * self.up(x))"
+#: Other forwards of a norm.
+NORMS = {
+    "eps outside of the root":
+        "return (x.float() / (x.float().pow(2).mean(-1, keepdim=True).sqrt() + self.eps)).to(x.dtype) * self.weight",
+    "a root that is rounded": "return x * scale(x, self.eps).to(x.dtype) * self.weight",
+    "never wide": "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight",
+    "a float32 result": "return x.float() * scale(x, self.eps) * self.weight.float()",
+    "an offset": NORM + " + 1e-3",
+    "an offset of the weight": "return (x.float() * scale(x, self.eps) * (self.weight.float() + 1.001)).to(x.dtype)",
+    "a clamp": f"y = {NORM[7:]}; return y.clamp(-20, 20)",
+    "an eps that clamps":
+        "return (x.float() * x.float().pow(2).mean(-1, keepdim=True).clamp_min(self.eps).rsqrt()).to(x.dtype)"
+        " * self.weight",
+    "a choice by value": f"y = {NORM[7:]}; return torch.where(x > 1e4, x, y)",
+    "a residual": NORM + " + x",
+    "the weight twice": NORM + " * self.weight",
+    "another dimension, which of rows is the last":
+        "return (x.float() * torch.rsqrt(x.float().pow(2).mean(1, keepdim=True) + self.eps)).to(x.dtype) * self.weight",
+    "all dimensions": "return (x.float() * torch.rsqrt(x.float().pow(2).mean() + self.eps)).to(x.dtype) * self.weight",
+    "a sum":
+        "return (x.float() * torch.rsqrt(x.float().pow(2).sum(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight",
+    "the variance of a sample":
+        "w = x.float(); y = (w - w.mean(-1, keepdim=True)) * torch.rsqrt(w.var(-1, keepdim=True) + self.eps);"
+        " return (y * self.weight).to(x.dtype)",
+    "a count": "self.calls = 1; return super().forward(x)",
+    "a clock": "y = super().forward(x); return y if time.time() > 0 else -y",
+    "a random number": "return super().forward(x) + 0 * torch.rand(())",
+    "a flag": "return x if FLAG else super().forward(x)",
+    "in place, of a float32 x": "y = x.float(); y *= scale(x, self.eps); return y.to(x.dtype) * self.weight",
+    "a fixed width": "return (x.view(-1, 48).float() * scale(x, self.eps)).to(x.dtype) * self.weight",
+    "a choice by size": "return x if x.shape[0] == 1000 else super().forward(x)",
+    "a choice by a sum": "return x if x.sum() == 1000 else super().forward(x)",
+    "another in training": "y = super().forward(x); return y * 2 if self.training else y",
+    "no gradient of the root": "return (x.float() * scale(x, self.eps).detach()).to(x.dtype) * self.weight",
+    "a dictionary": "return {'y': super().forward(x)}",
+    "a loop": "for _ in range(1): x = super().forward(x)\n        return x",
+}  # fmt: skip
+#: Other forwards of an MLP.
+MLPS = {
+    "another by size": f"{MLP} if len(x) != 1 else self.down(self.up(x))",
+    "both activated": "return self.down(self.act(self.gate(x)) * self.act(self.up(x)))",
+    "the activation of a sum": "return self.down(self.act(self.gate(x) + self.up(x)) * self.up(x))",
+    "a scale": MLP + " * 1.001",
+    "a shifted factor": "return self.down(self.act(self.gate(x)) * (self.up(x) + 1e-3))",
+    "a clamped gate": "return self.down(self.act(self.gate(x).clamp(max=20)) * self.up(x))",
+    "the input added": "return x + self.down(self.act(self.gate(x)) * self.up(x))",
+    "a dropout of its own": "return F.dropout(super().forward(x), 0.1, self.training)",
+    "a layer that is not called": "return F.linear(self.act(self.gate(x)) * self.up(x), self.down.weight)",
+    "another slope": "gate = self.gate(x); return self.down(gate * torch.sigmoid(1.01 * gate) * self.up(x))",
+    "an attribute that is not there": MLP + " * self.multiplier",
+    "two results": "return super().forward(x), x",
+}
+
+
+def hooked(module: nn.Module, part: str = "") -> nn.Module:
+    module.get_submodule(part).register_forward_hook(lambda module, inputs, y: y + 1)
+    return module
+
+
+def buffered() -> nn.Module:
+    module = Norm()
+    module.register_buffer("seen", torch.zeros(()))
     return module
 
 
@@ -337,12 +122,24 @@ def replaced() -> nn.Module:
     return module
 
 
-#: What is left: a module each.
-LEFT: dict[str, Any] = {
-    **{cls.__name__: cls for base in (Norm, Mlp) for cls in base.__subclasses__()},
+#: What is left: what makes a module of each.
+LEFT: dict[str, Callable[[], nn.Module]] = {
+    **{name: partial(made, Norm, forward) for name, forward in NORMS.items()},
+    **{name: partial(made, Mlp, forward) for name, forward in MLPS.items()},
+    "a parameter that is not used": lambda: made(Norm, NORM, shift=nn.Parameter(torch.zeros(48))),
+    "a buffer": buffered,
+    "a tensor that is no parameter": lambda: made(Norm, "return super().forward(x) * self.ones", ones=torch.ones(48)),
+    "a dropout where no form has one": lambda: made(
+        Mlp, "return self.down(self.drop(self.act(self.gate(x))) * self.up(x))", drop=nn.Dropout(0.1)
+    ),
+    "a norm within": lambda: made(
+        Mlp, "return self.down(self.norm(self.act(self.gate(x)) * self.up(x)))", norm=nn.LayerNorm(80)
+    ),
+    "two inputs": lambda: made(Mlp, MLP + " * scale", "x, scale=1.0"),
+    "an activation that clamps": lambda: made(Mlp, MLP, act=nn.Hardtanh()),
     "hooks": lambda: hooked(Norm()),
     "hooks of an MLP": lambda: hooked(Mlp()),
-    "hooks of an activation": with_hooked_activation,
+    "hooks of an activation": lambda: hooked(Mlp(), "act"),
     "a forward of its own": replaced,
     "parametrized": lambda: nn.utils.parametrizations.weight_norm(Norm(), "weight", dim=0),
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,10 +16,10 @@ from torch import Tensor
 from processes import SIZE, Collectives, full
 
 
-def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
-    """Up to three cases for each letter that the rule shards, two of operations with the kernels of another one; in the
-    interpreter the two smallest in total, because Triton's operators have the same rule. Each is the case, the axis of
-    each tensor with the letter, and a name."""
+def divisions(row: Any, rule: Any, most: int) -> list[tuple[Any, dict[str, int], str]]:
+    """Up to `most` cases for each letter that the rule shards, half of them of operations with the kernels of another
+    one; in the interpreter the smallest of all, because Triton's operators have the same rule. Each is the case, the
+    axis of each tensor with the letter, and a name."""
     from table import is_twin
 
     from foundry_kernels.distributed.sharding import letters
@@ -46,12 +48,12 @@ def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
                 continue  # its rows are flattened for matmuls, which DTensors refuse, as they do in F.linear
             kind = tuple((name, t.dim(), t.requires_grad) for name, t in args.items()), frozenset(case.options)
             kinds.setdefault(letter, {}).setdefault(kind, (case, axes, f"{row.id} {case.id} {letter}"))
-    most = 2 if is_twin(row.op) else 3
+    most = most // 2 if is_twin(row.op) else most
     chosen = [each for found in kinds.values() for each in [*found.values()][:: -(-len(found) // most)][:most]]
-    return chosen if row.backend != "triton" else sorted(chosen, key=lambda each: numel(each[0]))[:2]
+    return chosen if row.backend != "triton" else sorted(chosen, key=lambda each: numel(each[0]))[: most // 2 or 1]
 
 
-def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+def rules(rank: int, folder: Path, ports: list[int], most: int = 2) -> dict[str, Any]:
     """Runs every operation with a kernel on inputs sharded along each dimension of its rule. Returns differences to one
     process, the collectives, and the number of tested shardings."""
     from table import rows
@@ -64,7 +66,7 @@ def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     for row in rows():
         if row.op.sharding is None or not row.op.sharding.OPERATORS:  # its operators do not support DTensors
             continue
-        for case, axes, id in divisions(row, row.op.sharding.sharding):
+        for case, axes, id in divisions(row, row.op.sharding.sharding, most):
             args = case.make(torch.float32, "cpu")
             sharded = {
                 name: t
@@ -112,7 +114,6 @@ def _near(a: Tensor, e: Tensor) -> bool:
 def mixtures(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     """Mixtures of DTensors and plain tensors, and inputs sharded along a dimension that must stay whole."""
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-    from torch.nn.functional import rms_norm as torch_rms_norm
 
     import foundry_kernels as fk
 
@@ -120,30 +121,19 @@ def mixtures(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(4, 6, generator=generator), torch.randn(6, generator=generator)
     result: dict[str, Any] = {}
-    for name, function in {
-        "torch": lambda x, w: torch_rms_norm(x, (6,), w, 1e-6),
-        "native": lambda x, w: fk.rms_norm(x, w, backend="native"),
-        "triton": lambda x, w: fk.rms_norm(x, w, backend="triton"),
-    }.items():
-        for kind, arguments in {
-            "plain x": (x, distribute_tensor(weight, mesh, [Replicate()])),
-            "plain weight": (distribute_tensor(x, mesh, [Shard(0)]), weight),
-        }.items():
-            try:
-                function(*arguments)
-                result[name, kind] = "accepted"
-            except RuntimeError as error:
-                result[name, kind] = str(error)
-        if name == "torch":
-            continue
-        split = function(distribute_tensor(x, mesh, [Shard(1)]), distribute_tensor(weight, mesh, [Replicate()]))
+    whole = distribute_tensor(weight, mesh, [Replicate()])
+    for name in ("native", "triton"):
+        function = functools.partial(fk.rms_norm, backend=name)
+        split = function(distribute_tensor(x, mesh, [Shard(1)]), whole)
         halves = dist_partial(x, mesh, Partial)
         summed = function(halves, distribute_tensor(weight, mesh, [Shard(0)]))
-        result[name, "values"] = [full(split), full(summed)]
-    vector = distribute_tensor(weight, mesh, [Replicate()])
+        result[name] = [full(split), full(summed)]
+        for mixed in (x, whole), (distribute_tensor(x, mesh, [Shard(0)]), weight):
+            with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
+                function(*mixed)
     # The same tensors with another placement: the second call must not use the first call's cached result.
-    y = fk.add_rms_norm(vector, vector, None, backend="native")[0]
-    z = fk.rms_norm(vector, vector, backend="native")
+    y = fk.add_rms_norm(whole, whole, None, backend="native")[0]
+    z = fk.rms_norm(whole, whole, backend="native")
     result["vector"] = [full(y), full(z)]
     return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,7 @@ SLOW = {
     **MORE_TRAINING,
     **(MORE_PATCHED if importlib.util.find_spec("transformers") is not None else {}),
     **MORE_RESUMING,
+    "more rules": functools.partial(operators.rules, most=6),
     "vocabulary": operators.vocabulary,
     "compiled vocabulary": operators.compiled_vocabulary,
 }
