@@ -115,8 +115,8 @@ class ModelConfig(ModelFields):
             `head_dim`, and the width of keys. For "mamba2" they are the heads, the groups, the width of the state, the
             width of a head and the taps.
         linear_bias, linear_conv_bias, linear_dt_limit, linear_norm_groups: for "mamba2", the biases of the projections,
-            a bias of the convolution, the least and the largest step size, and the groups of heads that are normalized
-            separately (None is the groups of heads).
+            a bias of the convolution, the least and the largest step size (None is no limit), and the groups of heads
+            that are normalized separately (None is the groups of heads).
         linear_rmsnorm, linear_norm_before_gate, linear_in_scales: the options `rmsnorm`, `norm_before_gate` and
             `in_scales` of "mamba2".
         branch_scales: factors on the results of attention, of linear attention, and of the feed-forward block or
@@ -198,7 +198,9 @@ class ModelConfig(ModelFields):
                 raise TypeError(f"{field.name} must be a bool; got {type(value).__name__}")
         for name, length in (("linear_in_scales", 5), ("branch_scales", 3)):
             object.__setattr__(self, name, check_scales(name, getattr(self, name), length))
-        object.__setattr__(self, "linear_dt_limit", check_limits("linear_dt_limit", self.linear_dt_limit))
+        # JSON has no infinity.
+        limits = check_limits("linear_dt_limit", self.linear_dt_limit)
+        object.__setattr__(self, "linear_dt_limit", tuple(None if math.isinf(limit) else limit for limit in limits))
         check_number("norm_weight_offset", self.norm_weight_offset)
         check_number("qk_norm_weight_offset", self.qk_norm_weight_offset)
         for name in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,7 +118,7 @@ class ModelFields:
     linear_kind: str = "gated_delta_net"
     linear_bias: bool = False
     linear_conv_bias: bool = True
-    linear_dt_limit: tuple[float, float] = (0.0, math.inf)
+    linear_dt_limit: tuple[float | None, float | None] = (0.0, None)
     linear_norm_groups: int | None = None
     linear_rmsnorm: bool = True
     linear_norm_before_gate: bool = False

@@ -2,7 +2,6 @@ r"""State-space duality as a module: the layer of Mamba-2, Bamba, Granite 4 and 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ class Mamba2(LinearMixer):
         conv_size: W, the taps of a filter, in 1 .. 8.
         bias: biases of `in_proj` and `out_proj`.
         conv_bias: a bias of the convolution.
-        dt_limit: the least and the largest step size.
+        dt_limit: the least and the largest step size; None is no limit.
         in_scales: factors on z, x, B, C and dt (Falcon-H1).
         rmsnorm: whether there is a norm.
         norm_before_gate: the gate ``silu(z)`` multiplies the norm's result, not its input.
@@ -84,7 +83,7 @@ class Mamba2(LinearMixer):
         conv_size: int = 4,
         bias: bool = False,
         conv_bias: bool = True,
-        dt_limit: tuple[float, float] = (0.0, math.inf),
+        dt_limit: tuple[float | None, float | None] = (0.0, None),
         in_scales: tuple[float, ...] = (1.0,) * 5,
         rmsnorm: bool = True,
         norm_before_gate: bool = False,

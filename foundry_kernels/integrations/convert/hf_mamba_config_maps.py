@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from torch import nn
@@ -40,7 +39,7 @@ def of_bamba(model: Any) -> dict[str, Any]:
 def of_nemotron(model: nn.Module) -> dict[str, Any]:
     found = of_layer(model)
     config: Any = model.config
-    return {**found, "linear_dt_limit": (config.time_step_min, math.inf)} if found else {}
+    return {**found, "linear_dt_limit": (config.time_step_min, None)} if found else {}
 
 
 def of_falcon_h1(model: nn.Module) -> dict[str, Any]:

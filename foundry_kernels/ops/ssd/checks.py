@@ -136,11 +136,12 @@ def _check_token(
     return x, B, C, z, check_limits("dt_limit", dt_limit)
 
 
-def check_limits(name: str, limits: tuple[float, float]) -> tuple[float, float]:
-    """Returns the least and the largest step size."""
+def check_limits(name: str, limits: tuple[float | None, float | None]) -> tuple[float, float]:
+    """Returns the least and the largest step size. None is no limit."""
     if not isinstance(limits, (tuple, list)) or len(limits) != 2:
         raise TypeError(f"{name} must be two numbers; got {limits!r}")
-    least, most = constants(*limits)
+    ends = (-float("inf"), float("inf"))
+    least, most = constants(*(end if limit is None else limit for limit, end in zip(limits, ends, strict=True)))
     for value in (least, most):
         check_number(name, 0.0 if value in (float("inf"), -float("inf")) else value)
     if not least <= most:
