@@ -51,7 +51,9 @@ class LatentAttention(SelfAttention):
         backend: a backend's name, or a mapping of operations to names. The rotary embedding has its own backend.
 
     Attributes:
-        q_proj, or q_a_proj, q_a_layernorm and q_b_proj; kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj.
+        q_proj: of the queries; with `q_lora_rank` q_a_proj, q_a_layernorm and q_b_proj.
+        kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj: of the keys and values.
+        o_proj: of the result.
 
     Raises:
         TypeError: a size is not an int, or `causal` is not a bool.
