@@ -171,7 +171,7 @@ def groups(full: bool, device: str = DEVICE) -> Iterator[Group]:
                 for memory in memories(op, case, dtype, full, device):
                     directions = Group(op, case, dtype, "forward").bench.DIRECTIONS
                     for direction in directions if full else directions[:2]:
-                        if direction == "forward" or _takes_gradient(case, full):
+                        if direction == "forward" or takes_gradient(case, full):
                             yield Group(op, case, dtype, direction, memory)
 
 
@@ -217,7 +217,7 @@ def _decodes(case: Case) -> bool:
     return "decode" in case.id
 
 
-def _takes_gradient(case: Case, full: bool) -> bool:
+def takes_gradient(case: Case, full: bool) -> bool:
     return any(a is not None and a.grad for a in case.args.values()) and (full or not _decodes(case))
 
 
