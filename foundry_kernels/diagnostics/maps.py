@@ -11,9 +11,9 @@ from torch import Tensor
 
 from foundry_kernels.core.checks import check_integer, check_rank
 from foundry_kernels.core.registry import OPS, override
-from foundry_kernels.diagnostics.recorder import attentions_of, check_model
+from foundry_kernels.diagnostics.recorder import check_model
 from foundry_kernels.models import EncoderDecoder, Transformer
-from foundry_kernels.nn import Attention
+from foundry_kernels.nn.self_attention import SelfAttention
 from foundry_kernels.ops.flash_attention import flash_attention, reference
 
 #: The attentions of an encoder with a decoder.
@@ -44,7 +44,7 @@ def attention_maps(model: Transformer, tokens: Tensor, heads: Sequence[tuple[int
     Args:
         model: a :class:`foundry_kernels.models.Transformer`. It runs in evaluation mode, and its mode is restored.
         tokens: ``[1, T]`` int32 or int64.
-        heads: pairs of a layer and a query head.
+        heads: pairs of a layer with attention and a query head.
 
     Returns:
         for each pair ``[T, T]`` in the dtype of the model's values. Row t has the weights of token t and sums to 1.
@@ -53,7 +53,7 @@ def attention_maps(model: Transformer, tokens: Tensor, heads: Sequence[tuple[int
         TypeError: another model, or tokens that are not integers.
         ValueError: a layer or head does not exist, or tokens have another shape.
     """
-    attentions = attentions_of(check_model(model))
+    attentions = _attentions_of(check_model(model))
     _check("tokens", tokens, heads, attentions)
     return _maps(model, attentions, heads, lambda: model(tokens))
 
@@ -83,9 +83,9 @@ def encoder_decoder_maps(
     if part not in PARTS:
         raise ValueError(f"part must be one of {', '.join(PARTS)}; got {part!r}")
     if part == "cross":
-        attentions = [cast(Attention, block.cross_attention) for block in model.decoder.layers]
+        attentions = [cast("SelfAttention | None", block.cross_attention) for block in model.decoder.layers]
     else:
-        attentions = attentions_of(model.encoder if part == "encoder" else model.decoder)
+        attentions = _attentions_of(model.encoder if part == "encoder" else model.decoder)
     _check("source", source, heads, attentions)
     _check("tokens", tokens, heads, attentions)
     return _maps(model, attentions, heads, lambda: model(source, tokens))
@@ -96,18 +96,32 @@ def _unit_values(k: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.eye(k.shape[2], dtype=dtype, device=k.device).expand(*k.shape[:2], -1, -1)
 
 
-def _check(name: str, tokens: Tensor, heads: Sequence[tuple[int, int]], attentions: list[Attention]) -> None:
+def _attentions_of(model: Transformer) -> list[SelfAttention | None]:
+    """The attention of each layer, or None."""
+    return [next((m for m in block.children() if isinstance(m, SelfAttention)), None) for block in model.layers]
+
+
+def _check(
+    name: str, tokens: Tensor, heads: Sequence[tuple[int, int]], attentions: Sequence[SelfAttention | None]
+) -> None:
     check_integer(name, tokens, 2, "[1, T]")
     if tokens.shape[0] != 1:
         raise ValueError(f"{name} must be [1, T], one text; got shape {tuple(tokens.shape)}")
-    n_layers, n_heads = len(attentions), attentions[0].n_heads
+    n_layers = len(attentions)
     for layer, head in heads:
-        if not (0 <= layer < n_layers and 0 <= head < n_heads):
-            raise ValueError(f"heads must be (layer, head) below ({n_layers}, {n_heads}); got ({layer}, {head})")
+        if not 0 <= layer < n_layers:
+            raise ValueError(f"heads must be (layer, head) of {n_layers} layers; got ({layer}, {head})")
+        if (attention := attentions[layer]) is None:
+            raise ValueError(f"heads must be of layers with attention, which layer {layer} has not; got {list(heads)}")
+        if not 0 <= head < attention.n_heads:
+            raise ValueError(f"heads must be (layer, head) of {attention.n_heads} heads; got ({layer}, {head})")
 
 
 def _maps(
-    model: torch.nn.Module, attentions: list[Attention], heads: Sequence[tuple[int, int]], run: Callable[[], Any]
+    model: torch.nn.Module,
+    attentions: Sequence[SelfAttention | None],
+    heads: Sequence[tuple[int, int]],
+    run: Callable[[], Any],
 ) -> Maps:
     """The weights of these heads of `attentions` in a call of the model by `run`."""
     found: Maps = {}
@@ -131,6 +145,8 @@ def _maps(
         for impl in spec.impls:
             undo.enter_context(override(spec, impl.backend, fn=attend))
         for index, attention in enumerate(attentions):
+            if attention is None:
+                continue
             hook = attention.register_forward_pre_hook(lambda *_, index=index: begin(index))
             undo.callback(hook.remove)
         undo.callback(model.train, training)

@@ -43,6 +43,8 @@ def effective_rank(x: Tensor) -> Tensor:
 def qk_ranks(attention: Attention) -> Tensor:
     """[H]: for each query head, the effective rank of ``W_q^T W_k``, at most head_dim. The scores before any rotation
     are a bilinear form with this matrix."""
+    if not isinstance(attention, Attention):
+        raise TypeError(f"attention must be an Attention; got {type(attention).__name__}")
     heads, width = attention.n_heads, attention.head_dim
     q, k = (whole(layer.weight).unflatten(0, (-1, width)) for layer in (attention.wq, attention.wk))
     return product_ranks(q, k, heads)

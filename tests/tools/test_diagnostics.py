@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
+import tiny_model
 import torch
 
 from foundry_kernels import diagnostics
@@ -15,6 +16,8 @@ from foundry_kernels.diagnostics import LayerHealth, QKClip, attention_maps, eff
 from foundry_kernels.diagnostics.__main__ import main
 from foundry_kernels.diagnostics.checkpoint import load
 from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.nn import GatedDeltaNet
+from foundry_kernels.nn.self_attention import SelfAttention
 
 CHOICES = {
     "llama": {"n_kv_heads": 2},
@@ -200,6 +203,26 @@ def test_what_cannot_be_clipped(changes: dict[str, object], limit: float, messag
         QKClip(make_model(**changes), limit)
 
 
+def test_maps_of_models_with_other_layers() -> None:
+    """Of the layers that attend, by every kind of attention."""
+    found = 0
+    for config in tiny_model.EVERY.values():
+        model = Transformer(config)
+        tokens = torch.randint(config.vocab_size, (1, 5))
+        for layer, block in enumerate(model.layers):
+            if any(isinstance(each, SelfAttention) for each in block.children()):
+                (weights,) = attention_maps(model, tokens, [(layer, 0)]).values()
+                assert weights.shape == (5, 5)
+                torch.testing.assert_close(weights.sum(-1), torch.ones(5))
+                found += 1
+            else:
+                with pytest.raises(ValueError, match=f"layers with attention, which layer {layer} has not"):
+                    attention_maps(model, tokens, [(layer, 0)])
+    assert found > 20
+    with pytest.raises(TypeError, match="attention must be an Attention; got GatedDeltaNet"):
+        qk_ranks(GatedDeltaNet(16, 2))  # type: ignore[arg-type]
+
+
 # --- maps and the command ---------------------------------------------------------------------------------------------
 
 
@@ -207,7 +230,7 @@ def test_maps_refuse_what_is_not_there_and_leave_the_model_as_it_was() -> None:
     model = make_model().train()
     tokens = tokens_of(model, batch=1)
     for heads in ([(3, 0)], [(0, 4)], [(0, -1)]):
-        with pytest.raises(ValueError, match=r"heads must be \(layer, head\) below \(3, 4\)"):
+        with pytest.raises(ValueError, match=r"heads must be \(layer, head\) of (3 layers|4 heads); got"):
             attention_maps(model, tokens, heads)
     with pytest.raises(ValueError, match="one text"):
         attention_maps(model, tokens.repeat(2, 1), [(0, 0)])
@@ -241,7 +264,7 @@ def test_the_command_on_a_saved_model(text: Path, tmp_path: Path, capsys: pytest
     assert "perplexity" in capsys.readouterr().out
     check_page(out, 3)
     for more, message in (
-        (["--heads", "9.0"], "heads must be (layer, head) below (3, 4)"),
+        (["--heads", "9.0"], "heads must be (layer, head) of 3 layers; got (9, 0)"),
         (["--heads", "first"], "--heads must be LAYER.HEAD"),
         (["--seq-len", "0"], "must be at least 1"),
     ):
