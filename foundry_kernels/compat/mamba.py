@@ -98,6 +98,7 @@ def causal_conv1d_update(
         weight, bias, activation, backend: as for :func:`causal_conv1d_fn`.
         cache_seqlens: must be None: the newest input is the last.
         conv_state_indices: ``[B]`` integers, the row of `conv_state`, which may have others, of each sequence; or None.
+            A negative one marks padding, whose y is 0. Its values are read.
 
     Returns:
         y of x's shape.
@@ -111,10 +112,11 @@ def causal_conv1d_update(
     if conv_state_indices is not None:
         check_float("conv_state", conv_state)
         at = _rows("conv_state_indices", conv_state_indices, x)
-        own = conv_state[at]
+        own = conv_state[at.clamp(0)]
         y = causal_conv1d_update(x, own, weight, bias, activation, backend=backend)
-        conv_state[at] = own
-        return y
+        kept = at >= 0
+        conv_state[at[kept]] = own[kept]
+        return y.masked_fill(~kept.view(-1, *[1] * (y.dim() - 1)), 0.0)
     if x.dim() == 2:
         return short_conv1d_step(x, conv_state, weight, bias, activation, backend=backend)
     check_rank("x", x, 3, "[B, C, T] or [B, C]")

@@ -131,6 +131,9 @@ def test_rows_of_states_of_a_convolution(tokens: int) -> None:
     torch.testing.assert_close(compat.causal_conv1d_update(x, pool, weight, conv_state_indices=rows), expected)
     torch.testing.assert_close(pool[rows.long()], own)
     assert torch.equal(pool[[1, 2, 4]], before[[1, 2, 4]])
+    padding, kept = torch.full((B,), -1), pool.clone()
+    assert not compat.causal_conv1d_update(x, pool, weight, conv_state_indices=padding).any()
+    assert torch.equal(pool, kept)
 
 
 def test_states_of_packed_documents() -> None:
